@@ -1,0 +1,38 @@
+# Everything below makes what it needs. On a fresh Debian: python3 (3.11 or newer) with venv, git, make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check soak bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.share_blocks
+
+test: check
+	$(BIN)/python -m pytest -m "not soak"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_memory_io
+	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer
+	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_server
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== creating $(VENV) and installing (about half a minute)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
+	    --group test --group check --group bench -e ".[terminal,testing]"
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

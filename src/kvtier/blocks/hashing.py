@@ -1,0 +1,62 @@
+"""Block identity: a SHA-256 chain over token ids, rooted in the namespace.
+
+`hash(n) = SHA-256(hash(n-1) ‖ token ids of block n as little-endian u32)`, and `hash(-1)` is the namespace.
+So one hash names a block *and* everything before it, the same in every process, restart and machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import ConfigError
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes."""
+
+HASH_BYTES = 32
+
+
+def block_hashes(
+    namespace: Namespace, tokens: Sequence[int], block_tokens: int, *, parent: BlockHash | None = None
+) -> list[BlockHash]:
+    """The hashes of all full blocks of `tokens`; a partial block at the end has none.
+
+    `tokens` is any sequence of ints; arrays and buffers of ints are read without a loop. With `parent`, `tokens`
+    continue after that block. Raises `ConfigError` for a token id that is not in 0..2**32-1.
+    """
+    data = _token_bytes(tokens)
+    sha256 = hashlib.sha256
+    last: bytes = namespace if parent is None else parent
+    step = 4 * block_tokens
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        last = sha256(last + data[start : start + step]).digest()
+        hashes.append(BlockHash(last))
+    return hashes
+
+
+def join_hashes(hashes: Iterable[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    return [BlockHash(joined[i : i + HASH_BYTES]) for i in range(0, len(joined), HASH_BYTES)]
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    try:
+        tokens = memoryview(tokens).tolist()  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        ids = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()

@@ -1,0 +1,64 @@
+"""Who a block belongs to: a digest over everything that changes its bytes or their meaning.
+
+Two processes share blocks exactly when every field here is equal. Paths, names and times are not fields: a
+copied model folder hits, new weights under an old name miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.errors import ConfigError
+
+Namespace = NewType("Namespace", bytes)
+"""A SHA-256 digest, 32 bytes."""
+
+NAMESPACE_BYTES = 32
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceFields:
+    """What the digest covers.
+
+    `model_config` is the model's config with every override applied (rope scaling too); `weights` comes from
+    `weights_identity`; `first_layer` tells pipeline stages apart; `salt` separates tenants.
+    """
+
+    layout: KvLayout
+    weights: str
+    model_config: Mapping[str, object] = field(default_factory=dict)
+    quantization: str = ""
+    compute_dtype: str = ""
+    first_layer: int = 0
+    lora: str = ""
+    salt: str = ""
+
+    def digest(self) -> Namespace:
+        """Stable over processes, restarts, machines and Python versions."""
+        layout = self.layout
+        fields = {
+            "format": FORMAT_VERSION,
+            "model_config": self.model_config,
+            "weights": self.weights,
+            "quantization": self.quantization,
+            "compute_dtype": self.compute_dtype or layout.dtype,
+            "kv_dtype": layout.dtype,
+            "block_tokens": layout.block_tokens,
+            "layers": layout.layers,
+            "first_layer": self.first_layer,
+            "kv_heads": layout.kv_heads,
+            "head_dim": layout.head_dim,
+            "lora": self.lora,
+            "salt": self.salt,
+        }
+        try:
+            text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model_config must hold plain JSON values only: {error}") from error
+        return Namespace(hashlib.sha256(text.encode()).digest())

@@ -1,0 +1,325 @@
+"""Who holds which block: reference counts, the prefix index, eviction. Holds no bytes and no lock.
+
+A block's life: `reserve` takes room and makes it PENDING, visible to nobody; `commit` makes it READY under its hash;
+`match` and `reserve` count references, `free` returns them; a READY block without references stays cached until the
+policy picks it. A block that is dropped, or whose writer gives up, leaves the index at once and its room when the
+last reference returns. The owner of the pool calls everything from one thread or under one lock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.policies import EvictionPolicy, LruPolicy
+from kvtier.blocks.space import Region, Space, TakenRegion
+
+
+class Presence(enum.Enum):
+    """The state of one key."""
+
+    MISS = enum.auto()
+    PENDING = enum.auto()  # being written; ask again
+    READY = enum.auto()
+
+
+class _State(enum.Enum):
+    PENDING = enum.auto()
+    READY = enum.auto()
+    GONE = enum.auto()  # out of the index, waiting for its last reference
+
+
+class Block(TakenRegion):
+    """One block's place in a pool. `start` is its block id: the first unit it occupies."""
+
+    __slots__ = ("hash", "index", "is_pinned", "num_refs", "state")
+
+    def __init__(self, start: int, size: int) -> None:
+        super().__init__(start, size)
+        self.hash: BlockHash
+        self.index: PrefixIndex
+        self.num_refs = 1
+        self.state = _State.PENDING
+        self.is_pinned = False
+
+
+class PrefixIndex:
+    """The blocks of one namespace by hash. Every block in it has `block_units` units.
+
+    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY.
+    """
+
+    def __init__(self, block_units: int) -> None:
+        self.block_units = block_units
+        self.blocks: dict[BlockHash, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def presence(self, block_hash: BlockHash) -> Presence:
+        block = self.blocks.get(block_hash)
+        if block is None:
+            return Presence.MISS
+        return Presence.READY if block.state is _State.READY else Presence.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The leading run that was READY, and the state of the key that ended it (READY: all of them matched)."""
+
+    blocks: list[Block]
+    ended: Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What `reserve` gave: `blocks[i]` is for the hash at `positions[i]`.
+
+    Hashes that were READY or PENDING already are not in it; `num_refused` more found no room.
+    """
+
+    blocks: list[Block]
+    positions: list[int]
+    num_ready: int
+    num_pending: int
+    num_refused: int
+
+
+class BlockPool:
+    """Blocks over one `Space`, for any number of prefix indexes. Never holds more than `num_units` units."""
+
+    def __init__(self, num_units: int, policy: EvictionPolicy[Block] | None = None) -> None:
+        self._space = Space(num_units)
+        self._policy: EvictionPolicy[Block] = LruPolicy() if policy is None else policy
+        self.num_evicted = 0
+        self.referenced_units = 0
+        self.pinned_units = 0
+
+    @property
+    def num_units(self) -> int:
+        return self._space.num_units
+
+    @property
+    def free_units(self) -> int:
+        return self._space.free_units
+
+    def match(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_blocks: int | None = None) -> Match:
+        """Reference the longest READY prefix of `hashes`, at most `max_blocks` of it."""
+        matched: list[Block] = []
+        limit = float("inf") if max_blocks is None else max_blocks
+        ended = Presence.READY
+        get = index.blocks.get
+        ready = _State.READY
+        for block_hash in hashes:
+            block = get(block_hash)
+            if block is None:
+                ended = Presence.MISS
+                break
+            if block.state is not ready:
+                ended = Presence.PENDING
+                break
+            if len(matched) >= limit:
+                break
+            self._reference(block)
+            matched.append(block)
+        return Match(matched, ended)
+
+    def reserve(self, index: PrefixIndex, hashes: Sequence[BlockHash], max_blocks: int | None = None) -> Grant:
+        """Take room for the hashes that are absent, in order, evicting as needed; the first ones win if it is short.
+
+        The new blocks are PENDING and carry one reference. A block that is READY under one of `hashes` is never
+        evicted to make room for another of them.
+        """
+        present: list[Block] = []
+        wanted: dict[BlockHash, int] = {}
+        num_pending = 0
+        for position, block_hash in enumerate(hashes):
+            block = index.blocks.get(block_hash)
+            if block is None:
+                wanted.setdefault(block_hash, position)
+            elif block.state is _State.READY:
+                self._reference(block)
+                present.append(block)
+            else:
+                num_pending += 1
+        count = len(wanted) if max_blocks is None else min(len(wanted), max_blocks)
+        blocks = self._space.take(count, index.block_units, Block)
+        if len(blocks) < count:
+            self._make_room(count - len(blocks), index.block_units)
+            blocks += self._space.take(count - len(blocks), index.block_units, Block)
+        positions = []
+        for block, (block_hash, position) in zip(blocks, wanted.items(), strict=False):
+            block.hash = block_hash
+            block.index = index
+            index.blocks[block_hash] = block
+            positions.append(position)
+        self.referenced_units += len(blocks) * index.block_units
+        self.free(present)
+        return Grant(blocks, positions, len(present), num_pending, len(wanted) - len(blocks))
+
+    def commit(self, blocks: Iterable[Block]) -> int:
+        """Make PENDING blocks READY for everyone. Blocks dropped meanwhile stay gone. Returns how many became READY."""
+        num_committed = 0
+        for block in blocks:
+            if block.state is _State.PENDING:
+                block.state = _State.READY
+                num_committed += 1
+        return num_committed
+
+    def reference(self, blocks: Iterable[Block]) -> None:
+        """One more reference on blocks that the caller already holds."""
+        for block in blocks:
+            self._reference(block)
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """Return one reference of each block. The last ones of a prefix become the coldest.
+
+        A PENDING block without references was never finished: it leaves.
+        """
+        for block in reversed(blocks):
+            assert block.num_refs > 0, "a reference was returned twice"
+            block.num_refs -= 1
+            if block.num_refs:
+                continue
+            self.referenced_units -= block.size
+            if block.state is _State.READY:
+                if not block.is_pinned:
+                    self._policy.add(block)
+                continue
+            if block.state is _State.PENDING:
+                self._forget(block)
+            self._space.give_back(block)
+
+    def drop(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
+        """Forget blocks, pinned or not. Their room returns at once, or with their last reference."""
+        num_dropped = 0
+        for block_hash in hashes:
+            block = index.blocks.get(block_hash)
+            if block is None:
+                continue
+            num_dropped += 1
+            if block.num_refs == 0 and not block.is_pinned:
+                self._policy.remove(block)
+            self._forget(block)
+            if block.num_refs == 0:
+                self._space.give_back(block)
+        return num_dropped
+
+    def pin(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_units: int) -> int:
+        """Keep READY blocks until `unpin` or `drop`, the leading ones up to `max_units` pinned in all."""
+        num_pinned = 0
+        for block_hash in hashes:
+            block = index.blocks.get(block_hash)
+            if block is None or block.state is not _State.READY:
+                continue
+            if not block.is_pinned:
+                if self.pinned_units + block.size > max_units:
+                    break
+                if block.num_refs == 0:
+                    self._policy.remove(block)
+                block.is_pinned = True
+                self.pinned_units += block.size
+            num_pinned += 1
+        return num_pinned
+
+    def unpin(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
+        num_unpinned = 0
+        for block_hash in hashes:
+            block = index.blocks.get(block_hash)
+            if block is None or not block.is_pinned:
+                continue
+            num_unpinned += 1
+            block.is_pinned = False
+            self.pinned_units -= block.size
+            if block.num_refs == 0:
+                self._policy.add(block)
+        return num_unpinned
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Make unreferenced blocks the most recently used, the first of them last to go."""
+        for block in reversed(blocks):
+            if _is_evictable(block):
+                self._policy.remove(block)
+                self._policy.add(block)
+
+    def _reference(self, block: Block) -> None:
+        if block.num_refs == 0:
+            if not block.is_pinned:
+                self._policy.remove(block)
+            self.referenced_units += block.size
+        block.num_refs += 1
+
+    def _forget(self, block: Block) -> None:
+        if block.is_pinned:
+            block.is_pinned = False
+            self.pinned_units -= block.size
+        block.state = _State.GONE
+        del block.index.blocks[block.hash]
+
+    def _make_room(self, count: int, size: int) -> None:
+        """Evict the coldest blocks until `count` more regions of `size` fit, or nothing more can be evicted.
+
+        Where blocks of another size are in the way, the coldest block's neighbours go with it, so that room for
+        one large block costs a few small ones, not a search through all of them.
+        """
+        fitting = 0
+        blocked: list[Block] = []
+        while fitting < count:
+            victim = self._policy.pop_coldest()
+            if victim is None:
+                break
+            window = _window_around(victim, size)
+            if window is None:
+                blocked.append(victim)  # so is all that could share a window with it: none of it is touched below
+                continue
+            for block in window.blocks:
+                if block is not victim:
+                    self._policy.remove(block)
+                self._evict(block)
+            fitting += window.num_gained
+        self._policy.put_back(blocked)
+
+    def _evict(self, block: Block) -> None:
+        self._forget(block)
+        self._space.give_back(block)
+        self.num_evicted += 1
+
+
+def _is_evictable(region: Region | None) -> bool:
+    return isinstance(region, Block) and region.state is _State.READY and region.num_refs == 0 and not region.is_pinned
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Blocks whose eviction makes one free run, and how many more regions of the wanted size fit then."""
+
+    blocks: list[Block]
+    num_gained: int
+
+
+def _window_around(victim: Block, size: int) -> _Window | None:
+    """The smallest window of evictable blocks around `victim` that makes room for `size`, or None.
+
+    Prefixes are written upwards and go cold from their end, so it grows downwards first.
+    """
+    blocks = [victim]
+    run = victim.size
+    fitting_before = 0
+    left, right = victim.left, victim.right
+    while True:
+        if left is not None and left.is_free:
+            run, fitting_before, left = run + left.size, fitting_before + left.size // size, left.left
+        if right is not None and right.is_free:
+            run, fitting_before, right = run + right.size, fitting_before + right.size // size, right.right
+        if run >= size:
+            return _Window(blocks, run // size - fitting_before)
+        if isinstance(left, Block) and _is_evictable(left):
+            blocks.append(left)
+            run, left = run + left.size, left.left
+        elif isinstance(right, Block) and _is_evictable(right):
+            blocks.append(right)
+            run, right = run + right.size, right.right
+        else:
+            return None

@@ -1,0 +1,161 @@
+"""Room for blocks of any size in one range of units, with O(1) neighbours.
+
+Every unit belongs to exactly one `Region`, free or taken, linked to the regions beside it, so a freed region joins
+its neighbours at once and room left by one model serves the next. Free regions lie in bins by size (two-level
+segregated fit). A unit is 4 KiB in an arena that holds many block sizes, or one block in a pool of equal blocks.
+Not thread-safe: the pool that owns it is its only caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+
+class Region:
+    """`size` units from `start`; `left` and `right` are its neighbours in the space."""
+
+    __slots__ = ("left", "right", "size", "start")
+
+    is_free = True
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
+        self.left: Region | None = None
+        self.right: Region | None = None
+
+
+class TakenRegion(Region):
+    """What `Space.take` hands out; pools subclass it to hang their own facts on a region."""
+
+    __slots__ = ()
+
+    is_free = False
+
+
+_Taken = TypeVar("_Taken", bound=TakenRegion)
+
+
+class Space:
+    """`num_units` units. `free_units` counts those in free regions."""
+
+    def __init__(self, num_units: int) -> None:
+        self.num_units = num_units
+        self.free_units = 0
+        self._bins: dict[int, dict[Region, None]] = {}
+        self._filled_bins = 0  # bit b is set while bin b holds a region
+        self._first = Region(0, num_units)
+        if num_units:
+            self._put(self._first)
+
+    def take(self, count: int, size: int, make: Callable[[int, int], _Taken]) -> list[_Taken]:
+        """Up to `count` regions of `size` units each, in as few adjacent runs as there is room for.
+
+        Returns fewer, possibly none, when no free region holds another one.
+        """
+        taken: list[_Taken] = []
+        while len(taken) < count:
+            region = self._find((count - len(taken)) * size) or self._find_largest(size)
+            if region is None:
+                break
+            self._split(region, min(count - len(taken), region.size // size), size, make, taken)
+        return taken
+
+    def give_back(self, region: TakenRegion) -> None:
+        """Free `region` and join it with free neighbours. `region` is dead afterwards."""
+        start, size, left, right = region.start, region.size, region.left, region.right
+        if left is not None and left.is_free:
+            self._remove(left)
+            start, size, left = left.start, size + left.size, left.left
+        if right is not None and right.is_free:
+            self._remove(right)
+            size, right = size + right.size, right.right
+        region.left = region.right = None
+        joined = Region(start, size)
+        self._link(left, joined)
+        self._link(joined, right)
+        self._put(joined)
+
+    def regions(self) -> Iterator[Region]:
+        """All regions from the first unit on."""
+        region: Region | None = self._first
+        while region is not None:
+            yield region
+            region = region.right
+
+    def _split(
+        self, region: Region, count: int, size: int, make: Callable[[int, int], _Taken], into: list[_Taken]
+    ) -> None:
+        self._remove(region)
+        left, start = region.left, region.start
+        for _ in range(count):
+            taken = make(start, size)
+            self._link(left, taken)
+            into.append(taken)
+            left = taken
+            start += size
+        rest = region.start + region.size - start
+        if rest:
+            remainder = Region(start, rest)
+            self._link(left, remainder)
+            self._link(remainder, region.right)
+            self._put(remainder)
+        else:
+            self._link(left, region.right)
+        region.left = region.right = None
+
+    def _link(self, left: Region | None, right: Region | None) -> None:
+        if left is None:
+            assert right is not None
+            self._first = right
+        else:
+            left.right = right
+        if right is not None:
+            right.left = left
+
+    def _put(self, region: Region) -> None:
+        number = _bin_of(region.size)
+        members = self._bins.get(number)
+        if members is None:
+            members = self._bins[number] = {}
+        members[region] = None
+        self._filled_bins |= 1 << number
+        self.free_units += region.size
+
+    def _remove(self, region: Region) -> None:
+        number = _bin_of(region.size)
+        members = self._bins[number]
+        del members[region]
+        if not members:
+            del self._bins[number]
+            self._filled_bins &= ~(1 << number)
+        self.free_units -= region.size
+
+    def _find(self, size: int) -> Region | None:
+        """A region of at least `size`, close to the smallest there is."""
+        number = _bin_of(size)
+        for region in self._bins.get(number, ()):
+            if region.size >= size:
+                return region
+        larger = self._filled_bins >> (number + 1)
+        if not larger:
+            return None
+        return next(iter(self._bins[number + (larger & -larger).bit_length()]))
+
+    def _find_largest(self, size: int) -> Region | None:
+        """A region from the largest bin, if any holds `size`."""
+        if not self._filled_bins:
+            return None
+        number = self._filled_bins.bit_length() - 1
+        if number == _bin_of(size):
+            return self._find(size)
+        return next(iter(self._bins[number])) if number > _bin_of(size) else None
+
+
+def _bin_of(size: int) -> int:
+    """Four bins for each power of two: sizes in one bin differ by less than a quarter."""
+    bits = size.bit_length()
+    if bits <= 3:
+        return size
+    return (bits - 1) * 4 + ((size >> (bits - 3)) & 3)

@@ -1,0 +1,80 @@
+"""The identity of a model's weights: per tensor its name, dtype, shape and a hash of three 4 KiB samples.
+
+Reading the whole of a 60 GB checkpoint at every start would cost a minute; names, shapes and samples of every
+tensor cost milliseconds and still change with any training step. How tensors are spread over files, where the
+files lie and when they were written do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSample:
+    """One tensor's share of the identity. `samples` are its first, middle and last `SAMPLE_BYTES`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    samples: tuple[bytes, bytes, bytes]
+
+
+def sample_ranges(nbytes: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """`(offset, length)` of the first, middle and last sample of a tensor of `nbytes`."""
+    length = min(nbytes, SAMPLE_BYTES)
+    return (0, length), ((nbytes - length) // 2, length), (nbytes - length, length)
+
+
+def weights_identity(tensors: Iterable[TensorSample]) -> str:
+    """A hex digest over all tensors, whatever their order."""
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        head = json.dumps([tensor.name, tensor.dtype, list(tensor.shape)], separators=(",", ":"))
+        digest.update(hashlib.sha256(head.encode()).digest())
+        digest.update(hashlib.sha256(b"".join(tensor.samples)).digest())
+    return digest.hexdigest()
+
+
+def weights_identity_of_folder(folder: Path) -> str:
+    """The identity of the `*.safetensors` files in `folder`; a sharded and a merged checkpoint are the same.
+
+    Raises `ConfigError` when there are none or one cannot be read as safetensors.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"no *.safetensors files in {folder}")
+    return weights_identity(tensor for path in paths for tensor in _samples_of_file(path))
+
+
+def _samples_of_file(path: Path) -> Iterable[TensorSample]:
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {header_bytes} bytes")
+            header = json.loads(file.read(header_bytes))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = entry["data_offsets"]
+                samples = []
+                for offset, length in sample_ranges(end - start):
+                    file.seek(8 + header_bytes + start + offset)
+                    samples.append(file.read(length))
+                    if len(samples[-1]) != length:
+                        raise ValueError(f"the file ends inside {name}")
+                first, middle, last = samples
+                yield TensorSample(name, entry["dtype"], tuple(entry["shape"]), (first, middle, last))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error

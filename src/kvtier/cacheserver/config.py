@@ -1,0 +1,89 @@
+"""The cache server's settings. Checked wherever they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
+from kvtier.transport.address import TcpAddress, UnixAddress
+
+_MIN_TOKEN_BYTES = 8
+
+
+class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`memory_bytes` is a hard bound on the arena. A server listens on a Unix socket, on TCP, or on both.
+
+    `max_leased_bytes` (half of the memory unless given) is how much one client may hold at once; `lease_timeout_s`
+    ends leases of TCP clients, who hold copies, and never those of local ones; `gone_grace_s` is how long the memory
+    of a client that died is left alone, for copies still in flight.
+    """
+
+    memory_bytes: int
+    unix: UnixAddress | None = None
+    tcp: TcpAddress | None = None
+    token: bytes | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    metrics: TcpAddress | None = None
+    max_connections: int = 256
+    max_payload_bytes: int = 256 << 20
+    max_leased_bytes: int | None = None
+    max_pinned_share: float = 0.5
+    lease_timeout_s: float = 60.0
+    gone_grace_s: float = 0.5
+    stall_timeout_s: float = 30.0
+    touches_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < SLOT_ALIGN_BYTES:
+            raise ConfigError(f"memory must be at least 4KiB, not {format_size(self.memory_bytes)}")
+        total_bytes = _machine_memory_bytes()
+        if self.memory_bytes > total_bytes:
+            raise ConfigError(
+                f"memory of {format_size(self.memory_bytes)} is more than the {format_size(total_bytes)} "
+                "this machine or its control group has"
+            )
+        if self.unix is None and self.tcp is None:
+            raise ConfigError("a cache server needs a Unix socket or a TCP address to listen on")
+        if self.tcp is not None and not self.token:
+            raise ConfigError("TCP needs a token, also on loopback: set one with --token-file")
+        if self.token is not None and len(self.token) < _MIN_TOKEN_BYTES:
+            raise ConfigError(f"the token is too short: use {_MIN_TOKEN_BYTES} characters or more")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs both a certificate and a key")
+        if self.tls_certificate is not None and self.tcp is None:
+            raise ConfigError("TLS is for TCP: give a TCP address too")
+        if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
+            raise ConfigError("max_leased_bytes must be positive")
+        if not 0 <= self.max_pinned_share <= 1:
+            raise ConfigError(f"max_pinned_share must be between 0 and 1, not {self.max_pinned_share}")
+        for name in (
+            "max_connections",
+            "max_payload_bytes",
+            "lease_timeout_s",
+            "gone_grace_s",
+            "stall_timeout_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def leased_bytes_per_client(self) -> int:
+        return self.memory_bytes // 2 if self.max_leased_bytes is None else self.max_leased_bytes
+
+
+def _machine_memory_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

@@ -1,0 +1,98 @@
+"""The thread that sees clients' processes end, and that ends what remote clients have held too long.
+
+A process is watched through its pidfd, which cannot be confused with a later process of the same number. What a dead
+client held is left alone for a moment more: a GPU may still be copying.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+
+from kvtier.cacheserver.catalog import Catalog, Holder
+
+logger = logging.getLogger(__name__)
+
+_EXPIRY_INTERVAL_S = 1.0
+
+
+class ProcessWatch:
+    """Owns the pidfds it is given and one thread."""
+
+    def __init__(self, catalog: Catalog, gone_grace_s: float) -> None:
+        self._catalog = catalog
+        self._gone_grace_s = gone_grace_s
+        self._lock = threading.Lock()
+        self._watched: dict[int, Holder] = {}
+        self._is_closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="kvtier-process-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, holder: Holder, pidfd: int) -> None:
+        """Watch the process behind `holder`; takes over `pidfd`. A second pidfd of the same holder is not needed."""
+        with self._lock:
+            if self._is_closing or holder in self._watched.values():
+                os.close(pidfd)
+                return
+            self._watched[pidfd] = holder
+            self._poll.register(pidfd, select.POLLIN)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        for pidfd in self._watched:
+            os.close(pidfd)
+        os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        gone: list[tuple[float, Holder]] = []
+        expire_at = time.monotonic() + _EXPIRY_INTERVAL_S
+        while not self._is_closing:
+            next_at = min([expire_at, *(due_at for due_at, _ in gone)])
+            for fd, _ in self._poll.poll(max(0.0, next_at - time.monotonic()) * 1000):
+                if fd == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+                    continue
+                gone.append((time.monotonic() + self._gone_grace_s, self._unwatch(fd)))
+            now = time.monotonic()
+            for due_at, holder in list(gone):
+                if due_at <= now:
+                    gone.remove((due_at, holder))
+                    self._end(holder)
+            if expire_at <= now:
+                expire_at = now + _EXPIRY_INTERVAL_S
+                self._catalog.expire()
+                self._unwatch_left()
+
+    def _end(self, holder: Holder) -> None:
+        if holder.leases or holder.reservations:
+            logger.info(
+                "client gone pid=%s leases=%d reservations=%d",
+                holder.pid,
+                len(holder.leases),
+                len(holder.reservations),
+            )
+        self._catalog.end(holder)
+
+    def _unwatch(self, pidfd: int) -> Holder:
+        with self._lock:
+            self._poll.unregister(pidfd)
+            holder = self._watched.pop(pidfd)
+        os.close(pidfd)
+        return holder
+
+    def _unwatch_left(self) -> None:
+        """Clients that said good-bye hold nothing any more."""
+        with self._lock:
+            left = [pidfd for pidfd, holder in self._watched.items() if holder.is_gone]
+        for pidfd in left:
+            self._unwatch(pidfd)

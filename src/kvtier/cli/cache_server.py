@@ -1,0 +1,174 @@
+"""`kvtier cache-server`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.server import CacheServer
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size, parse_size
+from kvtier.transport.address import TcpAddress, UnixAddress, parse_host_port
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _HostPort(click.ParamType[TcpAddress]):
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> TcpAddress:
+        if isinstance(value, TcpAddress):
+            return value
+        try:
+            return parse_host_port(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+def default_socket() -> str:
+    """Where the server listens, and clients look, when nobody says otherwise."""
+    folder = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvtier-{os.geteuid()}")
+    return f"{folder}/kvtier.sock"
+
+
+@click.command("cache-server")
+@click.option("--memory", type=_Size(), default="4GiB", show_default=True, help="Most memory for blocks, as in 20GiB.")
+@click.option(
+    "--socket",
+    "socket_path",
+    type=click.Path(dir_okay=False),
+    default=None,
+    help=f"Unix socket for processes on this host, open to this user only.  [default: {default_socket()}]",
+)
+@click.option("--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="File with the secret that TCP clients must know (8 characters or more).",
+)
+@click.option("--tls-cert", type=click.Path(path_type=Path, dir_okay=False), help="Certificate (PEM): TCP speaks TLS.")
+@click.option("--tls-key", type=click.Path(path_type=Path, dir_okay=False), help="Its private key (PEM).")
+@click.option("--metrics", type=_HostPort(), default=None, help="Serve Prometheus metrics over HTTP on host:port.")
+@click.option(
+    "--max-leased",
+    type=_Size(),
+    default=None,
+    help="Most memory one client may hold.  [default: half of --memory]",
+)
+@click.option("--max-frame", type=_Size(), default="256MiB", show_default=True, help="Largest payload of one frame.")
+@click.option("--max-connections", type=click.IntRange(1), default=256, show_default=True)
+@click.option(
+    "--lease-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a TCP client's lease ends. Leases of local clients never end by a clock.",
+)
+@click.option(
+    "--touch-memory",
+    is_flag=True,
+    help="Make all of --memory resident in the background, so that first writes are as fast as later ones.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+def cache_server(
+    memory: int,
+    socket_path: str | None,
+    tcp: TcpAddress | None,
+    token_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    metrics: TcpAddress | None,
+    max_leased: int | None,
+    max_frame: int,
+    max_connections: int,
+    lease_timeout: float,
+    touch_memory: bool,
+    verbose: bool,
+) -> None:
+    """Keep KV blocks in memory that all processes on this host share.
+
+    Start it once per host and leave it running:
+
+        kvtier cache-server --memory 20GiB
+
+    Processes of the same user then reach it with kvtier.connect("unix:PATH") and read and write blocks in its
+    memory without a copy. Other hosts reach it over TCP when you ask for that:
+
+        kvtier cache-server --memory 20GiB --tcp 0.0.0.0:7700 --token-file secret
+
+    Ctrl-C or SIGTERM stops it: requests under way are answered first. What it held is gone then.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    # Blocked before any thread starts, so that only sigwait below ever sees them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    path = socket_path or default_socket()
+    try:
+        if socket_path is None:
+            _make_private_folder(path)
+        config = CacheServerConfig(
+            memory_bytes=memory,
+            unix=UnixAddress(path),
+            tcp=tcp,
+            token=_read_token(token_file),
+            tls_certificate=tls_cert,
+            tls_key=tls_key,
+            metrics=metrics,
+            max_connections=max_connections,
+            max_payload_bytes=max_frame,
+            max_leased_bytes=max_leased,
+            lease_timeout_s=lease_timeout,
+            touches_memory=touch_memory,
+        )
+        server = CacheServer(config)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")
+    click.echo(f"  unix:{path}")
+    if tcp is not None:
+        click.echo(f"  tcp://{tcp.host}:{server.tcp_port}{' with TLS' if tls_cert else ''}")
+    if metrics is not None:
+        click.echo(f"  metrics: http://{metrics.host}:{server.metrics_port}/metrics")
+    click.echo("ready; Ctrl-C stops it")
+    sys.stdout.flush()
+    signal.sigwait(_SIGNALS)
+    click.echo("stopping")
+    server.close()
+
+
+def _read_token(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
+
+
+def _make_private_folder(path: str) -> None:
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder} for the socket: {error.strerror}") from error

@@ -1,0 +1,117 @@
+"""`connect`: from addresses to a client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import Namespace, NamespaceFields
+from kvtier.client.client import CacheClient, ClientOptions, SingleClient, namespace_of
+from kvtier.client.replicated import ReplicatedClient
+from kvtier.errors import ConfigError, TierError, TierRefused
+from kvtier.observe.metrics import TierMetrics
+from kvtier.transport.address import parse_address
+
+
+@overload
+def connect(
+    address: str,
+    *,
+    layout: KvLayout | None = None,
+    namespace: Namespace | NamespaceFields | None = None,
+    name: str = "",
+    token: str | bytes | None = None,
+    ca_file: str | Path | None = None,
+    timeout_s: float = 1.0,
+    max_connections: int = 8,
+    transfer_connections: int = 2,
+    metrics: TierMetrics | None = None,
+    must_answer: bool = True,
+) -> SingleClient: ...
+
+
+@overload
+def connect(
+    address: Sequence[str],
+    *,
+    replicas: int = 1,
+    layout: KvLayout | None = None,
+    namespace: Namespace | NamespaceFields | None = None,
+    name: str = "",
+    token: str | bytes | None = None,
+    ca_file: str | Path | None = None,
+    timeout_s: float = 1.0,
+    max_connections: int = 8,
+    transfer_connections: int = 2,
+    metrics: TierMetrics | None = None,
+    must_answer: bool = True,
+) -> CacheClient: ...
+
+
+def connect(
+    address: str | Sequence[str],
+    *,
+    replicas: int = 1,
+    layout: KvLayout | None = None,
+    namespace: Namespace | NamespaceFields | None = None,
+    name: str = "",
+    token: str | bytes | None = None,
+    ca_file: str | Path | None = None,
+    timeout_s: float = 1.0,
+    max_connections: int = 8,
+    transfer_connections: int = 2,
+    metrics: TierMetrics | None = None,
+    must_answer: bool = True,
+) -> CacheClient:
+    """A client of the cache server at `unix:/path` or `tcp://host:port`, or of several.
+
+    `layout` is the shape of a block and `namespace` what it belongs to; `name` is what people see in `stats`. Over TCP
+    a `token` is needed; `ca_file` turns TLS on. Raises `ConfigError` for what cannot work and `TierRefused` when a
+    server refuses this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when no server answers
+    now; without, it comes back empty-handed until one does.
+    """
+    options = ClientOptions(
+        token=token.encode() if isinstance(token, str) else token,
+        ca_file=Path(ca_file) if ca_file is not None else None,
+        timeout_s=timeout_s,
+        max_connections=max_connections,
+        transfer_connections=transfer_connections,
+    )
+    addresses = [address] if isinstance(address, str) else list(address)
+    if not addresses:
+        raise ConfigError("connect() needs at least one address")
+    digest = namespace_of(namespace, layout)
+    metrics = TierMetrics() if metrics is None else metrics
+    clients = [
+        SingleClient(parse_address(text), layout=layout, namespace=digest, name=name, options=options, metrics=metrics)
+        for text in addresses
+    ]
+    try:
+        _check_answers(clients, must_answer)
+        if isinstance(address, str):
+            if replicas != 1:
+                raise ConfigError("replicas needs several addresses")
+            return clients[0]
+        return ReplicatedClient(clients, replicas, metrics)
+    except BaseException:
+        for client in clients:
+            client.close()
+        raise
+
+
+def _check_answers(clients: Sequence[SingleClient], must_answer: bool) -> None:
+    """One refusal, or silence from everyone, is an error."""
+    silence: TierError | None = None
+    num_answers = 0
+    for client in clients:
+        try:
+            client.ping()
+            num_answers += 1
+        except TierRefused:
+            raise
+        except TierError as error:
+            silence = error
+    if silence is not None and must_answer and not num_answers:
+        raise silence

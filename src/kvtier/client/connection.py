@@ -1,0 +1,157 @@
+"""One connection to one cache server: connect, shake hands, ask, be answered. Used by one thread at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from kvtier.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    TierFull,
+    TierRefused,
+    TierTimeout,
+    TierUnavailable,
+)
+from kvtier.transport.address import Address, UnixAddress
+from kvtier.transport.stream import Stream
+from kvtier.wire import messages as wire
+from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, FrameLimits
+from kvtier.wire.session import ClientSession
+
+_Reply = TypeVar("_Reply", bound=wire.Reply)
+Place = Callable[[wire.Blocks], BufferList]
+
+
+class Connection:
+    """Open from construction on. Any error on it means that it must be closed."""
+
+    def __init__(
+        self,
+        address: Address,
+        holder: bytes,
+        token: bytes | None,
+        tls: ssl.SSLContext | None,
+        deadline: float,
+    ) -> None:
+        self._requests = 0
+        self._place: Place | None = None
+        sock = _connect(address, tls, deadline)
+        self._stream = Stream(sock, self._place_payload, HANDSHAKE_LIMITS)
+        try:
+            self.welcome = self._shake_hands(holder, token, deadline)
+        except BaseException:
+            self._stream.close()
+            raise
+        self.space = 0
+
+    def take_arena_fd(self) -> int:
+        """The arena's descriptor that came with the welcome; the caller owns it now."""
+        if len(self._stream.passed_fds) != 1:
+            raise RemoteProtocolError("the server passed no arena")
+        return self._stream.passed_fds.pop()
+
+    def call(self, request: wire.Request, reply_type: type[_Reply], deadline: float) -> _Reply:
+        """Send a request and wait for its reply. Raises what a `Failure` stands for; the connection is fine then."""
+        number = self.send(request, deadline=deadline)
+        return self.receive(number, reply_type, deadline)
+
+    def send(self, request: wire.Request, payload: Sequence[memoryview] = (), *, deadline: float) -> int:
+        self._requests = self._requests % 0xFFFF_FFFF + 1
+        self._stream.send(self._requests, request, payload, deadline)
+        return self._requests
+
+    def receive(self, number: int, reply_type: type[_Reply], deadline: float) -> _Reply:
+        frame = self._stream.receive(deadline)
+        message = frame.message
+        if isinstance(message, wire.Failure):
+            if message.kind == "refused":
+                raise TierRefused(f"the cache server refused: {message.sentence}")
+            if message.kind == "full":
+                raise TierFull(f"the cache server is full: {message.sentence}")
+            raise RemoteProtocolError(f"the cache server gave up on this connection: {message.sentence}")
+        if frame.request != number or not isinstance(message, reply_type):
+            raise RemoteProtocolError(f"{type(message).__name__} does not answer the request")
+        return message
+
+    def receive_blocks(self, number: int, place: Place, deadline: Callable[[], float]) -> Iterator[wire.Blocks]:
+        """The frames that answer a get, each after its payload lies where `place` said.
+
+        `deadline` is asked anew for each, so that a slow consumer is not taken for a slow server.
+        """
+        self._place = place
+        try:
+            next_block = 0
+            while True:
+                blocks = self.receive(number, wire.Blocks, deadline())
+                if blocks.first != next_block:
+                    raise RemoteProtocolError("blocks arrived out of order")
+                next_block += blocks.count
+                yield blocks
+                if blocks.is_last:
+                    return
+        finally:
+            self._place = None
+
+    def has_ended(self) -> bool:
+        """The server left, or sent what nobody asked for."""
+        return self._stream.is_readable()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _shake_hands(self, holder: bytes, token: bytes | None, deadline: float) -> wire.Welcome:
+        session = ClientSession(f"kvtier pid={os.getpid()}", holder, token)
+        self._stream.send(0, session.hello, deadline=deadline)
+        while True:
+            frame = self._stream.receive(deadline, takes_fds=True)
+            answer = session.shake(frame.message)
+            if answer is None:
+                break
+            self._stream.send(0, answer, deadline=deadline)
+        assert session.welcome is not None
+        self._stream.set_limits(FrameLimits(MAX_BODY_BYTES, session.welcome.max_payload_bytes))
+        return session.welcome
+
+    def _place_payload(self, number: int, message: wire.Message, payload_bytes: int) -> BufferList:
+        if not isinstance(message, wire.Blocks) or self._place is None or number != self._requests:
+            raise RemoteProtocolError("the server sent a payload that nobody asked for")
+        views = self._place(message)
+        if sum(map(len, views)) != payload_bytes:
+            raise RemoteProtocolError(f"the server sent {payload_bytes} bytes for {message.count} blocks")
+        return views
+
+
+def _connect(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
+    timeout_s = deadline - time.monotonic()
+    if timeout_s <= 0:
+        raise TierTimeout(f"no connection to {address} within the deadline")
+    try:
+        if isinstance(address, UnixAddress):
+            if tls is not None:
+                raise LocalProtocolError("TLS is for TCP")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(timeout_s)
+                sock.connect(address.path)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        sock = socket.create_connection((address.host, address.port), timeout_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
+        except BaseException:
+            sock.close()
+            raise
+    except TimeoutError as error:
+        raise TierTimeout(f"no connection to {address} within the deadline") from error
+    except ssl.SSLError as error:
+        raise TierRefused(f"TLS with {address} failed: {error.reason or error}") from error
+    except OSError as error:
+        raise TierUnavailable(f"no cache server answers on {address}: {error.strerror or error}") from error

@@ -1,0 +1,320 @@
+"""The client of several cache servers: rendezvous hashing with replicas, reads spread over them. Thread-safe.
+
+Each block has an order of servers of its own; it is written to the first `replicas` of those that are up and read from
+any of them. A server that dies costs what only it had; its blocks go to the next in order until it is back. Every
+client of the same servers must name them by the same addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.client.client import SingleClient
+from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
+from kvtier.memory.copying import Buffer
+from kvtier.memory.lease import EmptyLease, Lease
+from kvtier.observe.metrics import TierMetrics
+
+_NUM_BUCKETS = 4096
+
+
+class ReplicatedClient:
+    """A `CacheClient` of several servers."""
+
+    def __init__(self, clients: Sequence[SingleClient], replicas: int, metrics: TierMetrics) -> None:
+        if not 1 <= replicas <= len(clients):
+            raise ConfigError(f"replicas must be from 1 to the number of servers, {len(clients)}, not {replicas}")
+        if len({str(client.address) for client in clients}) < len(clients):
+            raise ConfigError("a server is named twice")
+        self.clients = list(clients)
+        self.metrics = metrics
+        self._replicas = replicas
+        self._io = ThreadPoolExecutor(len(clients), "kvtier-replicas")
+        self._orders: list[tuple[int, ...] | None] = [None] * _NUM_BUCKETS
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.clients[0].layout
+
+    def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
+        return self.clients[0].hashes(tokens)
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        parts: list[_Part] = []
+
+        def ask(client: SingleClient, positions: list[int]) -> int:
+            lease = client.match([hashes[position] for position in positions], timeout_s=timeout_s)
+            parts.append(_Part(lease, positions[: lease.num_blocks]))
+            return lease.num_blocks
+
+        found = self._ask_replicas(hashes, ask)
+        num_blocks = _leading(found)
+        useful = []
+        for part in parts:
+            if part.positions and part.positions[0] < num_blocks:
+                useful.append(part)
+            else:
+                part.lease.release()
+        if not useful:
+            endings = {part.lease.ended for part in parts}
+            return EmptyLease("down" if endings == {"down"} or not parts else "miss")
+        ended = "all" if num_blocks == len(hashes) else _ending(part.lease.ended for part in parts)
+        return ReplicatedLease(useful, num_blocks, ended)
+
+    def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], *, timeout_s: float | None = None) -> int:
+        count = min(len(hashes), len(into))
+
+        def ask(client: SingleClient, positions: list[int]) -> int:
+            wanted = [hashes[position] for position in positions]
+            return client.get(wanted, [into[position] for position in positions], timeout_s=timeout_s)
+
+        return _leading(self._ask_replicas(hashes[:count], ask))
+
+    def stream_get(
+        self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Blocks come from several servers: each run of the prefix is fetched whole, then handed out in order."""
+        block_bytes = self.layout.block_bytes
+        step = max(1, (32 << 20) // block_bytes)
+        for first in range(0, len(hashes), step):
+            part = hashes[first : first + step]
+            target: Sequence[Buffer] = (
+                [memoryview(bytearray(block_bytes)) for _ in part] if into is None else into[first : first + step]
+            )
+            arrived = self.get(part, target)
+            for offset in range(arrived):
+                yield first + offset, memoryview(target[offset])
+            if arrived < len(part):
+                return
+
+    def contains(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[bool]:
+        flags = [False] * len(hashes)
+        groups = self._all_replicas(hashes)
+
+        def ask(server: int) -> None:
+            positions = groups[server]
+            answers = self.clients[server].contains([hashes[p] for p in positions], timeout_s=timeout_s)
+            for position, answer in zip(positions, answers, strict=True):
+                if answer:
+                    flags[position] = True
+
+        list(self._io.map(ask, groups))
+        return flags
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def set(
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[Buffer],
+        *,
+        deferred: bool = False,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As for one server; a block counts once, however many replicas were written."""
+        if len(hashes) != len(blocks):
+            raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        groups = self._all_replicas(hashes)
+
+        full: list[TierFull] = []
+
+        def store(server: int) -> list[int]:
+            positions = groups[server]
+            wanted = [hashes[position] for position in positions]
+            values = [blocks[position] for position in positions]
+            try:
+                written = self.clients[server].store(wanted, values, deferred=deferred, timeout_s=timeout_s)
+            except TierFull as error:
+                full.append(error)
+                return []
+            return [positions[index] for index in written]
+
+        written = set().union(*self._io.map(store, groups))
+        if full and len(full) == len(groups):
+            raise full[0]
+        return len(written)
+
+    # --- operating -------------------------------------------------------------------------------------------------
+
+    def pin(self, hashes: Sequence[BlockHash]) -> int:
+        groups = self._all_replicas(hashes)
+        kept = self._on_each(lambda server: self.clients[server].pin([hashes[p] for p in groups[server]]), list(groups))
+        return min(len(hashes), sum(kept))
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> int:
+        return max(self._on_each(lambda server: self.clients[server].unpin(hashes)), default=0)
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        """Counts copies: a block on two servers goes twice."""
+        return sum(self._on_each(lambda server: self.clients[server].drop(hashes)))
+
+    def flush(self, *, timeout_s: float | None = None) -> None:
+        self._on_each(lambda server: self.clients[server].flush(timeout_s=timeout_s))
+
+    def info(self) -> dict[str, object]:
+        return self._documents(SingleClient.info)
+
+    def stats(self) -> dict[str, object]:
+        return self._documents(SingleClient.stats)
+
+    def close(self) -> None:
+        self._io.shutdown()
+        for client in self.clients:
+            client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- private ---------------------------------------------------------------------------------------------------
+
+    def _order(self, block_hash: BlockHash) -> tuple[int, ...]:
+        """The servers in this block's order: those with the highest score for its bucket first."""
+        bucket = block_hash[0] << 4 | block_hash[1] >> 4
+        order = self._orders[bucket]
+        if order is None:
+            scores = [hashlib.sha256(f"{bucket} {client.address}".encode()).digest() for client in self.clients]
+            order = tuple(sorted(range(len(self.clients)), key=lambda server: scores[server], reverse=True))
+            self._orders[bucket] = order
+        return order
+
+    def _homes(self, block_hash: BlockHash, is_up: list[bool]) -> list[int]:
+        """The servers that should hold the block now."""
+        return [server for server in self._order(block_hash) if is_up[server]][: self._replicas]
+
+    def _all_replicas(self, hashes: Sequence[BlockHash]) -> dict[int, list[int]]:
+        """Positions by server, each position with all of its servers."""
+        is_up = [client.is_up for client in self.clients]
+        groups: dict[int, list[int]] = {}
+        for position, block_hash in enumerate(hashes):
+            for server in self._homes(block_hash, is_up):
+                groups.setdefault(server, []).append(position)
+        return groups
+
+    def _ask_replicas(self, hashes: Sequence[BlockHash], ask: Callable[[SingleClient, list[int]], int]) -> list[bool]:
+        """Ask one replica of each block, then the next one for what it did not have. True where it was found.
+
+        `ask` answers how many of the leading positions it was given were found.
+        """
+        found = [False] * len(hashes)
+        left: Sequence[int] = range(len(hashes))
+        is_up = [client.is_up for client in self.clients]
+        for attempt in range(self._replicas):
+            groups: dict[int, list[int]] = {}
+            for position in left:
+                homes = self._homes(hashes[position], is_up)
+                if attempt < len(homes):
+                    # A byte the order does not depend on spreads the reads.
+                    choice = (hashes[position][2] + attempt) % len(homes)
+                    groups.setdefault(homes[choice], []).append(position)
+            counts = self._io.map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
+            for positions, count in zip(groups.values(), counts, strict=True):
+                for position in positions[:count]:
+                    found[position] = True
+            left = [position for position in left if not found[position]]
+            if not left:
+                break
+        return found
+
+    def _on_each(self, act: Callable[[int], object], servers: Sequence[int] | None = None) -> list[int]:
+        """Act on every server, also when one fails; then raise what failed."""
+        results: list[int] = []
+        failures: list[TierError] = []
+        for server in range(len(self.clients)) if servers is None else servers:
+            try:
+                result = act(server)
+                results.append(result if isinstance(result, int) else 0)
+            except TierError as error:
+                failures.append(error)
+        if failures:
+            raise TierUnavailable("; ".join(map(str, failures)))
+        return results
+
+    def _documents(self, ask: Callable[[SingleClient], dict[str, object]]) -> dict[str, object]:
+        documents: dict[str, object] = {}
+        for client in self.clients:
+            try:
+                documents[str(client.address)] = ask(client)
+            except TierError as error:
+                documents[str(client.address)] = {"error": str(error)}
+        return documents
+
+
+class _Part:
+    """One server's share of a match."""
+
+    def __init__(self, lease: Lease, positions: list[int]) -> None:
+        self.lease = lease
+        self.positions = positions
+
+
+class ReplicatedLease:
+    """A lease over several servers. Not thread-safe."""
+
+    def __init__(self, parts: list[_Part], num_blocks: int, ended: str) -> None:
+        self._parts = parts
+        self.num_blocks = num_blocks
+        self.ended = ended
+        self._is_over = False
+
+    @property
+    def has_views(self) -> bool:
+        return all(part.lease.has_views for part in self._parts)
+
+    def views(self) -> list[memoryview]:
+        self._check()
+        views: dict[int, memoryview] = {}
+        for part in self._parts:
+            for position, view in zip(part.positions, part.lease.views(), strict=True):
+                views[position] = view
+        return [views[position] for position in range(self.num_blocks)]
+
+    def fetch(self, into: Sequence[Buffer]) -> int:
+        self._check()
+        count = min(len(into), self.num_blocks)
+        found = [False] * count
+        for part in self._parts:
+            positions = [position for position in part.positions if position < count]
+            for position in positions[: part.lease.fetch([into[position] for position in positions])]:
+                found[position] = True
+        return _leading(found)
+
+    def release(self) -> None:
+        for part in self._parts:
+            part.lease.release()
+        self._is_over = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise LeaseError("this lease has ended")
+
+
+def _leading(found: Sequence[bool]) -> int:
+    """How many are True before the first False."""
+    return found.index(False) if False in found else len(found)
+
+
+def _ending(endings: Iterator[str]) -> str:
+    """The most telling of several servers' endings."""
+    seen = set(endings)
+    return next((ending for ending in ("limit", "pending", "down") if ending in seen), "miss")

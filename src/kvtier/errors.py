@@ -1,0 +1,80 @@
+"""Every error kvtier raises on purpose.
+
+    KvtierError
+    ├── ConfigError (also ValueError)      a setting, an address or an argument that cannot work
+    ├── CapacityError
+    │   ├── PoolExhausted                  a pool of this process has no block to give
+    │   └── TierFull                       a tier has no room: all of it is leased, pinned or over a limit
+    ├── TierError
+    │   ├── TierTimeout                    no answer within the deadline
+    │   ├── TierUnavailable                nobody answers, or the breaker is open
+    │   └── TierRefused                    the peer understood and said no: token, block size, limit
+    ├── ProtocolError
+    │   ├── LocalProtocolError             our bug
+    │   └── RemoteProtocolError            the peer's bug, or bytes that are not ours
+    └── LeaseError                         use after release, or release while views are in use
+
+A miss is not an error. A tier's failure never fails a request: whoever asked a tier counts it and goes on.
+"""
+
+from __future__ import annotations
+
+
+class KvtierError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(KvtierError, ValueError):
+    """A setting, an address or an argument that cannot work."""
+
+
+class CapacityError(KvtierError):
+    """There is no room."""
+
+
+class PoolExhausted(CapacityError):
+    """A pool of this process has no block to give."""
+
+
+class TierFull(CapacityError):
+    """A tier has no room: what it holds is leased, pinned, or the caller is over its limit."""
+
+
+class TierError(KvtierError):
+    """A tier did not do what it was asked. `kind` is the label of the failure's counter."""
+
+    kind = "error"
+
+
+class TierTimeout(TierError):
+    """No answer within the deadline."""
+
+    kind = "timeout"
+
+
+class TierUnavailable(TierError):
+    """Nobody answers, or the breaker is open."""
+
+    kind = "unavailable"
+
+
+class TierRefused(TierError):
+    """The peer understood the request and said no; asking again will not help."""
+
+    kind = "refused"
+
+
+class ProtocolError(KvtierError):
+    """Bytes or messages that do not follow the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We were about to break the protocol ourselves."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol; its connection is not usable any more."""
+
+
+class LeaseError(KvtierError):
+    """A lease or reservation was used after its end, or ended while its views are in use."""

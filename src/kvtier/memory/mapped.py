@@ -1,0 +1,112 @@
+"""A mapped arena: one range of memory behind a memfd that several processes can map.
+
+The owner creates it, passes its descriptor on, and everyone who maps it reads and writes the same pages. Pages cost
+nothing until they are touched. The size is sealed, so that no process can shrink it under another's feet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+
+from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
+from kvtier.sizes import format_size
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MADV_POPULATE_WRITE = 23
+_POPULATE_STEP_BYTES = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class MappedArena:
+    """`nbytes` of shared memory. Thread-safe. Views keep it mapped: `close` with views in use raises `LeaseError`."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Takes over `fd`."""
+        self.fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+        self._view = memoryview(self._map)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(anchor)
+        del anchor
+        self._populated = bytearray(-(-nbytes // _POPULATE_STEP_BYTES))
+        self._populate_lock = threading.Lock()
+        self._can_populate = True
+
+    @classmethod
+    def create(cls, nbytes: int) -> MappedArena:
+        """A new arena, all zeros, none of it resident."""
+        fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"cannot map an arena of {format_size(nbytes)}: {error.strerror}") from error
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> MappedArena:
+        """Map another process's arena from its descriptor, which this takes over.
+
+        Raises `RemoteProtocolError` when the descriptor is not an arena of `nbytes` whose size is sealed.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if seals & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
+                raise RemoteProtocolError("the peer passed a descriptor that is not a sealed arena of the size it said")
+            return cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise RemoteProtocolError(f"the peer's arena cannot be mapped: {error.strerror}") from error
+        except RemoteProtocolError:
+            os.close(fd)
+            raise
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of `nbytes` at `offset`."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise LeaseError(f"bytes {offset}..{offset + nbytes} are outside the arena of {self.nbytes}")
+        return self._view[offset : offset + nbytes]
+
+    def export(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """The same bytes as an object of their own, which every view made of it keeps alive, and it the mapping."""
+        return (ctypes.c_ubyte * nbytes).from_buffer(self._map, offset)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Make the pages of a range present and writable in this process, in one call instead of a fault a page.
+
+        A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one.
+        """
+        first = offset // _POPULATE_STEP_BYTES
+        last = -(-(offset + nbytes) // _POPULATE_STEP_BYTES)
+        if not self._can_populate or self._populated.find(0, first, last) < 0:
+            return
+        with self._populate_lock:
+            while (first := self._populated.find(0, first, last)) >= 0:
+                end = self._populated.find(1, first, last)
+                end = last if end < 0 else end
+                start_bytes = first * _POPULATE_STEP_BYTES
+                length = min(end * _POPULATE_STEP_BYTES, self.nbytes) - start_bytes
+                if _libc.madvise(self.address + start_bytes, length, _MADV_POPULATE_WRITE) != 0:
+                    self._can_populate = ctypes.get_errno() != errno.EINVAL
+                    return
+                self._populated[first:end] = b"\1" * (end - first)
+
+    def close(self) -> None:
+        """Unmap. Nothing changes and `LeaseError` is raised while views are in use."""
+        try:
+            self._view.release()
+            self._map.close()
+        except BufferError as error:
+            raise LeaseError("the arena is still in use: release its views first") from error
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

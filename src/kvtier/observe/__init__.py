@@ -1,0 +1,1 @@
+"""Metrics and logs. Nothing here knows what a block is."""

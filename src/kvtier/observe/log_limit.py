@@ -1,0 +1,38 @@
+"""A limiter for log lines that repeat: a dead server must not write a line per request. Thread-safe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+_INTERVAL_S = 60.0
+
+
+class LogLimit:
+    """Lets one line per `subject` through each minute and says how many it held back."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        interval_s: float = _INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def warning(self, subject: str, message: str, *args: object) -> None:
+        now = self._clock()
+        with self._lock:
+            last_at, held_back = self._seen.get(subject, (float("-inf"), 0))
+            if now - last_at < self._interval_s:
+                self._seen[subject] = (last_at, held_back + 1)
+                return
+            self._seen[subject] = (now, 0)
+        if held_back:
+            message += f" ({held_back} like it in the last {self._interval_s:.0f} s)"
+        self._logger.warning(message, *args)

@@ -1,0 +1,95 @@
+"""Every metric kvtier exports, by name. The objects are passed in: two servers in one process do not collide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+SERVER_REQUESTS = "kvtier_server_requests"
+SERVER_REQUEST_SECONDS = "kvtier_server_request_seconds"
+SERVER_REFUSALS = "kvtier_server_refusals"
+SERVER_HIT_BLOCKS = "kvtier_server_hit_blocks"
+SERVER_MISSED_BLOCKS = "kvtier_server_missed_blocks"
+SERVER_STORED_BLOCKS = "kvtier_server_stored_blocks"
+SERVER_SENT_BYTES = "kvtier_server_sent_bytes"
+SERVER_RECEIVED_BYTES = "kvtier_server_received_bytes"
+SERVER_EVICTED_BLOCKS = "kvtier_server_evicted_blocks"
+SERVER_LEVELS = "kvtier_server_"
+
+TIER_HIT_BLOCKS = "kvtier_tier_hit_blocks"
+TIER_MISSED_BLOCKS = "kvtier_tier_missed_blocks"
+TIER_STORED_BLOCKS = "kvtier_tier_stored_blocks"
+TIER_REFUSED_BLOCKS = "kvtier_tier_refused_blocks"
+TIER_FAILURES = "kvtier_tier_failures"
+
+_SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class ServerMetrics:
+    """What the cache server counts. Levels (bytes used, leases, ...) are read from `levels` when scraped."""
+
+    def __init__(self, levels: Callable[[], Mapping[str, float]], registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.requests = Counter(SERVER_REQUESTS, "Requests by operation.", ["operation"], registry=self.registry)
+        self.request_seconds = Histogram(
+            SERVER_REQUEST_SECONDS,
+            "Time from a request's last byte to its reply's.",
+            ["operation"],
+            buckets=_SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.refusals = Counter(SERVER_REFUSALS, "Requests refused, by kind.", ["kind"], registry=self.registry)
+        self.hit_blocks = Counter(SERVER_HIT_BLOCKS, "Blocks matched or sent.", registry=self.registry)
+        self.missed_blocks = Counter(SERVER_MISSED_BLOCKS, "Blocks asked for and not there.", registry=self.registry)
+        self.stored_blocks = Counter(SERVER_STORED_BLOCKS, "Blocks committed.", registry=self.registry)
+        self.sent_bytes = Counter(SERVER_SENT_BYTES, "Block bytes sent over sockets.", registry=self.registry)
+        self.received_bytes = Counter(
+            SERVER_RECEIVED_BYTES, "Block bytes received over sockets.", registry=self.registry
+        )
+        self.registry.register(_Levels(levels))
+
+
+class _Levels(Collector):
+    def __init__(self, levels: Callable[[], Mapping[str, float]]) -> None:
+        self._levels = levels
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._levels().items():
+            if name == "evicted_blocks":
+                family: Metric = CounterMetricFamily(SERVER_EVICTED_BLOCKS, "Blocks evicted to make room.", value=value)
+            else:
+                family = GaugeMetricFamily(SERVER_LEVELS + name, f"{name.replace('_', ' ')} now.", value=value)
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class TierMetrics:
+    """What a client of tiers counts, by tier. One per process is enough; a dead tier shows in `failures`."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.hit_blocks = Counter(TIER_HIT_BLOCKS, "Blocks found.", ["tier"], registry=self.registry)
+        self.missed_blocks = Counter(TIER_MISSED_BLOCKS, "Blocks not found.", ["tier"], registry=self.registry)
+        self.stored_blocks = Counter(TIER_STORED_BLOCKS, "Blocks stored.", ["tier"], registry=self.registry)
+        self.refused_blocks = Counter(
+            TIER_REFUSED_BLOCKS,
+            "Blocks offered and not stored for want of room.",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.failures = Counter(TIER_FAILURES, "Failed calls by kind.", ["tier", "kind"], registry=self.registry)
+
+    def value(self, counter: Counter, **labels: str) -> float:
+        """A counter's value, for tests and for people at a prompt."""
+        wanted = {str(key): str(value) for key, value in labels.items()}
+        return sum(
+            sample.value
+            for metric in counter.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total") and wanted.items() <= sample.labels.items()
+        )

@@ -1,0 +1,32 @@
+"""Sizes as people write them: `20GiB`, `512MiB`, `1.5TiB`, plain bytes. Binary units only."""
+
+from __future__ import annotations
+
+import re
+
+from kvtier.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in `text`. Raises `ConfigError` for anything that is not a positive size in a known unit."""
+    if isinstance(text, int):
+        size = text
+    else:
+        found = _SIZE.fullmatch(text)
+        if found is None or found[2].lower() not in _UNITS:
+            raise ConfigError(f"{text!r} is not a size: write a number with B, KiB, MiB, GiB or TiB, as in 20GiB")
+        size = int(float(found[1]) * _UNITS[found[2].lower()])
+    if size <= 0:
+        raise ConfigError(f"{text!r} is not a size: it must be more than nothing")
+    return size
+
+
+def format_size(nbytes: int) -> str:
+    """The largest unit that keeps the number at or above one, with at most two decimals."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{nbytes}B"

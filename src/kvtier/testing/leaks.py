@@ -1,0 +1,74 @@
+"""A pytest plugin that fails a test which leaves threads, descriptors, child processes or shared memory behind.
+
+Off unless a project asks for it with `kvtier_leaks = true` in its pytest settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_PATIENCE_S = 2.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(
+        "kvtier_leaks", "fail tests that leave threads, descriptors, children or shared memory", "bool", False
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getini("kvtier_leaks"):
+        yield
+        return
+    before = held()
+    yield
+    left = _left_since(before)
+    if left:
+        pytest.fail("left behind: " + ", ".join(sorted(left)), pytrace=False)
+
+
+def held() -> set[str]:
+    """What this process holds now, by name."""
+    return {
+        *(f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("kvtier")),
+        *_descriptors(),
+        *(f"child {pid}" for pid in _children()),
+        *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm")),
+    }
+
+
+def _left_since(before: set[str]) -> set[str]:
+    """What is new, after a moment of patience for what is ending."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        left = held() - before
+        if not left or time.monotonic() > deadline:
+            return left
+        gc.collect()
+        time.sleep(0.02)
+
+
+def _descriptors() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the listing's own
+        if not target.endswith("/fd") and "/proc/" not in target:
+            yield f"fd {fd} {target}"
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            yield from map(int, (task / "children").read_text().split())
+        except OSError:
+            continue  # a thread that has just ended, or a kernel without this file

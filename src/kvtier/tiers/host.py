@@ -1,0 +1,124 @@
+"""Host memory of this process as a tier: an arena of its own and a pool of equal blocks. Thread-safe.
+
+One short lock around the pool; bytes are copied outside it, into slots that nobody else can see yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.errors import ConfigError, TierFull
+from kvtier.memory.copying import Buffer, byte_views
+from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
+from kvtier.memory.mapped import MappedArena
+from kvtier.sizes import format_size
+
+_ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
+
+
+class HostTier:
+    """At most `memory_bytes` of blocks. Memory is taken from the system as it is first used."""
+
+    def __init__(self, layout: KvLayout, memory_bytes: int, name: str = "host") -> None:
+        num_blocks = memory_bytes // layout.slot_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{format_size(memory_bytes)} of host memory holds no block of {format_size(layout.slot_bytes)}"
+            )
+        self.name = name
+        self.layout = layout
+        self._arena = MappedArena.create(num_blocks * layout.slot_bytes)
+        self._lock = threading.Lock()
+        self._pool = BlockPool(num_blocks)
+        self._index = PrefixIndex(1)
+        self._forgotten: deque[list[Block]] = deque()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_units
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.free_units
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        with self._lock:
+            self._free_forgotten()
+            match = self._pool.match(self._index, hashes)
+        blocks = match.blocks
+        if not blocks:
+            return EmptyLease(_ENDED[match.ended])
+        return BlockLease(
+            self._arena,
+            self._offsets(blocks),
+            self.layout.block_bytes,
+            hashes[: len(blocks)],
+            _ENDED[match.ended],
+            _never_pulled,
+            lambda: self._free(blocks),
+            lambda: self._forgotten.append(blocks),
+        )
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots for the absent ones of `hashes`, to be written in place. Raises `TierFull` without room for any."""
+        with self._lock:
+            self._free_forgotten()
+            grant = self._pool.reserve(self._index, hashes)
+        blocks = grant.blocks
+        if grant.num_refused and not blocks:
+            raise TierFull(f"no room for {grant.num_refused} blocks: all of the {self.name} tier is leased")
+
+        def commit(first: int, count: int) -> int:
+            with self._lock:
+                return self._pool.commit(blocks[first : first + count])
+
+        return Reservation(
+            self._arena,
+            self._offsets(blocks),
+            self.layout.block_bytes,
+            grant.positions,
+            (grant.num_ready, grant.num_pending, grant.num_refused),
+            commit,
+            lambda: self._free(blocks),
+            lambda: self._forgotten.append(blocks),
+        )
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        if len(hashes) != len(blocks):
+            raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        views = byte_views(blocks, self.layout.block_bytes, writable=False)
+        with self.reserve(hashes) as reservation:
+            reservation.fill([views[position] for position in reservation.positions])
+            return reservation.commit()
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        with self._lock:
+            return [self._index.presence(block_hash) is Presence.READY for block_hash in hashes]
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        with self._lock:
+            return self._pool.drop(self._index, list(self._index.blocks) if hashes is None else hashes)
+
+    def close(self) -> None:
+        """Unmap the memory. Raises `LeaseError` while views are in use."""
+        self._arena.close()
+
+    def _free(self, blocks: list[Block]) -> None:
+        with self._lock:
+            self._pool.free(blocks)
+
+    def _free_forgotten(self) -> None:
+        while self._forgotten:
+            self._pool.free(self._forgotten.popleft())
+
+    def _offsets(self, blocks: list[Block]) -> list[int]:
+        return [block.start * self.layout.slot_bytes for block in blocks]
+
+
+def _never_pulled(hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
+    raise AssertionError("a host tier's blocks lie in its arena")

@@ -1,0 +1,38 @@
+"""Cache servers as a tier: one on this host through shared memory, or several over TCP. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.client.client import CacheClient
+from kvtier.memory.copying import Buffer
+from kvtier.memory.lease import Lease
+
+
+class RemoteTier:
+    """Owns `client`, which has deadlines, a breaker and the way back of its own."""
+
+    def __init__(self, client: CacheClient, name: str = "server") -> None:
+        self.name = name
+        self._client = client
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._client.layout
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._client.match(hashes, timeout_s=timeout_s)
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        return self._client.set(hashes, blocks)
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self._client.contains(hashes)
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        return self._client.drop(hashes)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,103 @@
+"""Listening sockets, and the peer's process behind a Unix connection."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+
+from kvtier.errors import ConfigError, TierRefused
+from kvtier.transport.address import TcpAddress, UnixAddress
+
+_SO_PEERPIDFD = 77
+_UCRED = struct.Struct("3i")
+_BACKLOG = 256
+
+
+class UnixListener:
+    """A Unix socket that only its owner can connect to, guarded by a lock file beside it.
+
+    The lock tells a living server from the socket file of a killed one, which is replaced.
+    """
+
+    def __init__(self, address: UnixAddress) -> None:
+        self.path = address.path
+        self._lock_fd = self._lock()
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if os.path.exists(self.path) and not _is_socket(self.path):
+                raise ConfigError(f"{self.path} exists and is not a socket; it is left alone")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+            os.fchmod(self.sock.fileno(), 0o600)  # before bind: the file is never open to others, not for an instant
+            self.sock.bind(self.path)
+            self.sock.listen(_BACKLOG)
+        except OSError as error:
+            self.sock.close()
+            os.close(self._lock_fd)
+            raise ConfigError(f"cannot listen on unix:{self.path}: {error.strerror}") from error
+        except ConfigError:
+            self.sock.close()
+            os.close(self._lock_fd)
+            raise
+
+    def close(self) -> None:
+        self.sock.close()
+        for path in (self.path, self.path + ".lock"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os.close(self._lock_fd)
+
+    def _lock(self) -> int:
+        path = self.path + ".lock"
+        while True:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise ConfigError(f"cannot listen on unix:{self.path}: {error.strerror}") from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                    return fd
+            except BlockingIOError as error:
+                os.close(fd)
+                raise ConfigError(f"unix:{self.path} is in use by another cache server") from error
+            except FileNotFoundError:
+                pass  # the last owner removed it between our open and our lock
+            os.close(fd)
+
+
+def listen_tcp(address: TcpAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {address}: {reason}") from error
+
+
+def peer_process(sock: socket.socket) -> tuple[int, int]:
+    """The process id and a pidfd of the process that connected a Unix socket.
+
+    Raises `TierRefused` when it cannot be watched, as across process namespaces on old kernels.
+    """
+    pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        os.set_inheritable(pidfd, False)
+        return pid, pidfd
+    except OSError:
+        pass  # before Linux 6.5
+    try:
+        return pid, os.pidfd_open(pid)
+    except (OSError, OverflowError) as error:
+        raise TierRefused(
+            f"this server cannot watch process {pid}, so it cannot lend it memory: connect over TCP instead"
+        ) from error
+
+
+def _is_socket(path: str) -> bool:
+    return os.stat(path).st_mode & 0o170000 == 0o140000

@@ -1,0 +1,167 @@
+"""Frames over one connected socket, plain or TLS. One thread sends and receives on a stream at a time.
+
+Time-outs are the socket's own (SO_RCVTIMEO, SO_SNDTIMEO), so a transfer costs one system call a chunk and no poll.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
+from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame
+from kvtier.wire.messages import Message, decode, encode
+
+_MAX_VECTORS = 512  # well under IOV_MAX; one call moves megabytes at most
+_MIN_TIMEOUT_S = 0.001
+_TIMEVAL = struct.Struct("ll")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4)
+
+
+class Stream:
+    """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket."""
+
+    def __init__(
+        self, sock: socket.socket, place: Callable[[int, Message, int], BufferList], limits: FrameLimits
+    ) -> None:
+        self._sock = sock
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self._reader: FrameReader[Message] = FrameReader(decode, place, limits)
+        self._timeout_s: float | None = None
+        self.passed_fds: list[int] = []
+        sock.settimeout(None)
+
+    @property
+    def is_between_frames(self) -> bool:
+        return self._reader.is_between_frames
+
+    def set_limits(self, limits: FrameLimits) -> None:
+        self._reader.limits = limits
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest that one system call may wait."""
+        if timeout_s == self._timeout_s:
+            return
+        seconds = max(timeout_s, _MIN_TIMEOUT_S)
+        packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+        self._timeout_s = timeout_s
+
+    def send(
+        self,
+        request: int,
+        message: Message,
+        payload: Sequence[memoryview] = (),
+        deadline: float | None = None,
+        pass_fd: int | None = None,
+    ) -> None:
+        """Send one frame, gathered from the views. With `deadline` (monotonic), raises `TierTimeout` past it."""
+        head = memoryview(encode_frame(request, encode(message), sum(map(len, payload))))
+        left: BufferList = [head, *payload]
+        with _translated():
+            if pass_fd is not None:
+                # The descriptor must go with the first byte; a frame this small is never cut by the kernel.
+                socket.send_fds(self._sock, left, [pass_fd])
+                return
+            position = 0
+            while position < len(left):
+                self._wait_until(deadline)
+                if self._tls is not None:
+                    self._tls.sendall(left[position])
+                    position += 1
+                    continue
+                sent = self._sock.sendmsg(left[position : position + _MAX_VECTORS])
+                while position < len(left) and sent >= len(left[position]):
+                    sent -= len(left[position])
+                    position += 1
+                if sent:
+                    left[position] = left[position][sent:]
+
+    def receive(self, deadline: float | None = None, takes_fds: bool = False) -> Frame[Message]:
+        """The next frame. Raises `TierTimeout` past `deadline`, or when one call waited the whole time-out."""
+        reader = self._reader
+        while True:
+            self._wait_until(deadline)
+            want = reader.want()
+            with _translated():
+                if self._tls is not None:
+                    received = self._tls.recv_into(want[0])
+                elif takes_fds:
+                    received = self._receive_with_fds(want)
+                elif len(want) == 1:
+                    received = self._sock.recv_into(want[0])
+                else:
+                    received = self._sock.recvmsg_into(want[:_MAX_VECTORS])[0]
+            if not received:
+                raise TierUnavailable("the peer closed the connection")
+            frame = reader.advance(received)
+            if frame is not None:
+                return frame
+
+    def is_readable(self) -> bool:
+        """Bytes, or the end, are there to be read: on an idle connection a sign that the peer left."""
+        try:
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def stop_receiving(self) -> None:
+        """Wake whoever waits for bytes, in any thread; it sees the end. What is being sent goes on."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RD)
+
+    def shut_down(self) -> None:
+        """Wake whoever is blocked on the stream, in any thread; it then sees the end."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+        for fd in self.passed_fds:
+            os.close(fd)
+        self.passed_fds.clear()
+
+    def _wait_until(self, deadline: float | None) -> None:
+        if deadline is None:
+            return
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TierTimeout("no answer within the deadline")
+        # Each change is a system call: let the socket's own limit run up to twice too long at most.
+        if self._timeout_s is None or not left_s <= self._timeout_s <= 2 * left_s:
+            self.set_timeout(left_s)
+
+    def _receive_with_fds(self, want: BufferList) -> int:
+        received, ancillary, _, _ = self._sock.recvmsg_into(want, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self.passed_fds.extend(fds)
+        return received
+
+
+class _translated(contextlib.AbstractContextManager[None]):
+    """Socket errors become tier errors."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if isinstance(error, (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)):
+            raise TierTimeout("no answer within the deadline") from error
+        if isinstance(error, ssl.SSLError):
+            raise TierUnavailable(f"TLS failed: {error.reason or error}") from error
+        if isinstance(error, OSError):
+            raise TierUnavailable(f"the connection broke: {error.strerror or error}") from error
+        if isinstance(error, ValueError):  # the socket was closed by another thread
+            raise RemoteProtocolError(str(error)) from error

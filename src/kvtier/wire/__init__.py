@@ -1,0 +1,1 @@
+"""The cache server's protocol: frames, messages, session. No sockets, no threads."""

@@ -1,0 +1,133 @@
+"""Frames: how a byte stream is cut into messages and block payloads. Owns no socket and no payload memory.
+
+    magic u32 | version u16 | zero u16 | request u32 | body bytes u32 | payload bytes u64 | body | payload
+
+The body is one msgpack message; the payload is raw block bytes, so that a sender gathers it from an arena and a
+receiver scatters it into one with no copy in between. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvtier.errors import RemoteProtocolError
+from kvtier.sizes import format_size
+
+MAGIC = 0x7469_766B  # "kvit" in the stream
+VERSION = 1
+_HEADER = struct.Struct("<IHHIIQ")
+HEADER_BYTES = _HEADER.size
+
+BufferList = list[memoryview]
+_Message = TypeVar("_Message")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """The largest body and payload a receiver takes."""
+
+    body_bytes: int
+    payload_bytes: int
+
+
+HANDSHAKE_LIMITS = FrameLimits(body_bytes=4096, payload_bytes=0)
+MAX_BODY_BYTES = 16 << 20
+MAX_HASHES = MAX_BODY_BYTES // 32 - 32
+"""The most hashes one message holds: a prompt of eight million tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame(Generic[_Message]):
+    request: int
+    message: _Message
+    payload_bytes: int
+
+
+def encode_frame(request: int, body: bytes, payload_bytes: int = 0) -> bytes:
+    """Header and body; the caller sends `payload_bytes` of payload right after."""
+    return _HEADER.pack(MAGIC, VERSION, 0, request, len(body), payload_bytes) + body
+
+
+class FrameReader(Generic[_Message]):
+    """Turns a byte stream into frames.
+
+    Fill the buffers of `want()` in order (``recvmsg_into`` does so without a copy), report the count to `advance()`,
+    and get the frame back once all of it has arrived. `place` is called once per payload, with the decoded message,
+    and says where its bytes go: views that together hold exactly the payload. Any error means the stream is lost.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[bytes | bytearray], _Message],
+        place: Callable[[int, _Message, int], BufferList],
+        limits: FrameLimits,
+    ) -> None:
+        self.limits = limits
+        self._decode = decode
+        self._place = place
+        self._raw_header = bytearray(HEADER_BYTES)
+        self._start()
+
+    def want(self) -> BufferList:
+        return self._left
+
+    @property
+    def is_between_frames(self) -> bool:
+        """No byte of the next frame has arrived yet."""
+        return self._stage is self._end_of_header and len(self._left[0]) == HEADER_BYTES
+
+    def advance(self, nbytes: int) -> Frame[_Message] | None:
+        left = self._left
+        done = 0
+        while done < len(left) and nbytes >= len(left[done]):
+            nbytes -= len(left[done])
+            done += 1
+        if done:
+            del left[:done]
+        if left:
+            if nbytes:
+                left[0] = left[0][nbytes:]
+            return None
+        return self._stage()
+
+    def _start(self) -> None:
+        self._stage: Callable[[], Frame[_Message] | None] = self._end_of_header
+        self._left: BufferList = [memoryview(self._raw_header)]
+
+    def _end_of_header(self) -> None:
+        magic, version, zero, request, body_bytes, payload_bytes = _HEADER.unpack(self._raw_header)
+        if magic != MAGIC or zero != 0:
+            raise RemoteProtocolError("the peer does not speak kvtier's protocol (bad magic)")
+        if version != VERSION:
+            raise RemoteProtocolError(f"the peer speaks version {version} of the protocol; this is version {VERSION}")
+        limits = self.limits
+        if body_bytes > limits.body_bytes or payload_bytes > limits.payload_bytes:
+            raise RemoteProtocolError(
+                f"a frame of {format_size(body_bytes)} body and {format_size(payload_bytes)} payload is over the limit "
+                f"of {format_size(limits.body_bytes)} and {format_size(limits.payload_bytes)}"
+            )
+        if body_bytes == 0:
+            raise RemoteProtocolError("a frame without a body")
+        self._request = request
+        self._payload_bytes = payload_bytes
+        self._raw_body = bytearray(body_bytes)
+        self._stage = self._end_of_body
+        self._left = [memoryview(self._raw_body)]
+
+    def _end_of_body(self) -> Frame[_Message] | None:
+        message = self._decode(self._raw_body)
+        self._frame: Frame[_Message] = Frame(self._request, message, self._payload_bytes)
+        if not self._payload_bytes:
+            return self._end_of_payload()
+        self._left = [view for view in self._place(self._request, message, self._payload_bytes) if len(view)]
+        assert sum(map(len, self._left)) == self._payload_bytes, "place() must hold exactly the payload"
+        self._stage = self._end_of_payload
+        return None
+
+    def _end_of_payload(self) -> Frame[_Message]:
+        frame = self._frame
+        self._start()
+        return frame

@@ -1,0 +1,322 @@
+"""The messages: one small struct each, msgpack arrays on the wire, decoded strictly.
+
+Hashes travel as one run of 32-byte digests, offsets as one run of u64: a match over 100,000 tokens is one string, not
+6,250 objects. A request's reply carries the same request number; `Failure` may answer any request.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import msgspec
+
+from kvtier.blocks.hashing import HASH_BYTES
+from kvtier.blocks.namespace import NAMESPACE_BYTES
+from kvtier.errors import RemoteProtocolError
+
+NONCE_BYTES = 16
+HOLDER_BYTES = 16
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+def _require(is_right: bool, sentence: str) -> None:
+    if not is_right:
+        raise ValueError(sentence)
+
+
+# --- handshake -----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """The client's first message. `holder` is the same on all connections of one client."""
+
+    client: str
+    holder: bytes
+    nonce: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.holder) == HOLDER_BYTES and len(self.nonce) == NONCE_BYTES, "holder and nonce: 16 bytes")
+
+
+class Challenge(_Message, frozen=True, tag=2):
+    """The server wants proof of the token."""
+
+    nonce: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.nonce) == NONCE_BYTES, "nonce: 16 bytes")
+
+
+class Proof(_Message, frozen=True, tag=3):
+    mac: bytes
+
+
+class Welcome(_Message, frozen=True, tag=4):
+    """The client is in. `mac` proves that the server knows the token too; `arena_bytes` is 0 without an arena.
+
+    The arena's descriptor travels beside this message.
+    """
+
+    server: str
+    server_id: bytes
+    mac: bytes
+    arena_bytes: int
+    max_payload_bytes: int
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+class Open(_Message, frozen=True, tag=10):
+    """Use a namespace on this connection; `name` is for people. Answered by `Opened`."""
+
+    namespace: bytes
+    name: str
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(len(self.namespace) == NAMESPACE_BYTES, "a namespace has 32 bytes")
+        _require(0 < self.block_bytes <= 1 << 40, "block_bytes must be positive")
+        _require(len(self.name) <= 256, "a name has at most 256 characters")
+
+
+class _Hashes(_Message, frozen=True):
+    space: int
+    hashes: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.hashes) % HASH_BYTES == 0, "hashes must be a run of 32-byte digests")
+
+
+class MatchRequest(_Hashes, frozen=True, tag=11):
+    """Lease the longest cached prefix. Answered by `Matched`.
+
+    The client numbers its leases and reservations itself, so that it can end one whose reply never reached it.
+    """
+
+    lease: int
+
+
+class ReserveRequest(_Hashes, frozen=True, tag=12):
+    """Take slots for the absent ones of these. Answered by `Reserved`."""
+
+    reservation: int
+
+
+class GetRequest(_Hashes, frozen=True, tag=13):
+    """Send the longest cached prefix as payload, `frame_blocks` to a frame. Answered by `Blocks`, until one is last."""
+
+    frame_blocks: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.frame_blocks > 0, "frame_blocks must be positive")
+
+
+class ContainsRequest(_Hashes, frozen=True, tag=14):
+    """Answered by `Contained`."""
+
+
+class PinRequest(_Hashes, frozen=True, tag=15):
+    """Keep what is cached of these, or stop keeping it. Answered by `Counted`."""
+
+    keep: bool
+
+
+class DropRequest(_Hashes, frozen=True, tag=16):
+    """Forget these; all of the namespace when there are none. Answered by `Counted`."""
+
+
+class Release(_Message, frozen=True, tag=17):
+    """End a lease. Answered by `Done`, also when it is not known; a lease of that number is then never granted."""
+
+    lease: int
+
+
+class Fill(_Message, frozen=True, tag=18):
+    """Payload for slots `first..first+count` of a reservation, committed on arrival. Answered by `Counted`."""
+
+    reservation: int
+    first: int
+    count: int
+
+    def __post_init__(self) -> None:
+        _require(self.first >= 0 and self.count > 0, "first and count must name a range")
+
+
+class Commit(_Message, frozen=True, tag=19):
+    """The client has written slots `first..first+count` itself. Answered by `Counted`."""
+
+    reservation: int
+    first: int
+    count: int
+
+    def __post_init__(self) -> None:
+        _require(self.first >= 0 and self.count >= 0, "first and count must name a range")
+
+
+class Close(_Message, frozen=True, tag=20):
+    """End a reservation; what was not committed is given back. Answered by `Done`, also when it is not known."""
+
+    reservation: int
+
+
+class Flush(_Message, frozen=True, tag=21):
+    """Answered by `Done` when all that was committed before is as durable as the server makes it."""
+
+
+class InfoRequest(_Message, frozen=True, tag=22):
+    """Answered by `Document`: the server, its limits, its namespaces."""
+
+
+class StatsRequest(_Message, frozen=True, tag=23):
+    """Answered by `Document`: what the server holds and has done."""
+
+
+class Ping(_Message, frozen=True, tag=24):
+    """Answered by `Done`."""
+
+
+class Bye(_Message, frozen=True, tag=25):
+    """The client has stopped using everything it held. Answered by `Done`."""
+
+
+# --- replies -------------------------------------------------------------------------------------------------------
+
+
+class Opened(_Message, frozen=True, tag=40):
+    space: int
+
+
+class Matched(_Message, frozen=True, tag=41):
+    """`offsets` are the arena offsets of the matched blocks (one u64 each). `ended` says what came next.
+
+    There is no lease when nothing matched.
+    """
+
+    offsets: bytes
+    ended: str
+
+    def __post_init__(self) -> None:
+        _require(len(self.offsets) % 8 == 0, "offsets must be a run of u64")
+        _require(self.ended in ENDINGS, "an unknown ending")
+
+
+ENDINGS = ("all", "miss", "pending", "limit")
+
+
+class Reserved(_Message, frozen=True, tag=42):
+    """Slot `i` is at `offsets[i]` and is for the hash at `positions[i]`. There is no reservation without slots.
+
+    `num_refused` found no room, and `reason` says why.
+    """
+
+    positions: bytes
+    offsets: bytes
+    num_ready: int
+    num_pending: int
+    num_refused: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _require(len(self.offsets) % 8 == 0 and len(self.positions) == len(self.offsets), "runs of u64")
+
+
+class Blocks(_Message, frozen=True, tag=43):
+    """Blocks `first..first+count` of a get; their bytes are the payload."""
+
+    first: int
+    count: int
+    is_last: bool
+
+    def __post_init__(self) -> None:
+        _require(self.first >= 0 and self.count >= 0, "first and count must name a range")
+
+
+class Contained(_Message, frozen=True, tag=44):
+    """One byte per hash: 1 where it is cached."""
+
+    flags: bytes
+
+
+class Counted(_Message, frozen=True, tag=45):
+    count: int
+
+
+class Done(_Message, frozen=True, tag=46):
+    pass
+
+
+class Document(_Message, frozen=True, tag=47):
+    """JSON, for people and tools."""
+
+    text: str
+
+
+class Failure(_Message, frozen=True, tag=48):
+    """The request was not carried out; `sentence` says why. `kind` is one of FAILURE_KINDS."""
+
+    kind: str
+    sentence: str
+
+
+FAILURE_KINDS = ("refused", "full", "protocol", "stopping")
+
+Handshake: TypeAlias = Hello | Challenge | Proof | Welcome
+Request: TypeAlias = (
+    Open
+    | MatchRequest
+    | ReserveRequest
+    | GetRequest
+    | ContainsRequest
+    | PinRequest
+    | DropRequest
+    | Release
+    | Fill
+    | Commit
+    | Close
+    | Flush
+    | InfoRequest
+    | StatsRequest
+    | Ping
+    | Bye
+)
+Reply: TypeAlias = Opened | Matched | Reserved | Blocks | Contained | Counted | Done | Document | Failure
+Message: TypeAlias = Handshake | Request | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes | bytearray) -> Message:
+    """Raises `RemoteProtocolError` for anything that is not exactly one known message."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"a message that cannot be read: {error}") from error
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """A run of little-endian u64."""
+    packed = array("Q", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_numbers(run: bytes) -> list[int]:
+    packed = array("Q")
+    packed.frombytes(run)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

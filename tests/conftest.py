@@ -1,0 +1,1 @@
+"""Builders only. The leak check comes from `kvtier.testing.leaks`."""
