@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check soak bench clean
+.PHONY: demo test check soak peers bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.share_blocks
@@ -20,6 +20,9 @@ check: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --progress-bar on -r benchmarks/peers/requirements.txt
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_memory_io

@@ -1,0 +1,127 @@
+"""Block identity: the chain of hashes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, split_hashes
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import ConfigError
+
+NAMESPACE = Namespace(bytes(range(32)))
+PINNED = [
+    "5d3128ecb23511bb8fc8b33f3dfa0703c04dbbef88c7b142d3810cc6ec9d9e56",
+    "f16e4edb031447ea793edb3058fda698dfafdef4807df9a00665075bcf463012",
+]
+
+token_ids = st.integers(0, 2**32 - 1)
+prompts = st.lists(token_ids, max_size=70)
+block_sizes = st.integers(1, 17)
+
+
+def test_hashes_are_the_same_on_every_machine_and_version() -> None:
+    assert [found.hex() for found in block_hashes(NAMESPACE, list(range(32)), 16)] == PINNED
+
+
+@given(prompts, block_sizes)
+def test_each_hash_is_a_digest_of_the_one_before_and_its_tokens(tokens: list[int], block_tokens: int) -> None:
+    last: bytes = NAMESPACE
+    expected = []
+    for first in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        last = hashlib.sha256(last + struct.pack(f"<{block_tokens}I", *tokens[first : first + block_tokens])).digest()
+        expected.append(last)
+
+    assert block_hashes(NAMESPACE, tokens, block_tokens) == expected
+
+
+@given(prompts, block_sizes)
+def test_only_full_blocks_have_a_hash(tokens: list[int], block_tokens: int) -> None:
+    assert len(block_hashes(NAMESPACE, tokens, block_tokens)) == len(tokens) // block_tokens
+
+
+@given(prompts, block_sizes, st.data())
+def test_a_prompt_hashed_in_two_parts_is_the_prompt_hashed_whole(
+    tokens: list[int], block_tokens: int, data: st.DataObject
+) -> None:
+    whole = block_hashes(NAMESPACE, tokens, block_tokens)
+    cut = data.draw(st.integers(0, len(whole)))
+    parent = whole[cut - 1] if cut else None
+
+    assert whole[:cut] + block_hashes(NAMESPACE, tokens[cut * block_tokens :], block_tokens, parent=parent) == whole
+
+
+@given(st.lists(token_ids, min_size=8, max_size=8), st.integers(0, 7), token_ids)
+def test_a_changed_token_changes_its_block_and_all_after_it_only(tokens: list[int], place: int, token: int) -> None:
+    changed = [*tokens[:place], token, *tokens[place + 1 :]]
+    before = block_hashes(NAMESPACE, tokens, 2)
+    after = block_hashes(NAMESPACE, changed, 2)
+    first = place // 2
+
+    assert before[:first] == after[:first]
+    assert all((old == new) == (tokens == changed) for old, new in zip(before[first:], after[first:], strict=True))
+
+
+def test_another_namespace_has_no_hash_in_common() -> None:
+    other = Namespace(bytes(32))
+
+    assert not set(block_hashes(NAMESPACE, [1] * 64, 16)) & set(block_hashes(other, [1] * 64, 16))
+
+
+@pytest.mark.parametrize("typecode", ["B", "H", "i", "I", "q", "Q"])
+def test_arrays_and_their_views_hash_as_lists_do(typecode: str) -> None:
+    tokens = list(range(40))
+    expected = block_hashes(NAMESPACE, tokens, 16)
+
+    assert block_hashes(NAMESPACE, array(typecode, tokens), 16) == expected
+    assert block_hashes(NAMESPACE, memoryview(array(typecode, tokens)), 16) == expected
+
+
+def test_tuples_ranges_bytes_and_strided_views_hash_as_lists_do() -> None:
+    expected = block_hashes(NAMESPACE, list(range(40)), 16)
+
+    assert block_hashes(NAMESPACE, tuple(range(40)), 16) == expected
+    assert block_hashes(NAMESPACE, range(40), 16) == expected
+    assert block_hashes(NAMESPACE, bytes(range(40)), 16) == expected
+    doubled = array("i", [token for token in range(40) for _ in range(2)])
+    assert block_hashes(NAMESPACE, memoryview(doubled)[::2], 16) == expected
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=NotImplementedError,
+    reason="_token_bytes: memoryview.tolist() cannot read formats with a byte order ('<I' of ctypes, '>i' of numpy)",
+)
+def test_a_buffer_that_states_its_byte_order_hashes_as_a_list_does() -> None:
+    tokens = (ctypes.c_uint32 * 16)(*range(16))
+
+    assert block_hashes(NAMESPACE, tokens, 16) == block_hashes(NAMESPACE, list(range(16)), 16)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 2**64, 1.5, "7", None])
+def test_what_is_no_token_id_is_refused(token: object) -> None:
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
+        block_hashes(NAMESPACE, [1, 2, token], 16)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("tokens", [array("i", [1, -1]), array("Q", [2**32]), array("d", [1.0])])
+def test_what_is_no_token_id_is_refused_in_arrays_too(tokens: array[int]) -> None:
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
+        block_hashes(NAMESPACE, tokens, 1)
+
+
+def test_the_largest_token_id_has_a_hash() -> None:
+    assert block_hashes(NAMESPACE, [2**32 - 1], 1) == [
+        hashlib.sha256(NAMESPACE + b"\xff\xff\xff\xff").digest(),
+    ]
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=5))
+def test_joined_hashes_split_into_themselves(hashes: list[BlockHash]) -> None:
+    assert split_hashes(join_hashes(hashes)) == hashes
