@@ -24,7 +24,7 @@ soak: $(STAMP)
 peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --progress-bar on -r benchmarks/peers/requirements.txt
 
-bench: $(STAMP)
+bench: peers
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_memory_io
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_server

@@ -8,7 +8,8 @@
     ├── TierError
     │   ├── TierTimeout                    no answer within the deadline
     │   ├── TierUnavailable                nobody answers, or the breaker is open
-    │   └── TierRefused                    the peer understood and said no: token, block size, limit
+    │   ├── TierRefused                    the peer understood and said no: token, block size, limit
+    │   └── BlockCorrupt                   bytes that are not those that were written
     ├── ProtocolError
     │   ├── LocalProtocolError             our bug
     │   └── RemoteProtocolError            the peer's bug, or bytes that are not ours
@@ -62,6 +63,12 @@ class TierRefused(TierError):
     """The peer understood the request and said no; asking again will not help."""
 
     kind = "refused"
+
+
+class BlockCorrupt(TierError):
+    """Bytes came back that are not those that were written. They were not passed on."""
+
+    kind = "corrupt"
 
 
 class ProtocolError(KvtierError):

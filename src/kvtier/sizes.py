@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvtier.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_LIMIT = 1 << 63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
     """Bytes in `text`. Raises `ConfigError` for anything that is not a positive size in a known unit."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
-        found = _SIZE.fullmatch(text)
+        found = _SIZE.fullmatch(str(text))
         if found is None or found[2].lower() not in _UNITS:
             raise ConfigError(f"{text!r} is not a size: write a number with B, KiB, MiB, GiB or TiB, as in 20GiB")
-        size = int(float(found[1]) * _UNITS[found[2].lower()])
-    if size <= 0:
-        raise ConfigError(f"{text!r} is not a size: it must be more than nothing")
+        size = int(Fraction(found[1]) * _UNITS[found[2].lower()])
+    if not 0 < size < _LIMIT:
+        raise ConfigError(f"{text!r} is not a size: it must be more than nothing and less than 8192PiB")
     return size
 
 

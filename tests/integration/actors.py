@@ -15,9 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 import kvtier
 from kvtier import BlockHash, KvLayout, Namespace, block_hashes
@@ -114,6 +117,21 @@ def restarted(server: ServerProcess, memory: str = "64MiB") -> Iterator[ServerPr
         again.process.stdout.close()
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextlib.contextmanager
+def hung(server: ServerProcess) -> Iterator[None]:
+    """The server does not run meanwhile; its sockets still take connections."""
+    server.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(server.pid))
+        yield
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
 def handshaken(sock: socket.socket, token: str | None) -> None:
     """Take a raw socket through the handshake."""
     session = ClientSession("test", os.urandom(wire.HOLDER_BYTES), token.encode() if token else None)
@@ -170,6 +188,11 @@ class Actor:
         assert isinstance(answer, dict)
         return answer
 
+    def has_spoken(self) -> bool:
+        """A line waits to be heard, or the actor has ended."""
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
     def go_on(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
@@ -178,8 +201,10 @@ class Actor:
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def is_stopped(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(self.pid))
 
     def wait(self) -> int:
         return self._process.wait(30)
@@ -233,11 +258,14 @@ def read_again_and_again(address: str, seed: int, num_blocks: int) -> None:
     right = payloads(hashes)
     rounds = wrong = 0
     with open_client(address) as client, client.match(hashes) as lease:
-        _say(leased=lease.num_blocks)
-        while not _is_told():
+        is_told = False
+        while not is_told:
+            is_told = _is_told()
             copies = [bytes(view) for view in lease.views()]
             wrong += sum(copy != bytes_ for copy, bytes_ in zip(copies, right, strict=True))
             rounds += 1
+            if rounds == 1:
+                _say(leased=lease.num_blocks)
         _say(rounds=rounds, wrong=wrong)
 
 
@@ -248,11 +276,14 @@ def write_again_and_again(address: str, seed: int, num_blocks: int) -> None:
     rounds = 0
     with open_client(address) as client, client.reserve(hashes) as reservation:
         views = reservation.views()
-        _say(reserved=reservation.num_blocks)
-        while not _is_told():
+        is_told = False
+        while not is_told:
+            is_told = _is_told()
             for view in views:
                 view[:] = bytes([rounds % 256]) * BLOCK_BYTES
             rounds += 1
+            if rounds == 1:
+                _say(reserved=reservation.num_blocks)
         for view, bytes_ in zip(views, right, strict=True):
             view[:] = bytes_
         _say(rounds=rounds, committed=reservation.commit())
@@ -314,7 +345,7 @@ def fork(address: str, token: str | None, num_blocks: int) -> None:
     read_all(client, hashes)
     child = os.fork()
     if not child:
-        signal.alarm(8)  # a child that hangs is a failure, not a hanging test
+        signal.alarm(4)  # a child that hangs is a failure, not a hanging test
         is_right = read_all(client, hashes) == payloads(hashes)
         own = client.match(hashes)
         _say(child_is_right=is_right, child_leased=own.num_blocks)
@@ -334,6 +365,34 @@ def fork(address: str, token: str | None, num_blocks: int) -> None:
     _say(ended=True)
 
 
+def fork_under_load(address: str, num_forks: int) -> None:
+    """Fork while other threads use the client; say how many children could not use it."""
+    hashes = chain(1, 4)
+    client = open_client(address)
+    client.set(hashes, payloads(hashes))
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            client.contains(hashes)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    failed = 0
+    for _ in range(num_forks):
+        child = os.fork()
+        if not child:
+            signal.alarm(1)
+            os._exit(0 if all(client.contains(hashes)) else 1)
+        failed += os.waitpid(child, 0)[1] != 0
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    client.close()
+    _say(failed=failed)
+
+
 def send_mutants(address: str, token: str | None, seed: int, num_frames: int) -> None:
     """Send mutated frames, many to a connection; say how many, and how many connections the server left hanging."""
     rng = random.Random(seed)
@@ -342,17 +401,18 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
         sock = raw_socket(address)
         connections += 1
         with sock, contextlib.suppress(ConnectionError):
-            if rng.random() < 0.75:
+            if rng.random() < 0.9:
                 handshaken(sock, token)
-                sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES))))
+                sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES, 16))))
                 opened = receive_message(sock)
                 assert isinstance(opened, wire.Opened)
-                mutants = [_mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(48)]
+                mutants = [_mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(24)]
             else:
                 mutants = [_mutant(rng, *rng.choice(_handshakes(rng))) for _ in range(4)]
             sent += len(mutants)
             sock.sendall(b"".join(mutants))
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # closed by the server already
+                sock.shutdown(socket.SHUT_WR)
             try:
                 while sock.recv(1 << 16):
                     pass
@@ -374,7 +434,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
     hashes = b"".join(chain(rng.randrange(8), rng.randrange(1, 4)))
     number = rng.randrange(4)
     return [
-        (wire.Open(rng.choice((OTHER_NAMESPACE, Namespace(rng.randbytes(32)))), "mutant", BLOCK_BYTES), b""),
+        (wire.Open(rng.choice((OTHER_NAMESPACE, Namespace(rng.randbytes(32)))), "mutant", BLOCK_BYTES, 16), b""),
         (wire.MatchRequest(space, hashes, number), b""),
         (wire.ReserveRequest(space, hashes, number), b""),
         (wire.GetRequest(space, hashes, 2), b""),
@@ -382,7 +442,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
         (wire.PinRequest(space, hashes, False), b""),
         (wire.DropRequest(space, hashes), b""),
         (wire.Release(number), b""),
-        (wire.Fill(number, 0, 1), bytes(BLOCK_BYTES)),
+        (wire.Fill(number, 0, 1, bytes(8)), bytes(BLOCK_BYTES) if rng.random() < 0.3 else b""),
         (wire.Commit(number, 0, 1), b""),
         (wire.Close(number), b""),
         (wire.Flush(), b""),
@@ -390,38 +450,78 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
         (wire.StatsRequest(), b""),
         (wire.Ping(), b""),
         (wire.Bye(), b""),
-        (wire.Done(), b""),
-        (wire.Document("{}"), b""),
-        (wire.Failure("full", "mutant"), b""),
+        *([(_reply(rng), b"")] if rng.random() < 0.1 else []),
     ]
 
 
+def _reply(rng: random.Random) -> wire.Message:
+    """What only a server says."""
+    replies: list[wire.Message] = [
+        wire.Opened(1),
+        wire.Matched(bytes(8), "miss", 1),
+        wire.Reserved(bytes(8), bytes(8), 0, 0, 0, ""),
+        wire.Blocks(0, 1, True, bytes(8)),
+        wire.Contained(b"\1"),
+        wire.Counted(1),
+        wire.Done(),
+        wire.Document("{}"),
+        wire.Failure("full", "mutant"),
+    ]
+    return rng.choice(replies)
+
+
 def _mutant(rng: random.Random, message: wire.Message, data: bytes) -> bytes:
-    """A frame with something wrong: in the numbers and hashes of its body, its lengths, its header, its end."""
+    """A frame with something wrong: mostly in its values, so that many of a connection are read, else anywhere."""
     body = bytearray(wire.encode(message))
     body_bytes, payload_bytes = len(body), len(data)
-    kind = rng.random()
-    if kind < 0.80 and len(body) > 8:
-        body[rng.randrange(max(2, len(body) - 40), len(body))] ^= 1 << rng.randrange(8)
-    elif kind < 0.90:
+    kind = rng.randrange(100)
+    if kind < 93:
+        body = bytearray(_with_a_wrong_value(rng, body))
+        body_bytes = len(body)
+    elif kind == 93:
         body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
-    elif kind < 0.92:
+    elif kind == 94:
         body = body[: rng.randrange(len(body))]
-    elif kind < 0.94:
+    elif kind == 95:
         body_bytes = rng.choice((0, 1, body_bytes + rng.randrange(1, 99), 1 << 24, (1 << 32) - 1, rng.getrandbits(32)))
-    elif kind < 0.96:
+    elif kind == 96:
         payload_bytes = rng.choice((0, 1, payload_bytes + 1, 1 << 28, (1 << 64) - 1, rng.getrandbits(64)))
-    elif kind < 0.98:
+    elif kind == 97:
         body = bytearray(rng.randbytes(rng.randrange(1, 200)))
         body_bytes = len(body)
     header = bytearray(encode_frame(rng.getrandbits(32), b"", payload_bytes))
     header[12:16] = body_bytes.to_bytes(4, "little")
-    if kind >= 0.98:
+    if kind == 98:
         header[rng.randrange(len(header))] ^= 1 << rng.randrange(8)
+    elif kind == 99:
+        return rng.randbytes(rng.randrange(1, 99))
     return bytes(header) + bytes(body) + data
 
 
-_ACTS = {act.__name__: act for act in (hold, read_again_and_again, write_again_and_again, mix, fork, send_mutants)}
+def _with_a_wrong_value(rng: random.Random, body: bytearray) -> bytes:
+    """A message of the same form, one of whose numbers, strings or runs of bytes is another."""
+    values = msgspec.msgpack.decode(body)
+    if len(values) == 1:
+        return bytes(body)
+    position = rng.randrange(1, len(values))
+    match values[position]:
+        case bool(value):
+            values[position] = not value
+        case int(value):
+            values[position] = rng.choice((value ^ 1 << rng.randrange(31), rng.randrange(4), 0, (1 << 63) - 1))
+        case str(value):
+            values[position] = value + rng.choice(("\0", "é", "x" * 100))
+        case bytes(value) if value:
+            flipped = bytearray(value)
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+            values[position] = bytes(flipped)
+    return msgspec.msgpack.encode(values)
+
+
+_ACTS = {
+    act.__name__: act
+    for act in (hold, read_again_and_again, write_again_and_again, mix, fork, fork_under_load, send_mutants)
+}
 
 if __name__ == "__main__":
     _ACTS[sys.argv[1]](**json.loads(sys.argv[2]))  # type: ignore[operator]

@@ -283,7 +283,7 @@ def measure_memory() -> dict[str, float]:
         lease_timeout_s=60,
     )
     holder = catalog.join(bytes(16), 1)
-    space = catalog.open(Namespace(bytes(32)), "", SLOT_ALIGN_BYTES)
+    space = catalog.open(Namespace(bytes(32)), "", SLOT_ALIGN_BYTES, 16)
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -29,6 +29,8 @@ def block_hashes(
     `tokens` is any sequence of ints; arrays and buffers of ints are read without a loop. With `parent`, `tokens`
     continue after that block. Raises `ConfigError` for a token id that is not in 0..2**32-1.
     """
+    if block_tokens <= 0:
+        raise ConfigError(f"block_tokens must be positive, not {block_tokens}")
     data = _token_bytes(tokens)
     sha256 = hashlib.sha256
     last: bytes = namespace if parent is None else parent
@@ -51,8 +53,8 @@ def split_hashes(joined: bytes) -> list[BlockHash]:
 def _token_bytes(tokens: Sequence[int]) -> bytes:
     try:
         tokens = memoryview(tokens).tolist()  # type: ignore[arg-type]
-    except TypeError:
-        pass
+    except (TypeError, NotImplementedError):
+        pass  # not a buffer, or one of a format that only its own iterator knows
     try:
         ids = array("I", tokens)
     except (OverflowError, TypeError) as error:

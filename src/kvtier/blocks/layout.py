@@ -33,7 +33,7 @@ class KvLayout:
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value <= 0:
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")

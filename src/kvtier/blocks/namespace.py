@@ -58,7 +58,15 @@ class NamespaceFields:
             "salt": self.salt,
         }
         try:
-            text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+            text = json.dumps(
+                fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_as_dict
+            )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model_config must hold plain JSON values only: {error}") from error
         return Namespace(hashlib.sha256(text.encode()).digest())
+
+
+def _as_dict(value: object) -> dict[object, object]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not plain JSON")

@@ -1,6 +1,7 @@
 """Who holds which block: reference counts, the prefix index, eviction. Holds no bytes and no lock.
 
-A block's life: `reserve` takes room and makes it PENDING, visible to nobody; `commit` makes it READY under its hash;
+A block's life: `reserve` takes room and makes it PENDING, visible to nobody, or LOADING, which a match may take and
+wait for; `commit` makes it READY under its hash;
 `match` and `reserve` count references, `free` returns them; a READY block without references stays cached until the
 policy picks it. A block that is dropped, or whose writer gives up, leaves the index at once and its room when the
 last reference returns. The owner of the pool calls everything from one thread or under one lock.
@@ -9,8 +10,9 @@ last reference returns. The owner of the pool calls everything from one thread o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
@@ -25,8 +27,11 @@ class Presence(enum.Enum):
     READY = enum.auto()
 
 
-class _State(enum.Enum):
+class BlockState(enum.Enum):
+    """Where a block is in its life."""
+
     PENDING = enum.auto()
+    LOADING = enum.auto()  # its bytes are on their way from a slower tier: a match may take it and wait
     READY = enum.auto()
     GONE = enum.auto()  # out of the index, waiting for its last reference
 
@@ -34,15 +39,20 @@ class _State(enum.Enum):
 class Block(TakenRegion):
     """One block's place in a pool. `start` is its block id: the first unit it occupies."""
 
-    __slots__ = ("hash", "index", "is_pinned", "num_refs", "state")
+    __slots__ = ("hash", "index", "is_held", "is_pinned", "num_refs", "state")
 
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
         self.hash: BlockHash
         self.index: PrefixIndex
         self.num_refs = 1
-        self.state = _State.PENDING
+        self.state = BlockState.PENDING
         self.is_pinned = False
+        self.is_held = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is BlockState.READY
 
 
 class PrefixIndex:
@@ -62,7 +72,7 @@ class PrefixIndex:
         block = self.blocks.get(block_hash)
         if block is None:
             return Presence.MISS
-        return Presence.READY if block.state is _State.READY else Presence.PENDING
+        return Presence.PENDING if block.state is BlockState.PENDING else Presence.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +100,19 @@ class Grant:
 class BlockPool:
     """Blocks over one `Space`, for any number of prefix indexes. Never holds more than `num_units` units."""
 
-    def __init__(self, num_units: int, policy: EvictionPolicy[Block] | None = None) -> None:
+    def __init__(
+        self,
+        num_units: int,
+        policy: EvictionPolicy[Block] | None = None,
+        *,
+        make: Callable[[int, int], Block] = Block,
+        on_evict: Callable[[Block], None] = lambda block: None,
+    ) -> None:
+        """`make` builds the blocks, which may carry more; `on_evict` hears of each one that is evicted."""
         self._space = Space(num_units)
         self._policy: EvictionPolicy[Block] = LruPolicy() if policy is None else policy
+        self._make = make
+        self._on_evict = on_evict
         self.num_evicted = 0
         self.referenced_units = 0
         self.pinned_units = 0
@@ -106,18 +126,18 @@ class BlockPool:
         return self._space.free_units
 
     def match(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_blocks: int | None = None) -> Match:
-        """Reference the longest READY prefix of `hashes`, at most `max_blocks` of it."""
+        """Reference the longest prefix of `hashes` that is READY or LOADING, at most `max_blocks` of it."""
         matched: list[Block] = []
         limit = float("inf") if max_blocks is None else max_blocks
         ended = Presence.READY
         get = index.blocks.get
-        ready = _State.READY
+        ready, loading = BlockState.READY, BlockState.LOADING
         for block_hash in hashes:
             block = get(block_hash)
             if block is None:
                 ended = Presence.MISS
                 break
-            if block.state is not ready:
+            if block.state is not ready and block.state is not loading:
                 ended = Presence.PENDING
                 break
             if len(matched) >= limit:
@@ -126,10 +146,17 @@ class BlockPool:
             matched.append(block)
         return Match(matched, ended)
 
-    def reserve(self, index: PrefixIndex, hashes: Sequence[BlockHash], max_blocks: int | None = None) -> Grant:
+    def reserve(
+        self,
+        index: PrefixIndex,
+        hashes: Sequence[BlockHash],
+        max_blocks: int | None = None,
+        *,
+        state: Literal[BlockState.PENDING, BlockState.LOADING] = BlockState.PENDING,
+    ) -> Grant:
         """Take room for the hashes that are absent, in order, evicting as needed; the first ones win if it is short.
 
-        The new blocks are PENDING and carry one reference. A block that is READY under one of `hashes` is never
+        The new blocks are in `state` and carry one reference. A block that is READY under one of `hashes` is never
         evicted to make room for another of them.
         """
         present: list[Block] = []
@@ -139,20 +166,21 @@ class BlockPool:
             block = index.blocks.get(block_hash)
             if block is None:
                 wanted.setdefault(block_hash, position)
-            elif block.state is _State.READY:
+            elif block.state is BlockState.READY:
                 self._reference(block)
                 present.append(block)
             else:
                 num_pending += 1
         count = len(wanted) if max_blocks is None else min(len(wanted), max_blocks)
-        blocks = self._space.take(count, index.block_units, Block)
+        blocks = self._space.take(count, index.block_units, self._make)
         if len(blocks) < count:
             self._make_room(count - len(blocks), index.block_units)
-            blocks += self._space.take(count - len(blocks), index.block_units, Block)
+            blocks += self._space.take(count - len(blocks), index.block_units, self._make)
         positions = []
         for block, (block_hash, position) in zip(blocks, wanted.items(), strict=False):
             block.hash = block_hash
             block.index = index
+            block.state = state
             index.blocks[block_hash] = block
             positions.append(position)
         self.referenced_units += len(blocks) * index.block_units
@@ -163,10 +191,15 @@ class BlockPool:
         """Make PENDING blocks READY for everyone. Blocks dropped meanwhile stay gone. Returns how many became READY."""
         num_committed = 0
         for block in blocks:
-            if block.state is _State.PENDING:
-                block.state = _State.READY
+            if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
+                block.state = BlockState.READY
                 num_committed += 1
         return num_committed
+
+    def fail(self, block: Block) -> None:
+        """The bytes of a LOADING block will not come. It leaves the index, and its room with the last reference."""
+        if block.state is BlockState.LOADING:
+            self._forget(block)
 
     def reference(self, blocks: Iterable[Block]) -> None:
         """One more reference on blocks that the caller already holds."""
@@ -184,13 +217,13 @@ class BlockPool:
             if block.num_refs:
                 continue
             self.referenced_units -= block.size
-            if block.state is _State.READY:
+            if block.state is BlockState.READY:
                 if not block.is_pinned:
                     self._policy.add(block)
                 continue
-            if block.state is _State.PENDING:
+            if block.state is not BlockState.GONE:
                 self._forget(block)
-            self._space.give_back(block)
+            self._give_back(block)
 
     def drop(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
         """Forget blocks, pinned or not. Their room returns at once, or with their last reference."""
@@ -204,7 +237,7 @@ class BlockPool:
                 self._policy.remove(block)
             self._forget(block)
             if block.num_refs == 0:
-                self._space.give_back(block)
+                self._give_back(block)
         return num_dropped
 
     def pin(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_units: int) -> int:
@@ -212,7 +245,7 @@ class BlockPool:
         num_pinned = 0
         for block_hash in hashes:
             block = index.blocks.get(block_hash)
-            if block is None or block.state is not _State.READY:
+            if block is None or block.state is not BlockState.READY:
                 continue
             if not block.is_pinned:
                 if self.pinned_units + block.size > max_units:
@@ -237,6 +270,41 @@ class BlockPool:
                 self._policy.add(block)
         return num_unpinned
 
+    def hold(self, block: Block) -> None:
+        """Keep a block's room while it is read or written in passing; its place in the order of eviction stays."""
+        block.is_held = True
+
+    def let_go(self, block: Block) -> None:
+        block.is_held = False
+        if block.state is BlockState.GONE and block.num_refs == 0:
+            self._space.give_back(block)
+
+    def take_raw(self, size: int) -> TakenRegion | None:
+        """Room of `size` units that is no block and is never evicted; None when it cannot be had."""
+        if not (taken := self._space.take(1, size, TakenRegion)):
+            self._make_room(1, size)
+            taken = self._space.take(1, size, TakenRegion)
+        return taken[0] if taken else None
+
+    def has_room(self, size: int) -> bool:
+        """`size` adjacent units are free: nothing need be evicted for them."""
+        return self._space.has_room(size)
+
+    def extend(self, num_units: int) -> None:
+        self._space.extend(num_units)
+
+    def restore(self, num_units: int, regions: Sequence[TakenRegion], cold_to_warm: Iterable[Block]) -> None:
+        """Begin with what is there already: `regions` tile no unit twice, the blocks among them are READY."""
+        self._space = Space.restored(num_units, regions)
+        for block in cold_to_warm:
+            block.num_refs = 0
+            block.state = BlockState.READY
+            block.index.blocks[block.hash] = block
+            if block.is_pinned:
+                self.pinned_units += block.size
+            else:
+                self._policy.add(block)
+
     def touch(self, blocks: Sequence[Block]) -> None:
         """Make unreferenced blocks the most recently used, the first of them last to go."""
         for block in reversed(blocks):
@@ -255,7 +323,7 @@ class BlockPool:
         if block.is_pinned:
             block.is_pinned = False
             self.pinned_units -= block.size
-        block.state = _State.GONE
+        block.state = BlockState.GONE
         del block.index.blocks[block.hash]
 
     def _make_room(self, count: int, size: int) -> None:
@@ -270,7 +338,7 @@ class BlockPool:
             victim = self._policy.pop_coldest()
             if victim is None:
                 break
-            window = _window_around(victim, size)
+            window = None if victim.is_held else _window_around(victim, size)
             if window is None:
                 blocked.append(victim)  # so is all that could share a window with it: none of it is touched below
                 continue
@@ -281,14 +349,25 @@ class BlockPool:
             fitting += window.num_gained
         self._policy.put_back(blocked)
 
+    def _give_back(self, block: Block) -> None:
+        if not block.is_held:
+            self._space.give_back(block)
+
     def _evict(self, block: Block) -> None:
+        self._on_evict(block)
         self._forget(block)
         self._space.give_back(block)
         self.num_evicted += 1
 
 
 def _is_evictable(region: Region | None) -> bool:
-    return isinstance(region, Block) and region.state is _State.READY and region.num_refs == 0 and not region.is_pinned
+    return (
+        isinstance(region, Block)
+        and region.state is BlockState.READY
+        and region.num_refs == 0
+        and not region.is_pinned
+        and not region.is_held
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Not thread-safe: the pool that owns it is its only caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 
@@ -45,9 +45,43 @@ class Space:
         self.free_units = 0
         self._bins: dict[int, dict[Region, None]] = {}
         self._filled_bins = 0  # bit b is set while bin b holds a region
-        self._first = Region(0, num_units)
+        self._first = self._last = Region(0, num_units)
         if num_units:
             self._put(self._first)
+
+    @classmethod
+    def restored(cls, num_units: int, taken: Sequence[TakenRegion]) -> Space:
+        """A space in which `taken`, sorted by `start` and not overlapping, is taken already."""
+        space = cls(0)
+        space.num_units = num_units
+        left: Region | None = None
+        end = 0
+        for region in taken:
+            if region.start > end:
+                left = space._append_free(left, end, region.start)
+            space._link(left, region)
+            left, end = region, region.start + region.size
+        if end < num_units:
+            left = space._append_free(left, end, num_units)
+        if left is not None:
+            space._link(left, None)
+        return space
+
+    def extend(self, num_units: int) -> None:
+        """Add free units at the end."""
+        last = self._last
+        start = self.num_units
+        self.num_units += num_units
+        if last.is_free and start:
+            self._remove(last)
+            last.size += num_units
+            self._put(last)
+        else:
+            self._append_free(last if start else None, start, self.num_units)
+
+    def has_room(self, size: int) -> bool:
+        """Some free region holds `size` units."""
+        return self._find(size) is not None
 
     def take(self, count: int, size: int, make: Callable[[int, int], _Taken]) -> list[_Taken]:
         """Up to `count` regions of `size` units each, in as few adjacent runs as there is room for.
@@ -84,6 +118,13 @@ class Space:
             yield region
             region = region.right
 
+    def _append_free(self, left: Region | None, start: int, end: int) -> Region:
+        free = Region(start, end - start)
+        self._link(left, free)
+        self._link(free, None)
+        self._put(free)
+        return free
+
     def _split(
         self, region: Region, count: int, size: int, make: Callable[[int, int], _Taken], into: list[_Taken]
     ) -> None:
@@ -111,7 +152,10 @@ class Space:
             self._first = right
         else:
             left.right = right
-        if right is not None:
+        if right is None:
+            assert left is not None
+            self._last = left
+        else:
             right.left = left
 
     def _put(self, region: Region) -> None:

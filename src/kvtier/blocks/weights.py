@@ -63,7 +63,10 @@ def _samples_of_file(path: Path) -> Iterable[TensorSample]:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"header of {header_bytes} bytes")
-            header = json.loads(file.read(header_bytes))
+            raw = file.read(header_bytes)
+            if len(raw) != header_bytes:
+                raise ValueError("the file ends inside its header")
+            header = json.loads(raw)
             for name, entry in header.items():
                 if name == "__metadata__":
                     continue
@@ -76,5 +79,5 @@ def _samples_of_file(path: Path) -> Iterable[TensorSample]:
                         raise ValueError(f"the file ends inside {name}")
                 first, middle, last = samples
                 yield TensorSample(name, entry["dtype"], tuple(entry["shape"]), (first, middle, last))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error

@@ -10,26 +10,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockPool, Grant, PrefixIndex, Presence
-from kvtier.errors import TierRefused
+from kvtier.blocks.policies import LruPolicy
+from kvtier.blocks.pool import Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
+from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence, SpaceLike
+from kvtier.cacheserver.safe_first import SafeFirstPolicy
+from kvtier.errors import TierRefused, TierUnavailable
 from kvtier.sizes import format_size
+from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _MAX_ENDED_NUMBERS = 4096
+
+StoreOn: TypeAlias = Literal["commit", "reuse"]
 
 
 class Space:
     """One namespace's blocks. `num_users` connections have it open."""
 
-    def __init__(self, number: int, namespace: Namespace, name: str, block_bytes: int) -> None:
+    def __init__(self, number: int, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> None:
         self.number = number
         self.namespace = namespace
         self.name = name
         self.block_bytes = block_bytes
+        self.block_tokens = block_tokens
         self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES)
         self.num_users = 0
 
@@ -63,8 +71,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
+    """The blocks of a lease; the first `num_ready` are in memory, the others on their way."""
+
     blocks: list[Block]
     ended: str
+    num_ready: int
 
 
 class Catalog:
@@ -77,10 +88,25 @@ class Catalog:
         leased_bytes_per_client: int,
         pinned_bytes: int,
         lease_timeout_s: float,
+        persistence: Persistence | None = None,
+        stores_on: StoreOn = "commit",
+        keeps_stored: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With `persistence`, blocks are also on disk: written on commit, or once they are used again ("reuse").
+
+        Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it.
+        """
         self._lock = threading.Lock()
-        self._pool = BlockPool(memory_bytes // SLOT_ALIGN_BYTES)
+        self._loaded = threading.Condition(self._lock)
+        self._persistence = persistence
+        self._stores_on = stores_on
+        self._keeps_stored = keeps_stored
+        self._pool = BlockPool(
+            memory_bytes // SLOT_ALIGN_BYTES,
+            LruPolicy() if persistence is None else SafeFirstPolicy(),
+            make=MemoryBlock,
+        )
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
         self._lease_timeout_s = lease_timeout_s
@@ -104,10 +130,11 @@ class Catalog:
             return holder
 
     def leave(self, holder: Holder) -> None:
-        """A connection ended. A remote holder without connections is gone; a local one only with its process."""
+        """A connection ended. A holder without connections is gone, unless it is local and holds something."""
         with self._lock:
             holder.num_connections -= 1
-            if not holder.num_connections and not holder.is_local:
+            holds_nothing = not holder.leases and not holder.reservations
+            if not holder.num_connections and (holds_nothing or not holder.is_local):
                 self._end(holder)
 
     def end(self, holder: Holder) -> None:
@@ -115,7 +142,7 @@ class Catalog:
         with self._lock:
             self._end(holder)
 
-    def open(self, namespace: Namespace, name: str, block_bytes: int) -> Space:
+    def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> Space:
         """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has."""
         with self._lock:
             number = self._space_numbers.get(namespace)
@@ -127,7 +154,7 @@ class Catalog:
                     )
                 self._last_space_number += 1
                 number = self._space_numbers[namespace] = self._last_space_number
-                self._spaces[number] = Space(number, namespace, name, block_bytes)
+                self._spaces[number] = Space(number, namespace, name, block_bytes, block_tokens)
             space = self._spaces[number]
             if space.block_bytes != block_bytes:
                 raise TierRefused(
@@ -148,31 +175,44 @@ class Catalog:
         """Lease the longest cached prefix of `hashes` to `holder` under `number`."""
         with self._lock:
             self._check_number(holder, number)
-            max_blocks = self._blocks_left(holder, space)
-            match = self._pool.match(space.index, hashes, max_blocks)
-            ended = _ENDED[match.ended]
-            if ended == "all" and len(match.blocks) < len(hashes):
+            blocks, ended = self._find(space, hashes, self._blocks_left(holder, space))
+            if ended == "all" and len(blocks) < len(hashes):
                 ended = "limit"
-            if match.blocks:
-                self._hold(holder, holder.leases, number, _Hold(match.blocks, space, self._clock()))
-            return LeaseOutcome(match.blocks, ended)
+            if blocks:
+                self._hold(holder, holder.leases, number, _Hold(blocks, space, self._clock()))
+            return LeaseOutcome(blocks, ended, _num_ready(blocks))
+
+    def await_lease(self, holder: Holder, number: int, count: int, timeout_s: float) -> int | None:
+        """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are."""
+        with self._lock:
+            hold = holder.leases.get(number)
+            return None if hold is None else self._await(hold.blocks[:count], timeout_s)
+
+    def await_blocks(self, blocks: Sequence[Block], timeout_s: float) -> int:
+        """As `await_lease`, for blocks from `borrow`."""
+        with self._lock:
+            return self._await(blocks, timeout_s)
 
     def release(self, holder: Holder, number: int) -> None:
         with self._lock:
             self._drop_hold(holder, holder.leases, number)
 
     def borrow(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
-        """Reference the longest cached prefix while it is sent; `give_back` ends that."""
+        """Reference the longest cached prefix while it is sent; `give_back` ends that. Some may yet be loading."""
         with self._lock:
-            return self._pool.match(space.index, hashes).blocks
+            return self._find(space, hashes, self._held_units_per_client // space.index.block_units)[0]
 
     def give_back(self, blocks: Sequence[Block]) -> None:
         with self._lock:
-            self._pool.free(blocks)
+            self._free(blocks)
 
     def contains(self, space: Space, hashes: Sequence[BlockHash]) -> bytes:
         with self._lock:
-            return bytes(space.index.presence(block_hash) is Presence.READY for block_hash in hashes)
+            flags = [space.index.presence(block_hash) is Presence.READY for block_hash in hashes]
+            if self._persistence is not None:
+                stored = self._persistence.contains(space, hashes)
+                flags = [here or there for here, there in zip(flags, stored, strict=True)]
+            return bytes(flags)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -181,27 +221,38 @@ class Catalog:
         with self._lock:
             self._check_number(holder, number)
             max_blocks = self._blocks_left(holder, space)
-            grant = self._pool.reserve(space.index, hashes, max_blocks)
+            absent, positions = self._not_only_stored(space, hashes)
+            grant = self._pool.reserve(space.index, absent, max_blocks)
+            grant = replace(
+                grant,
+                positions=[positions[position] for position in grant.positions],
+                num_ready=grant.num_ready + len(hashes) - len(absent),
+            )
             if grant.blocks:
                 self._hold(holder, holder.reservations, number, _Hold(grant.blocks, space, self._clock()))
             return grant, self._reason(len(grant.blocks) == max_blocks) if grant.num_refused else ""
 
     def fill(self, holder: Holder, number: int, first: int, count: int) -> tuple[Space, list[Block]] | None:
-        """Blocks of a reservation to receive bytes into, with a reference of their own; None when it has ended."""
+        """Blocks of a reservation to receive bytes into, with a reference of their own.
+
+        None when the reservation has ended or some of them are committed already.
+        """
         with self._lock:
             hold = holder.reservations.get(number)
             if hold is None:
                 return None
             blocks = _range_of(hold, first, count)
+            if any(block.is_ready for block in blocks):  # others may be reading them
+                return None
             hold.touched_at = self._clock()
             self._pool.reference(blocks)
             return hold.space, blocks
 
-    def commit_filled(self, blocks: Sequence[Block]) -> int:
+    def commit_filled(self, space: Space, blocks: Sequence[Block]) -> int:
         """The bytes of blocks from `fill` have arrived. Ends their extra reference."""
         with self._lock:
-            num_committed = self._pool.commit(blocks)
-            self._pool.free(blocks)
+            num_committed = self._commit(space, blocks)
+            self._free(blocks)
             return num_committed
 
     def commit(self, holder: Holder, number: int, first: int, count: int) -> int | None:
@@ -210,7 +261,7 @@ class Catalog:
             hold = holder.reservations.get(number)
             if hold is None:
                 return None
-            return self._pool.commit(_range_of(hold, first, count))
+            return self._commit(hold.space, _range_of(hold, first, count))
 
     def close_reservation(self, holder: Holder, number: int) -> None:
         with self._lock:
@@ -223,19 +274,88 @@ class Catalog:
         with self._lock:
             num_ready = sum(space.index.presence(block_hash) is Presence.READY for block_hash in hashes)
             num_pinned = self._pool.pin(space.index, hashes, self._max_pinned_units)
+            num_stored = 0 if self._persistence is None else self._persistence.pin(space, hashes, keep=True)
         if num_pinned < num_ready:
             limit = format_size(self._max_pinned_units * SLOT_ALIGN_BYTES)
             raise TierRefused(f"pinned {num_pinned} of {num_ready} blocks: at most {limit} may be pinned")
-        return num_pinned
+        return max(num_pinned, num_stored)
 
     def unpin(self, space: Space, hashes: Sequence[BlockHash]) -> int:
         with self._lock:
-            return self._pool.unpin(space.index, hashes)
+            num_unpinned = self._pool.unpin(space.index, hashes)
+            num_stored = 0 if self._persistence is None else self._persistence.pin(space, hashes, keep=False)
+        return max(num_unpinned, num_stored)
 
     def drop(self, space: Space, hashes: Sequence[BlockHash]) -> int:
-        """Forget `hashes`, or all of the namespace when there are none."""
+        """Forget `hashes`, or all of the namespace when there are none, in memory and on disk."""
         with self._lock:
-            return self._pool.drop(space.index, hashes or list(space.index.blocks))
+            num_dropped = self._pool.drop(space.index, hashes or list(space.index.blocks))
+        if self._persistence is None:
+            return num_dropped
+        return max(num_dropped, self._persistence.drop(space, hashes or None))
+
+    def list_blocks(self, space: Space) -> tuple[list[BlockHash], bytes]:
+        """Every hash of a namespace, and where it is: LISTED_ flags."""
+        with self._lock:
+            flags = {
+                block.hash: LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
+                for block in space.index.blocks.values()
+                if block.is_ready
+            }
+            stored = [] if self._persistence is None else self._persistence.blocks(space)
+        for block_hash, is_pinned in stored:
+            flags[block_hash] = flags.get(block_hash, 0) | LISTED_DISK | (LISTED_PINNED if is_pinned else 0)
+        return list(flags), bytes(flags.values())
+
+    def verify(self, space: Space, hashes: Sequence[BlockHash]) -> bytes:
+        if self._persistence is None:
+            raise TierRefused("this server has no disk to verify")
+        try:
+            return bytes(self._persistence.verify(space, hashes))
+        except TierUnavailable as error:
+            raise TierRefused(str(error)) from error
+
+    def flush(self, timeout_s: float) -> None:
+        """When it returns, what was committed before is on disk, if there is one. Raises `TierError` if it cannot."""
+        if self._persistence is not None:
+            self._persistence.flush(timeout_s)
+
+    # --- the disk's threads ----------------------------------------------------------------------------------------
+
+    def begin_storing(self, block: MemoryBlock) -> bool:
+        with self._lock:
+            block.is_queued = False
+            if not block.is_ready or block.is_stored:
+                return block.is_stored
+            self._pool.hold(block)
+            return True
+
+    def end_storing(self, block: MemoryBlock, *, is_stored: bool) -> None:
+        with self._lock:
+            block.is_stored = block.is_stored or is_stored
+            self._pool.let_go(block)
+            self._leave_memory([block])
+
+    def end_loading(self, block: MemoryBlock, *, has_arrived: bool) -> None:
+        with self._lock:
+            if has_arrived:
+                block.is_stored = True
+                self._pool.commit([block])
+            else:
+                self._pool.fail(block)
+            self._free([block])
+            self._loaded.notify_all()
+
+    def unstored(self) -> list[tuple[SpaceLike, MemoryBlock]]:
+        with self._lock:
+            found: list[tuple[SpaceLike, MemoryBlock]] = []
+            for space in self._spaces.values():
+                for block in space.index.blocks.values():
+                    assert isinstance(block, MemoryBlock)
+                    block.is_stored = False
+                    if block.is_ready and not block.is_queued:
+                        found.append((space, block))
+            return found
 
     # --- time and numbers ------------------------------------------------------------------------------------------
 
@@ -263,7 +383,9 @@ class Catalog:
         with self._lock:
             pool = self._pool
             holders = self._holders.values()
+            disk = {} if self._persistence is None else self._persistence.levels()
             return {
+                **disk,
                 "memory_bytes": pool.num_units * SLOT_ALIGN_BYTES,
                 "used_bytes": (pool.num_units - pool.free_units) * SLOT_ALIGN_BYTES,
                 "free_bytes": pool.free_units * SLOT_ALIGN_BYTES,
@@ -278,20 +400,123 @@ class Catalog:
             }
 
     def spaces(self) -> list[dict[str, object]]:
+        """Every namespace in memory or on disk, for people."""
         with self._lock:
-            return [
-                {
+            found: dict[Namespace, dict[str, object]] = {
+                space.namespace: {
                     "namespace": space.namespace.hex(),
                     "name": space.name,
                     "block_bytes": space.block_bytes,
+                    "block_tokens": space.block_tokens,
                     "blocks": len(space.index),
                     "used_bytes": len(space.index) * slot_bytes_of(space.block_bytes),
                     "connections": space.num_users,
+                    "disk_blocks": 0,
                 }
                 for space in self._spaces.values()
-            ]
+            }
+            for stored in [] if self._persistence is None else self._persistence.spaces():
+                known = found.setdefault(
+                    stored.namespace,
+                    {
+                        "namespace": stored.namespace.hex(),
+                        "name": stored.name,
+                        "block_bytes": stored.block_bytes,
+                        "block_tokens": stored.block_tokens,
+                        "blocks": 0,
+                        "used_bytes": 0,
+                        "connections": 0,
+                    },
+                )
+                known["disk_blocks"] = len(stored.index)
+            return list(found.values())
 
     # --- private, under the lock -----------------------------------------------------------------------------------
+
+    def _find(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], str]:
+        """Reference the longest prefix in memory and on disk; what is on disk begins to load."""
+        match = self._pool.match(space.index, hashes, max_blocks)
+        blocks, ended = match.blocks, match.ended
+        self._store_reused(space, blocks)
+        while self._persistence is not None and ended is Presence.MISS and len(blocks) < max_blocks:
+            loading = self._load(space, hashes[len(blocks) : max_blocks])
+            if not loading:
+                break
+            blocks += loading
+            more = self._pool.match(space.index, hashes[len(blocks) :], max_blocks - len(blocks))
+            blocks += more.blocks
+            ended = more.ended
+        return blocks, _ENDED[ended]
+
+    def _load(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
+        """Slots for the leading hashes that are on disk and not in memory, referenced and being filled."""
+        assert self._persistence is not None
+        present = space.index.blocks
+        absent = next((position for position, block_hash in enumerate(hashes) if block_hash in present), len(hashes))
+        found = self._persistence.match(space, hashes[:absent])
+        if found is None:
+            return []
+        store, stored = found
+        wanted = [block.hash for block in stored]
+        grant = self._pool.reserve(space.index, wanted, state=BlockState.LOADING)
+        loads = []
+        for block, origin in zip(grant.blocks, stored, strict=False):
+            assert isinstance(block, MemoryBlock)
+            loads.append(Load(space, block, origin, store))
+        store.free(stored[len(loads) :])
+        self._pool.reference(grant.blocks)  # one for whoever asked, one for the reader
+        self._persistence.load(loads)
+        return grant.blocks
+
+    def _await(self, blocks: Sequence[Block], timeout_s: float) -> int:
+        deadline = self._clock() + timeout_s
+        while True:
+            num_ready = _num_ready(blocks)
+            is_over = num_ready == len(blocks) or blocks[num_ready].state is not BlockState.LOADING
+            if is_over or not self._loaded.wait(max(0.0, deadline - self._clock())):
+                return num_ready
+
+    def _not_only_stored(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], Sequence[int]]:
+        """Without the hashes that are on disk and not in memory: those need not be written again."""
+        if self._persistence is None:
+            return hashes, range(len(hashes))
+        stored = self._persistence.contains(space, hashes)
+        positions = [
+            position
+            for position, block_hash in enumerate(hashes)
+            if not stored[position] or block_hash in space.index.blocks
+        ]
+        return [hashes[position] for position in positions], positions
+
+    def _commit(self, space: Space, blocks: Sequence[Block]) -> int:
+        fresh = [block for block in blocks if isinstance(block, MemoryBlock) and not block.is_ready]
+        num_committed = self._pool.commit(blocks)
+        if self._persistence is not None and self._stores_on == "commit":
+            self._persistence.queue(space, [block for block in fresh if block.is_ready])
+        return num_committed
+
+    def _store_reused(self, space: Space, blocks: Sequence[Block]) -> None:
+        if self._persistence is None or self._stores_on != "reuse":
+            return
+        reused = [
+            block
+            for block in blocks
+            if isinstance(block, MemoryBlock) and block.is_ready and not block.is_stored and not block.is_queued
+        ]
+        if reused:
+            self._persistence.queue(space, reused)
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        self._pool.free(blocks)
+        self._leave_memory(blocks)
+
+    def _leave_memory(self, blocks: Sequence[Block]) -> None:
+        """Of a server that keeps nothing in memory: what is safe on disk and held by nobody goes."""
+        if self._keeps_stored:
+            return
+        for block in blocks:
+            if isinstance(block, MemoryBlock) and block.is_stored and block.is_ready and not block.num_refs:
+                self._pool.drop(block.index, [block.hash])
 
     def _blocks_left(self, holder: Holder, space: Space) -> int:
         return max(0, self._held_units_per_client - holder.held_units) // space.index.block_units
@@ -317,7 +542,7 @@ class Catalog:
                 del holder.ended_numbers[next(iter(holder.ended_numbers))]
             return
         holder.held_units -= len(hold.blocks) * hold.space.index.block_units
-        self._pool.free(hold.blocks)
+        self._free(hold.blocks)
         self._forget_if_empty(hold.space)
 
     def _end(self, holder: Holder) -> None:
@@ -343,6 +568,10 @@ class Catalog:
 
 
 _ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
+
+
+def _num_ready(blocks: Sequence[Block]) -> int:
+    return next((position for position, block in enumerate(blocks) if not block.is_ready), len(blocks))
 
 
 def _range_of(hold: _Hold, first: int, count: int) -> list[Block]:

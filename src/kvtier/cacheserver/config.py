@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,10 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `max_leased_bytes` (half of the memory unless given) is how much one client may hold at once; `lease_timeout_s`
     ends leases of TCP clients, who hold copies, and never those of local ones; `gone_grace_s` is how long the memory
     of a client that died is left alone, for copies still in flight.
+
+    With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
+    is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
+    With `needs_disk`, a folder that cannot be used is an error at start; without, the server starts in memory.
     """
 
     memory_bytes: int
@@ -36,6 +41,13 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_timeout_s: float = 60.0
     gone_grace_s: float = 0.5
     stall_timeout_s: float = 30.0
+    flush_timeout_s: float = 300.0
+    folder: Path | None = None
+    file_bytes: int | None = None
+    fsync: bool = False
+    stores_on: Literal["commit", "reuse"] = "commit"
+    keeps_memory: bool = True
+    needs_disk: bool = True
     touches_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +69,10 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("TLS needs both a certificate and a key")
         if self.tls_certificate is not None and self.tcp is None:
             raise ConfigError("TLS is for TCP: give a TCP address too")
+        if (self.folder is None) != (self.file_bytes is None):
+            raise ConfigError("the disk needs both a folder and a file space")
+        if self.folder is None and not self.keeps_memory:
+            raise ConfigError("a server without memory needs a folder")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
             raise ConfigError("max_leased_bytes must be positive")
         if not 0 <= self.max_pinned_share <= 1:

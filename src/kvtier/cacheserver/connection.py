@@ -9,19 +9,31 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 
-from kvtier.blocks.hashing import BlockHash, split_hashes
+from kvtier.blocks.hashing import BlockHash, join_hashes, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.persistence import MemoryBlock
 from kvtier.cacheserver.process_watch import ProcessWatch
-from kvtier.errors import KvtierError, RemoteProtocolError, TierError, TierFull, TierRefused, TierTimeout
+from kvtier.errors import (
+    KvtierError,
+    RemoteProtocolError,
+    TierError,
+    TierFull,
+    TierRefused,
+    TierTimeout,
+    TierUnavailable,
+)
+from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena
+from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Stream
@@ -33,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _SCRATCH_BYTES = 1 << 20
+_LOAD_S = 30.0
+_LAST_WORDS_S = 0.5
+_MAX_SPACES = 1024
+_MAX_LISTED = MAX_BODY_BYTES // 34
 
 
 class Services:
@@ -58,24 +74,38 @@ class Services:
         self.describe = describe
         self.count_up = count_up
         self.is_stopping = threading.Event()
+        self.log = LogLimit(logger)
 
 
 class Connection:
     """Owns its socket and its thread. `on_end` is called from that thread when it is over."""
 
-    def __init__(self, sock: socket.socket, services: Services, on_end: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        tls: ssl.SSLContext | None,
+        services: Services,
+        on_end: Callable[[Connection], None],
+    ) -> None:
         self._services = services
-        self._sock = sock
         self._is_unix = sock.family == socket.AF_UNIX
         self._on_end = on_end
-        self._stream = Stream(sock, self._place, HANDSHAKE_LIMITS)
+        # TLS takes several messages: they are exchanged later, in the connection's own thread.
+        self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self._stream = Stream(self._sock, self._place, HANDSHAKE_LIMITS)
         self._holder: Holder | None = None
         self._spaces: dict[int, Space] = {}
-        self._filling: list[Block] | None = None
+        self._filling: tuple[Space, list[Block]] | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-connection", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def refuse(self, sentence: str) -> None:
+        """End it with a sentence, before it began."""
+        if not isinstance(self._sock, ssl.SSLSocket):  # that one would have to be let in first
+            self._say_last(wire.Failure("refused", sentence))
+        self._stream.close()
 
     def stop_receiving(self) -> None:
         """Take no more requests; the one under way is answered."""
@@ -100,7 +130,7 @@ class Connection:
             logger.debug("connection ended: %s", error)
         except RemoteProtocolError as error:
             self._services.metrics.refusals.labels(kind="protocol").inc()
-            logger.warning("connection closed: %s", error)
+            self._services.log.warning("protocol", "connection closed: %s", error)
             self._say_last(wire.Failure("protocol", str(error)))
         except Exception:
             logger.exception("connection closed by a bug of ours")
@@ -117,6 +147,7 @@ class Connection:
             FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
         )
         deadline = time.monotonic() + _HANDSHAKE_S
+        self._stream.start_tls(_HANDSHAKE_S)
         try:
             while not session.is_open:
                 frame = self._stream.receive(deadline)
@@ -127,7 +158,7 @@ class Connection:
             self._join(session.hello)
         except TierRefused as error:
             services.metrics.refusals.labels(kind="refused").inc()
-            logger.warning("client refused: %s", error)
+            services.log.warning("refused", "client refused: %s", error)
             self._say_last(wire.Failure("refused", str(error)))
             raise
         self._stream.set_limits(session.limits)
@@ -195,11 +226,17 @@ class Connection:
             case wire.ReserveRequest():
                 return self._reserve(holder, request)
             case wire.Commit():
+                if not holder.is_local:  # it has written nothing there: the slot holds somebody's old bytes
+                    raise TierRefused("only a client on this host can write in place; send a Fill")
                 committed = catalog.commit(holder, request.reservation, request.first, request.count)
                 return self._counted(committed)
             case wire.Fill():
-                blocks, self._filling = self._filling, None
-                return self._counted(None if blocks is None else catalog.commit_filled(blocks))
+                return self._counted(self._commit_filled(request))
+            case wire.Await():
+                num_ready = catalog.await_lease(holder, request.lease, request.count, _LOAD_S)
+                if num_ready is None:
+                    raise TierRefused("the lease has ended")
+                return wire.Counted(num_ready)
             case wire.Close():
                 catalog.close_reservation(holder, request.reservation)
                 return wire.Done()
@@ -213,13 +250,21 @@ class Connection:
                 return wire.Counted(act(self._space(request.space), split_hashes(request.hashes)))
             case wire.DropRequest():
                 return wire.Counted(catalog.drop(self._space(request.space), split_hashes(request.hashes)))
+            case wire.ListRequest():
+                hashes, flags = catalog.list_blocks(self._space(request.space))
+                return wire.Listed(join_hashes(hashes[:_MAX_LISTED]), flags[:_MAX_LISTED])
+            case wire.VerifyRequest():
+                return wire.Contained(catalog.verify(self._space(request.space), split_hashes(request.hashes)))
             case wire.Open():
                 return self._open(request)
             case wire.InfoRequest():
                 return wire.Document(json.dumps(services.describe()))
             case wire.StatsRequest():
                 return wire.Document(json.dumps(services.count_up()))
-            case wire.Flush() | wire.Ping():
+            case wire.Flush():
+                self._flush()
+                return wire.Done()
+            case wire.Ping():
                 return wire.Done()
             case wire.Bye():
                 catalog.end(holder)
@@ -228,7 +273,11 @@ class Connection:
     def _open(self, request: wire.Open) -> wire.Opened:
         if request.block_bytes > self._services.config.max_payload_bytes:
             raise TierRefused(f"a block of {request.block_bytes} bytes is over the frame limit of this server")
-        space = self._services.catalog.open(Namespace(request.namespace), request.name, request.block_bytes)
+        if len(self._spaces) >= _MAX_SPACES:
+            raise TierRefused(f"a connection may use at most {_MAX_SPACES} namespaces")
+        space = self._services.catalog.open(
+            Namespace(request.namespace), request.name, request.block_bytes, request.block_tokens
+        )
         if space.number in self._spaces:
             self._services.catalog.close(space)
         self._spaces[space.number] = space
@@ -244,7 +293,7 @@ class Connection:
         hashes = split_hashes(request.hashes)
         outcome = self._services.catalog.lease(holder, request.lease, self._space(request.space), hashes)
         self._count_hits(len(outcome.blocks), len(hashes))
-        return wire.Matched(_offsets(outcome.blocks), outcome.ended)
+        return wire.Matched(_offsets(outcome.blocks), outcome.ended, outcome.num_ready)
 
     def _reserve(self, holder: Holder, request: wire.ReserveRequest) -> wire.Reserved:
         grant, reason = self._services.catalog.reserve(
@@ -261,7 +310,7 @@ class Connection:
 
     def _counted(self, num_committed: int | None) -> wire.Counted:
         if num_committed is None:
-            raise TierRefused("the reservation has ended")
+            raise TierRefused("the reservation has ended, or these blocks of it are committed")
         self._services.metrics.stored_blocks.inc(num_committed)
         return wire.Counted(num_committed)
 
@@ -273,14 +322,51 @@ class Connection:
         self._count_hits(len(blocks), len(hashes))
         frame_blocks = min(request.frame_blocks, services.config.max_payload_bytes // space.block_bytes)
         try:
-            for first in range(0, max(len(blocks), 1), frame_blocks):
+            first = 0
+            is_last = False
+            while not is_last:
                 part = blocks[first : first + frame_blocks]
-                payload = [self._view(block, space) for block in part]
-                is_last = first + frame_blocks >= len(blocks)
-                self._stream.send(number, wire.Blocks(first, len(part), is_last), payload)
+                ready = part[: services.catalog.await_blocks(part, _LOAD_S)]
+                is_last = len(ready) < len(part) or first + frame_blocks >= len(blocks)
+                payload = [self._view(block, space) for block in ready]
+                checksums = wire.pack_numbers(
+                    self._checksum(space, block, view) for block, view in zip(ready, payload, strict=True)
+                )
+                self._stream.send(number, wire.Blocks(first, len(ready), is_last, checksums), payload)
+                first += len(ready)
         finally:
             services.catalog.give_back(blocks)
-        services.metrics.sent_bytes.inc(len(blocks) * space.block_bytes)
+        services.metrics.sent_bytes.inc(first * space.block_bytes)
+
+    def _checksum(self, space: Space, block: Block, view: memoryview) -> int:
+        """Computed once, when the block is first read; READY blocks do not change."""
+        assert isinstance(block, MemoryBlock)
+        if block.checksum is None:
+            block.checksum = checksum_of(space.namespace, block.hash, view)
+        return block.checksum
+
+    def _commit_filled(self, request: wire.Fill) -> int | None:
+        """Show the blocks whose bytes arrived whole; None when their reservation has ended meanwhile."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return None
+        space, blocks = filling
+        whole: list[Block] = []
+        for block, checksum in zip(blocks, wire.unpack_numbers(request.checksums), strict=True):
+            assert isinstance(block, MemoryBlock)
+            if checksum_of(space.namespace, block.hash, self._view(block, space)) == checksum:
+                block.checksum = checksum
+                whole.append(block)
+        if len(whole) < len(blocks):
+            self._services.metrics.refusals.labels(kind="corrupt").inc(len(blocks) - len(whole))
+            self._services.catalog.give_back([block for block in blocks if block not in whole])
+        return self._services.catalog.commit_filled(space, whole)
+
+    def _flush(self) -> None:
+        try:
+            self._services.catalog.flush(self._services.config.flush_timeout_s)
+        except (TierTimeout, TierUnavailable) as error:
+            raise TierRefused(str(error)) from error
 
     def _place(self, number: int, message: wire.Message, payload_bytes: int) -> BufferList:
         """Where a payload goes: the slots of the reservation it fills, or nowhere if that has ended."""
@@ -296,12 +382,13 @@ class Connection:
             scratch = memoryview(bytearray(min(_SCRATCH_BYTES, payload_bytes)))
             whole, rest = divmod(payload_bytes, len(scratch))
             return [scratch] * whole + [scratch[:rest]]
-        space, self._filling = filling
+        self._filling = filling
+        space, blocks = filling
         if payload_bytes != message.count * space.block_bytes:
             raise RemoteProtocolError(
                 f"{payload_bytes} bytes cannot be {message.count} blocks of {space.block_bytes} bytes"
             )
-        return [self._view(block, space) for block in self._filling]
+        return [self._view(block, space) for block in blocks]
 
     def _view(self, block: Block, space: Space) -> memoryview:
         return self._services.arena.view(block.start * SLOT_ALIGN_BYTES, space.block_bytes)
@@ -312,14 +399,15 @@ class Connection:
 
     def _say_last(self, failure: wire.Failure) -> None:
         try:
-            self._stream.send(0, failure, deadline=time.monotonic() + 1.0)
+            self._stream.send(0, failure, deadline=time.monotonic() + _LAST_WORDS_S)
+            self._stream.drain(_LAST_WORDS_S)
         except KvtierError:
             pass  # the peer does not listen any more
 
     def _end(self) -> None:
         catalog = self._services.catalog
         if self._filling is not None:
-            catalog.give_back(self._filling)
+            catalog.give_back(self._filling[1])
         for space in self._spaces.values():
             catalog.close(space)
         if self._holder is not None:
@@ -337,10 +425,13 @@ _OPERATIONS = {
     wire.ContainsRequest: "contains",
     wire.PinRequest: "pin",
     wire.DropRequest: "drop",
+    wire.ListRequest: "list",
+    wire.VerifyRequest: "verify",
     wire.Release: "release",
     wire.Fill: "fill",
     wire.Commit: "commit",
     wire.Close: "close",
+    wire.Await: "await",
     wire.Flush: "flush",
     wire.InfoRequest: "info",
     wire.StatsRequest: "stats",

@@ -17,8 +17,9 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.connection import Connection, Services
+from kvtier.cacheserver.persistence import Persistence
 from kvtier.cacheserver.process_watch import ProcessWatch
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
@@ -45,25 +46,31 @@ class CacheServer:
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
         tls = _tls_context(config)
         memory_bytes = config.memory_bytes // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
-        catalog = Catalog(
-            memory_bytes,
-            leased_bytes_per_client=config.leased_bytes_per_client,
-            pinned_bytes=int(memory_bytes * config.max_pinned_share),
-            lease_timeout_s=config.lease_timeout_s,
-        )
         try:
             if config.unix is not None:
                 self._unix = UnixListener(config.unix)
             if config.tcp is not None:
                 self._tcp = listen_tcp(config.tcp)
-            self._metrics = ServerMetrics(catalog.levels)
+            self._arena = MappedArena.create(memory_bytes)
+            self._persistence = self._open_disk()
+            catalog = Catalog(
+                memory_bytes,
+                leased_bytes_per_client=config.leased_bytes_per_client,
+                pinned_bytes=int(memory_bytes * config.max_pinned_share),
+                lease_timeout_s=config.lease_timeout_s,
+                persistence=self._persistence,
+                stores_on=config.stores_on,
+                keeps_stored=config.keeps_memory,
+            )
+            self._metrics = ServerMetrics(catalog.levels, self._losses)
             if config.metrics is not None:
                 self._metrics_server = self._serve_metrics()
-            self._arena = MappedArena.create(memory_bytes)
         except BaseException:
             self._close_listeners()
             raise
         self._catalog = catalog
+        if self._persistence is not None:
+            self._persistence.start(catalog)
         self._watch = ProcessWatch(catalog, config.gone_grace_s)
         self._services = Services(
             config,
@@ -113,7 +120,29 @@ class CacheServer:
         for thread in self._threads:
             thread.join()
         self._watch.close()
-        self._arena.close()
+        if self._persistence is not None:
+            self._persistence.close()
+        try:
+            self._arena.close()
+        except LeaseError:
+            logger.warning("a connection did not end in time; its memory goes with the process")
+
+    def _open_disk(self) -> Persistence | None:
+        config = self._config
+        if config.folder is None or config.file_bytes is None:
+            return None
+        persistence = Persistence(config.folder, config.file_bytes, self._arena, fsync=config.fsync)
+        try:
+            persistence.open()
+        except (ConfigError, OSError) as error:
+            sentence = str(error) if isinstance(error, ConfigError) else f"{config.folder}: {error.strerror or error}"
+            if config.needs_disk:
+                raise ConfigError(sentence) from error
+            logger.warning("starting without the disk, it is tried again: %s", sentence)
+        return persistence
+
+    def _losses(self) -> dict[str, int]:
+        return {} if self._persistence is None else self._persistence.losses()
 
     def _describe(self) -> dict[str, object]:
         config = self._config
@@ -122,6 +151,8 @@ class CacheServer:
             "memory_bytes": self._arena.nbytes,
             "unix": str(config.unix) if config.unix else None,
             "tcp": f"tcp://{config.tcp.host}:{self.tcp_port}" if config.tcp else None,
+            "folder": str(config.folder) if config.folder else None,
+            "file_space_bytes": config.file_bytes,
             "limits": {
                 "connections": config.max_connections,
                 "payload_bytes": config.max_payload_bytes,
@@ -145,6 +176,7 @@ class CacheServer:
             **self._catalog.levels(),
             **counted,
             "connections": len(self._connections),
+            "disk_losses": self._losses(),
             "namespaces": self._catalog.spaces(),
         }
 
@@ -165,39 +197,29 @@ class CacheServer:
                 continue
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                is_full = len(self._connections) >= self._config.max_connections
-            if is_full:
-                self._metrics.refusals.labels(kind="connections").inc()
-                logger.warning("connection refused: %d are open, which is the limit", self._config.max_connections)
-                sock.close()
-                continue
-            if tls is None:
-                self._serve(sock)
-            else:
-                self._spawn_tls(sock, tls)
+            self._serve(sock, tls)
 
-    def _spawn_tls(self, sock: socket.socket, tls: ssl.SSLContext) -> None:
-        """TLS needs several messages before it is a connection: a thread of its own, so that nobody waits for it."""
-
-        def shake() -> None:
-            try:
-                sock.settimeout(_STOP_S)
-                self._serve(tls.wrap_socket(sock, server_side=True))
-            except OSError as error:
-                logger.warning("TLS handshake failed: %s", error)
-                sock.close()
-
-        threading.Thread(target=shake, name="kvtier-tls-handshake", daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._services, self._forget)
+    def _serve(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        try:
+            connection = Connection(sock, tls, self._services, self._forget)
+        except OSError as error:  # it has gone again
+            logger.debug("connection ended before it began: %s", error)
+            sock.close()
+            return
         with self._lock:
             if self._services.is_stopping.is_set():
-                sock.close()
+                connection.shut_down()
                 return
-            self._connections.add(connection)
-            connection.start()
+            is_full = len(self._connections) >= self._config.max_connections
+            if not is_full:
+                self._connections.add(connection)
+                connection.start()
+        if is_full:
+            self._metrics.refusals.labels(kind="connections").inc()
+            sentence = f"{self._config.max_connections} connections are open, which is the limit"
+            self._services.log.warning("connections", "connection refused: %s", sentence)
+            # In a thread of its own: whoever comes next must not wait until this peer has listened.
+            threading.Thread(target=connection.refuse, args=(sentence,), name="kvtier-refusal", daemon=True).start()
 
     def _forget(self, connection: Connection) -> None:
         with self._lock:

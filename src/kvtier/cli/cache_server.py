@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -15,7 +15,7 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size, parse_size
-from kvtier.transport.address import TcpAddress, UnixAddress, parse_host_port
+from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,6 +57,23 @@ def default_socket() -> str:
     default=None,
     help=f"Unix socket for processes on this host, open to this user only.  [default: {default_socket()}]",
 )
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Keep blocks on disk too, in this folder, over restarts. Needs --disk.",
+)
+@click.option("--disk", type=_Size(), default=None, help="Most space for everything in --folder, as in 100GiB.")
+@click.option("--disk-only", is_flag=True, help="Keep blocks on disk alone; --memory is then only what passes through.")
+@click.option(
+    "--store-on",
+    type=click.Choice(["commit", "reuse"]),
+    default="commit",
+    show_default=True,
+    help="When a block goes to disk: at once, or when it is first used again, which spares the SSD.",
+)
+@click.option("--fsync", is_flag=True, help="Let flush wait for the device, so that a power cut loses nothing either.")
+@click.option("--disk-optional", is_flag=True, help="Start in memory when the folder cannot be used, and try it again.")
 @click.option("--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file.")
 @click.option(
     "--token-file",
@@ -91,6 +108,12 @@ def default_socket() -> str:
 def cache_server(
     memory: int,
     socket_path: str | None,
+    folder: Path | None,
+    disk: int | None,
+    disk_only: bool,
+    store_on: Literal["commit", "reuse"],
+    fsync: bool,
+    disk_optional: bool,
     tcp: TcpAddress | None,
     token_file: Path | None,
     tls_cert: Path | None,
@@ -103,7 +126,7 @@ def cache_server(
     touch_memory: bool,
     verbose: bool,
 ) -> None:
-    """Keep KV blocks in memory that all processes on this host share.
+    """Keep KV blocks in memory that all processes on this host share, and on disk if you like.
 
     Start it once per host and leave it running:
 
@@ -114,7 +137,12 @@ def cache_server(
 
         kvtier cache-server --memory 20GiB --tcp 0.0.0.0:7700 --token-file secret
 
-    Ctrl-C or SIGTERM stops it: requests under way are answered first. What it held is gone then.
+    With a folder, blocks survive restarts and crashes, within a bound:
+
+        kvtier cache-server --memory 20GiB --folder /var/cache/kvtier --disk 100GiB
+
+    Ctrl-C or SIGTERM stops it: requests under way are answered and blocks are written to disk first. What is only in
+    memory is gone then.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -129,9 +157,9 @@ def cache_server(
             _make_private_folder(path)
         config = CacheServerConfig(
             memory_bytes=memory,
-            unix=UnixAddress(path),
+            unix=_unix_address(path),
             tcp=tcp,
-            token=_read_token(token_file),
+            token=read_token(token_file),
             tls_certificate=tls_cert,
             tls_key=tls_key,
             metrics=metrics,
@@ -140,11 +168,19 @@ def cache_server(
             max_leased_bytes=max_leased,
             lease_timeout_s=lease_timeout,
             touches_memory=touch_memory,
+            folder=folder,
+            file_bytes=disk,
+            fsync=fsync,
+            stores_on=store_on,
+            keeps_memory=not disk_only,
+            needs_disk=not disk_optional,
         )
         server = CacheServer(config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")
+    if folder is not None and disk is not None:
+        click.echo(f"  {format_size(disk)} of disk in {folder}")
     click.echo(f"  unix:{path}")
     if tcp is not None:
         click.echo(f"  tcp://{tcp.host}:{server.tcp_port}{' with TLS' if tls_cert else ''}")
@@ -157,7 +193,13 @@ def cache_server(
     server.close()
 
 
-def _read_token(path: Path | None) -> bytes | None:
+def _unix_address(path: str) -> UnixAddress:
+    address = parse_address(f"unix:{path}")
+    assert isinstance(address, UnixAddress)
+    return address
+
+
+def read_token(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:

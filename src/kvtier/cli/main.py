@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kvtier.cli.cache import cache
 from kvtier.cli.cache_server import cache_server
 
 
@@ -14,3 +15,4 @@ def main() -> None:
 
 
 main.add_command(cache_server)
+main.add_command(cache)

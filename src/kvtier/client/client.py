@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes
+from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, split_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.connection import Connection
 from kvtier.client.endpoint import Endpoint
 from kvtier.errors import (
+    BlockCorrupt,
     ConfigError,
     RemoteProtocolError,
     TierError,
@@ -32,6 +35,7 @@ from kvtier.errors import (
     TierTimeout,
     TierUnavailable,
 )
+from kvtier.memory.checksum import checksum_of
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
@@ -43,7 +47,7 @@ from kvtier.wire.frames import MAX_HASHES
 logger = logging.getLogger(__name__)
 
 _SLOWEST_BYTES_PER_S = 64e6
-_FRAME_BYTES = 32 << 20
+_FRAME_BYTES = 1 << 20  # so that a block's checksum is taken while its bytes are in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,17 +177,16 @@ class SingleClient:
             namespace=namespace,
             name=name,
             block_bytes=layout.block_bytes if layout else 0,
+            block_tokens=layout.block_tokens if layout else 0,
             token=options.token,
             tls=options.tls(),
             max_connections=options.max_connections,
             metrics=metrics,
             metrics_label=self._label,
         )
-        self._io = (
-            ThreadPoolExecutor(options.transfer_connections, "kvtier-transfer")
-            if options.transfer_connections > 1
-            else None
-        )
+        self._io: ThreadPoolExecutor | None = None
+        self._io_pid = 0
+        self._io_lock = threading.Lock()
 
     # --- identity --------------------------------------------------------------------------------------------------
 
@@ -352,6 +355,22 @@ class SingleClient:
             return 0
         return self._count(wire.DropRequest, hashes or ())
 
+    def list_blocks(self) -> list[tuple[BlockHash, int]]:
+        """Every hash cached in this namespace with its LISTED_ flags (see `wire.messages`)."""
+        self._check()
+        deadline = self._deadline(None)
+        with self._endpoint.connection(deadline) as connection:
+            listed = connection.call(wire.ListRequest(connection.space), wire.Listed, deadline)
+        return list(zip(split_hashes(listed.hashes), listed.flags, strict=True))
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Have the server read these from its disk; False where a block was not what was written. It is gone then."""
+        self._check()
+        deadline = self._deadline(None, len(hashes) * self.layout.block_bytes)
+        with self._endpoint.connection(deadline) as connection:
+            request = wire.VerifyRequest(connection.space, join_hashes(hashes))
+            return list(map(bool, connection.call(request, wire.Contained, deadline).flags))
+
     def flush(self, *, timeout_s: float | None = None) -> None:
         deadline = self._deadline(timeout_s) + (0 if timeout_s is not None else 60.0)
         self._endpoint.wait_for_chores(deadline)
@@ -366,7 +385,7 @@ class SingleClient:
 
     def close(self) -> None:
         """Give back every lease and disconnect. Leases still open must not be used any more."""
-        if self._io is not None:
+        if self._io is not None and self._io_pid == os.getpid():
             self._io.shutdown()
         self._endpoint.close()
 
@@ -404,22 +423,36 @@ class SingleClient:
             hashes[: len(offsets)],
             matched.ended,
             lambda wanted, into: self._pull(wanted, into, None),
+            lambda count: self._await(number, count, server_id),
+            matched.num_ready,
             lambda: self._end(wire.Release(number), server_id),
             lambda: self._endpoint.forget(lambda: self._end_now(wire.Release(number), server_id)),
         )
+
+    def _await(self, number: int, count: int, server_id: bytes) -> int:
+        """How many of the first `count` blocks of a lease have come from disk; waits for them."""
+        deadline = self._deadline(None, count * self.layout.block_bytes)
+        try:
+            with self._endpoint.connection(deadline) as connection:
+                if connection.welcome.server_id != server_id:
+                    raise TierUnavailable("the server that loaded these blocks is gone")
+                return connection.call(wire.Await(number, count), wire.Counted, deadline).count
+        except TierError as error:
+            self._endpoint.count_failure(error)
+            return 0
 
     def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], timeout_s: float | None) -> int:
         """Get over TCP, shared by `transfer_connections`. Returns the leading blocks that arrived."""
         if not hashes:
             return 0
         parts = self._parts(len(hashes))
-        if self._io is None or len(parts) == 1:
+        if len(parts) == 1:
             return self._pull_part(hashes, into, timeout_s)
 
         def pull(part: slice) -> int:
             return self._pull_part(hashes[part], into[part], timeout_s)
 
-        counts = self._io.map(pull, parts)
+        counts = self._executor().map(pull, parts)
         total = 0
         for part, count in zip(parts, counts, strict=True):
             if total == part.start:
@@ -440,16 +473,30 @@ class SingleClient:
                     lambda blocks: list(into[blocks.first : blocks.first + blocks.count]),
                     lambda: deadline,
                 ):
+                    part = slice(blocks.first, blocks.first + blocks.count)
+                    self._verify(blocks, hashes[part], into[part])
                     arrived += blocks.count
         except TierError as error:
             self._endpoint.count_failure(error)
-        return min(arrived, len(into))
+        return arrived
+
+    def _verify(self, blocks: wire.Blocks, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
+        """Raises `BlockCorrupt` unless what came over the network is what was stored under these hashes."""
+        assert self._namespace is not None
+        if len(hashes) != blocks.count:
+            raise RemoteProtocolError("the server sent more blocks than it was asked for")
+        for block_hash, view, checksum in zip(hashes, views, wire.unpack_numbers(blocks.checksums), strict=True):
+            if checksum_of(self._namespace, block_hash, view) != checksum:
+                raise BlockCorrupt(f"block {block_hash.hex()[:12]} arrived with other bytes than were stored")
 
     def _stream_local(
         self, hashes: Sequence[BlockHash], into: list[memoryview] | None
     ) -> Iterator[tuple[int, memoryview]]:
         with self.match(hashes) as lease:
-            for position, view in enumerate(lease.views()):
+            for position in range(lease.num_blocks):
+                if lease.wait(position + 1) <= position:
+                    return
+                view = lease.views(position, 1)[0]
                 if into is None:
                     yield position, view
                 else:
@@ -464,7 +511,7 @@ class SingleClient:
 
         def place(blocks: wire.Blocks) -> list[memoryview]:
             if scratch is not None:
-                return [scratch] if blocks.count == 1 else []
+                return [scratch] if blocks.count else []
             assert into is not None
             return into[blocks.first : blocks.first + blocks.count]
 
@@ -475,9 +522,12 @@ class SingleClient:
                 request = wire.GetRequest(connection.space, join_hashes(hashes), 1)
                 number = connection.send(request, deadline=deadline)
                 for blocks in connection.receive_blocks(number, place, lambda: self._deadline(None, block_bytes)):
+                    if blocks.count > 1:
+                        raise RemoteProtocolError("the server sent more than one block in a frame")
                     for position in range(blocks.first, min(blocks.first + blocks.count, len(hashes))):
                         num_hit += 1
                         view = scratch if scratch is not None else into[position]  # type: ignore[index]
+                        self._verify(blocks, hashes[position : position + 1], [view])
                         yield position, view
         except TierError as error:
             self._endpoint.count_failure(error)
@@ -501,10 +551,16 @@ class SingleClient:
             with reservation:
                 reservation.commit()
 
+        def finish_later() -> None:
+            try:
+                finish()
+            except TierError as error:  # the reservation is closed by now: there is nothing to try again
+                self._endpoint.count_failure(error)
+
         if not reservation.num_blocks:
             reservation.close()
         elif deferred:
-            self._endpoint.do_later(finish)
+            self._endpoint.do_later(finish_later)
         else:
             finish()
         return list(reservation.positions)
@@ -522,11 +578,12 @@ class SingleClient:
             if not positions:
                 return []
             wanted = [blocks[position] for position in positions]
+            keys = [hashes[position] for position in positions]
             parts = self._parts(len(wanted))
-            if self._io is None or len(parts) == 1:
-                self._fill(number, wanted, slice(0, len(wanted)), deadline)
+            if len(parts) == 1:
+                self._fill(number, keys, wanted, slice(0, len(wanted)), deadline)
             else:
-                list(self._io.map(lambda part: self._fill(number, wanted, part, deadline), parts))
+                list(self._executor().map(lambda part: self._fill(number, keys, wanted, part, deadline), parts))
         except (TierTimeout, TierUnavailable):
             self._close_later(number)
             raise
@@ -537,14 +594,29 @@ class SingleClient:
             self._end(end, server_id)
         return positions
 
-    def _fill(self, number: int, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
+    def _fill(
+        self,
+        number: int,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[memoryview],
+        part: slice,
+        deadline: float,
+    ) -> None:
         """Send `blocks[part]` into a reservation: all frames first, then their answers."""
-        step = max(1, _FRAME_BYTES // self.layout.block_bytes)
+        namespace = self._namespace
+        assert namespace is not None
         with self._endpoint.connection(deadline) as connection:
+            frame_bytes = min(_FRAME_BYTES, connection.welcome.max_payload_bytes)
+            step = max(1, frame_bytes // self.layout.block_bytes)
             sent = []
             for first in range(part.start, part.stop, step):
                 payload = blocks[first : min(first + step, part.stop)]
-                sent.append(connection.send(wire.Fill(number, first, len(payload)), payload, deadline=deadline))
+                checksums = wire.pack_numbers(
+                    checksum_of(namespace, block_hash, block)
+                    for block_hash, block in zip(hashes[first:], payload, strict=False)
+                )
+                fill = wire.Fill(number, first, len(payload), checksums)
+                sent.append(connection.send(fill, payload, deadline=deadline))
             for request in sent:
                 connection.receive(request, wire.Counted, deadline)
 
@@ -612,6 +684,14 @@ class SingleClient:
         if timeout_s is not None:
             return time.monotonic() + timeout_s
         return time.monotonic() + self._options.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+
+    def _executor(self) -> ThreadPoolExecutor:
+        """Threads of this process: those of a parent do not come along in a fork."""
+        with self._io_lock:
+            if self._io is None or self._io_pid != os.getpid():
+                self._io = ThreadPoolExecutor(self._options.transfer_connections, "kvtier-transfer")
+                self._io_pid = os.getpid()
+            return self._io
 
     def _parts(self, count: int) -> list[slice]:
         """`count` blocks in even, adjacent parts, one for each transfer connection."""

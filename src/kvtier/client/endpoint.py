@@ -13,6 +13,7 @@ import secrets
 import ssl
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -41,6 +42,21 @@ _LAST_RETRY_S = 2.0
 _CONNECT_S = 2.0
 
 
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for endpoint in list(_endpoints):
+        endpoint.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+class _AllBusy(TierTimeout):
+    """No connection came free in time."""
+
+
 class Endpoint:
     """Connections to `address`. `namespace` is opened on each of them, unless it is None."""
 
@@ -51,6 +67,7 @@ class Endpoint:
         namespace: Namespace | None,
         name: str,
         block_bytes: int,
+        block_tokens: int,
         token: bytes | None,
         tls: ssl.SSLContext | None,
         max_connections: int,
@@ -63,6 +80,7 @@ class Endpoint:
         self._namespace = namespace
         self._name = name
         self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
         self._token = None if self.is_local else token
         self._tls = None if self.is_local else tls
         self._metrics = metrics
@@ -71,6 +89,7 @@ class Endpoint:
         self._condition = threading.Condition()
         self._idle: list[Connection] = []
         self._num_open = 0
+        self._has_connected = False
         self._max_connections = max_connections
         self._arena: MappedArena | None = None
         self._server_id = b""
@@ -78,7 +97,8 @@ class Endpoint:
         self._chores: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._take_identity()
+        self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
+        _endpoints.add(self)
 
     def next_number(self) -> int:
         """A number for a lease or reservation, never used before by this client."""
@@ -90,6 +110,8 @@ class Endpoint:
         """A connection for this thread alone. Errors inside end it; tier errors also count and move the breaker."""
         try:
             connection = self._check_out(deadline)
+        except _AllBusy:
+            raise  # our own doing, not the server's
         except TierError as error:
             self._note(error)
             raise
@@ -140,16 +162,23 @@ class Endpoint:
 
     def wait_for_chores(self, deadline: float) -> None:
         """Until what was put off before is done. Raises `TierTimeout`."""
+        if self.breaker.is_open:
+            raise TierUnavailable(f"cache server {self.address} is down; it is tried again in the background")
         done = threading.Event()
         self.do_later(done.set)
         if not done.wait(max(0.0, deadline - time.monotonic())):
             raise TierTimeout("deferred work is not done within the deadline")
 
     def close(self) -> None:
-        """Give everything back and disconnect. Safe to call twice."""
+        """Finish what was put off, give everything back and disconnect. Safe to call twice."""
         with self._condition:
             if self._is_closed:
                 return
+        if self._chores:
+            with contextlib.suppress(TierError):
+                self.wait_for_chores(time.monotonic() + _CONNECT_S)
+        self._say_goodbye()
+        with self._condition:
             self._is_closed = True
             self._condition.notify_all()
             thread = self._thread
@@ -157,27 +186,27 @@ class Endpoint:
             thread.join()
         with self._condition:
             idle, self._idle = self._idle, []
-        if idle and os.getpid() == self._pid:
-            with contextlib.suppress(TierError, ProtocolError, TierFull):
-                idle[-1].call(wire.Bye(), wire.Done, time.monotonic() + _CONNECT_S)
         for connection in idle:
             connection.close()
         if self._arena is not None:
             with contextlib.suppress(LeaseError):  # views in use keep the mapping; the process's end unmaps it
                 self._arena.close()
 
-    # --- connections -----------------------------------------------------------------------------------------------
+    def _say_goodbye(self) -> None:
+        """Tell a living server that nothing of its memory is used here any more."""
+        if self.breaker.is_open or not self._has_connected:
+            return
+        deadline = time.monotonic() + _CONNECT_S
+        with contextlib.suppress(TierError, ProtocolError, TierFull):
+            with self.connection(deadline) as connection:
+                connection.call(wire.Bye(), wire.Done, deadline)
 
-    def _take_identity(self) -> None:
-        self._pid = os.getpid()
-        self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
+    # --- connections -----------------------------------------------------------------------------------------------
 
     def _check_out(self, deadline: float) -> Connection:
         with self._condition:
             if self._is_closed:
                 raise TierUnavailable("this client is closed")
-            if os.getpid() != self._pid:
-                self._forget_parent()
             if self.breaker.is_open:
                 raise TierUnavailable(f"cache server {self.address} is down; it is tried again in the background")
             while True:
@@ -190,7 +219,7 @@ class Endpoint:
                     self._num_open += 1
                     break
                 if not self._condition.wait(max(0.0, deadline - time.monotonic())):
-                    raise TierTimeout("all connections are busy")
+                    raise _AllBusy("all connections of this client are busy")
         return self._connect_counted(deadline)
 
     def _check_in(self, connection: Connection, is_usable: bool) -> None:
@@ -221,8 +250,9 @@ class Endpoint:
         connection = Connection(self.address, self._holder, self._token, self._tls, deadline)
         try:
             self._map_arena(connection)
+            self._has_connected = True
             if self._namespace is not None:
-                request = wire.Open(self._namespace, self._name, self._block_bytes)
+                request = wire.Open(self._namespace, self._name, self._block_bytes, self._block_tokens)
                 connection.space = connection.call(request, wire.Opened, deadline).space
             return connection
         except BaseException:
@@ -244,15 +274,17 @@ class Endpoint:
             for old in stale:
                 self._discard(old)
 
-    def _forget_parent(self) -> None:
-        """In a forked child: the parent's connections, leases and thread are not ours."""
-        for connection in self._idle:
+    def forget_parent(self) -> None:
+        """In a forked child: the parent's connections, leases, thread and locks are not ours."""
+        self._condition = threading.Condition()
+        idle, self._idle = self._idle, []
+        for connection in idle:
             connection.close()
-        self._idle = []
         self._num_open = 0
         self._thread = None
-        self._chores.clear()
-        self._take_identity()
+        self._chores = deque()
+        self._has_connected = False
+        self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
 
     # --- failure and recovery --------------------------------------------------------------------------------------
 
@@ -311,4 +343,6 @@ class Endpoint:
             return
         except (TierError, ProtocolError, TierFull) as error:
             self.count_failure(error)
+        except Exception:
+            logger.exception("deferred work failed")
         self._chores.popleft()

@@ -8,6 +8,8 @@ client of the same servers must name them by the same addresses.
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -35,7 +37,9 @@ class ReplicatedClient:
         self.clients = list(clients)
         self.metrics = metrics
         self._replicas = replicas
-        self._io = ThreadPoolExecutor(len(clients), "kvtier-replicas")
+        self._io: ThreadPoolExecutor | None = None
+        self._io_pid = 0
+        self._io_lock = threading.Lock()
         self._orders: list[tuple[int, ...] | None] = [None] * _NUM_BUCKETS
 
     @property
@@ -48,6 +52,8 @@ class ReplicatedClient:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        if not hashes:
+            return EmptyLease("all")
         parts: list[_Part] = []
 
         def ask(client: SingleClient, positions: list[int]) -> int:
@@ -55,7 +61,7 @@ class ReplicatedClient:
             parts.append(_Part(lease, positions[: lease.num_blocks]))
             return lease.num_blocks
 
-        found = self._ask_replicas(hashes, ask)
+        found = self._ask_holders(hashes, ask, timeout_s)
         num_blocks = _leading(found)
         useful = []
         for part in parts:
@@ -64,8 +70,7 @@ class ReplicatedClient:
             else:
                 part.lease.release()
         if not useful:
-            endings = {part.lease.ended for part in parts}
-            return EmptyLease("down" if endings == {"down"} or not parts else "miss")
+            return EmptyLease("miss" if any(client.is_up for client in self.clients) else "down")
         ended = "all" if num_blocks == len(hashes) else _ending(part.lease.ended for part in parts)
         return ReplicatedLease(useful, num_blocks, ended)
 
@@ -76,7 +81,7 @@ class ReplicatedClient:
             wanted = [hashes[position] for position in positions]
             return client.get(wanted, [into[position] for position in positions], timeout_s=timeout_s)
 
-        return _leading(self._ask_replicas(hashes[:count], ask))
+        return _leading(self._ask_holders(hashes[:count], ask, timeout_s))
 
     def stream_get(
         self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
@@ -106,7 +111,7 @@ class ReplicatedClient:
                 if answer:
                     flags[position] = True
 
-        list(self._io.map(ask, groups))
+        list(self._executor().map(ask, groups))
         return flags
 
     # --- writing ---------------------------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ class ReplicatedClient:
                 return []
             return [positions[index] for index in written]
 
-        written = set().union(*self._io.map(store, groups))
+        written = set().union(*self._executor().map(store, groups))
         if full and len(full) == len(groups):
             raise full[0]
         return len(written)
@@ -166,7 +171,8 @@ class ReplicatedClient:
         return self._documents(SingleClient.stats)
 
     def close(self) -> None:
-        self._io.shutdown()
+        if self._io is not None and self._io_pid == os.getpid():
+            self._io.shutdown()
         for client in self.clients:
             client.close()
 
@@ -180,6 +186,13 @@ class ReplicatedClient:
 
     # --- private ---------------------------------------------------------------------------------------------------
 
+    def _executor(self) -> ThreadPoolExecutor:
+        """Threads of this process: those of a parent do not come along in a fork."""
+        with self._io_lock:
+            if self._io is None or self._io_pid != os.getpid():
+                self._io, self._io_pid = ThreadPoolExecutor(len(self.clients), "kvtier-replicas"), os.getpid()
+            return self._io
+
     def _order(self, block_hash: BlockHash) -> tuple[int, ...]:
         """The servers in this block's order: those with the highest score for its bucket first."""
         bucket = block_hash[0] << 4 | block_hash[1] >> 4
@@ -191,7 +204,7 @@ class ReplicatedClient:
         return order
 
     def _homes(self, block_hash: BlockHash, is_up: list[bool]) -> list[int]:
-        """The servers that should hold the block now."""
+        """The servers that should hold the block now: the first `replicas` of its order that are up."""
         return [server for server in self._order(block_hash) if is_up[server]][: self._replicas]
 
     def _all_replicas(self, hashes: Sequence[BlockHash]) -> dict[int, list[int]]:
@@ -203,29 +216,46 @@ class ReplicatedClient:
                 groups.setdefault(server, []).append(position)
         return groups
 
-    def _ask_replicas(self, hashes: Sequence[BlockHash], ask: Callable[[SingleClient, list[int]], int]) -> list[bool]:
-        """Ask one replica of each block, then the next one for what it did not have. True where it was found.
-
-        `ask` answers how many of the leading positions it was given were found.
-        """
-        found = [False] * len(hashes)
-        left: Sequence[int] = range(len(hashes))
+    def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> list[list[int]]:
+        """For each block the servers that have it, those that should have had it when all were up first."""
         is_up = [client.is_up for client in self.clients]
-        for attempt in range(self._replicas):
-            groups: dict[int, list[int]] = {}
-            for position in left:
-                homes = self._homes(hashes[position], is_up)
-                if attempt < len(homes):
-                    # A byte the order does not depend on spreads the reads.
-                    choice = (hashes[position][2] + attempt) % len(homes)
-                    groups.setdefault(homes[choice], []).append(position)
-            counts = self._io.map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
-            for positions, count in zip(groups.values(), counts, strict=True):
-                for position in positions[:count]:
-                    found[position] = True
-            left = [position for position in left if not found[position]]
-            if not left:
+        groups = self._all_replicas(hashes)
+        answers = self._executor().map(
+            lambda server: self.clients[server].contains([hashes[p] for p in groups[server]], timeout_s=timeout_s),
+            groups,
+        )
+        has: list[set[int]] = [set() for _ in hashes]
+        for (server, positions), flags in zip(groups.items(), answers, strict=True):
+            for position, is_there in zip(positions, flags, strict=True):
+                if is_there:
+                    has[position].add(server)
+        return [
+            [server for server in self._homes(block_hash, is_up) if server in there]
+            for block_hash, there in zip(hashes, has, strict=True)
+        ]
+
+    def _ask_holders(
+        self,
+        hashes: Sequence[BlockHash],
+        ask: Callable[[SingleClient, list[int]], int],
+        timeout_s: float | None,
+    ) -> list[bool]:
+        """Ask one server that has it for each block of the longest prefix that is there. True where it came.
+
+        `ask` answers how many of the leading positions it was given came. A server is asked for what it said it has,
+        so that a hole in one server's share does not hide what follows.
+        """
+        groups: dict[int, list[int]] = {}
+        for position, holders in enumerate(self._holders(hashes, timeout_s)):
+            if not holders:
                 break
+            # A byte that the order does not depend on spreads the reads.
+            groups.setdefault(holders[hashes[position][2] % len(holders)], []).append(position)
+        found = [False] * len(hashes)
+        counts = self._executor().map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
+        for positions, count in zip(groups.values(), counts, strict=True):
+            for position in positions[:count]:
+                found[position] = True
         return found
 
     def _on_each(self, act: Callable[[int], object], servers: Sequence[int] | None = None) -> list[int]:
@@ -273,13 +303,27 @@ class ReplicatedLease:
     def has_views(self) -> bool:
         return all(part.lease.has_views for part in self._parts)
 
-    def views(self) -> list[memoryview]:
+    def wait(self, count: int | None = None) -> int:
         self._check()
+        wanted = self.num_blocks if count is None else min(count, self.num_blocks)
+        found = [False] * wanted
+        for part in self._parts:
+            positions = [position for position in part.positions if position < wanted]
+            for position in positions[: part.lease.wait(len(positions))]:
+                found[position] = True
+        if _leading(found) < wanted:
+            self.num_blocks = _leading(found)
+            self.ended = "lost"
+        return _leading(found)
+
+    def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
+        end = self.wait(None if count is None else first + count)
         views: dict[int, memoryview] = {}
         for part in self._parts:
-            for position, view in zip(part.positions, part.lease.views(), strict=True):
+            wanted = sum(position < end for position in part.positions)
+            for position, view in zip(part.positions, part.lease.views(0, wanted), strict=False):
                 views[position] = view
-        return [views[position] for position in range(self.num_blocks)]
+        return [views[position] for position in range(first, end)]
 
     def fetch(self, into: Sequence[Buffer]) -> int:
         self._check()

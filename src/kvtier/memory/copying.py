@@ -44,7 +44,10 @@ def byte_views(buffers: Iterable[Buffer], nbytes: int, *, writable: bool) -> lis
     """Flat views of `buffers`, each of exactly `nbytes`. Raises `ConfigError` for one that is not."""
     views = []
     for position, buffer in enumerate(buffers):
-        view = memoryview(buffer)
+        try:
+            view = memoryview(buffer)
+        except TypeError as error:
+            raise ConfigError(f"buffer {position} is a {type(buffer).__name__}, which holds no bytes") from error
         if view.nbytes != nbytes:
             raise ConfigError(f"buffer {position} has {view.nbytes} bytes; a block has {nbytes}")
         if writable and view.readonly:

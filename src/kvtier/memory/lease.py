@@ -7,6 +7,7 @@ than an exception.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import sys
@@ -16,13 +17,15 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.errors import LeaseError
+from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.copying import Buffer, address_of, byte_views, copy_blocks
 from kvtier.memory.mapped import MappedArena
 
 logger = logging.getLogger(__name__)
 
 _Export: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
+
+_WAIT_BLOCKS = 32
 
 _IN_USE = "views of these blocks are still in use, by an array or another view: drop those first"
 
@@ -31,14 +34,14 @@ def _references(exports: Sequence[_Export], position: int) -> int:
     return sys.getrefcount(exports[position])
 
 
-_NO_REFERENCES = _references([(ctypes.c_ubyte * 1)()], 0)
+_IDLE = _references([(ctypes.c_ubyte * 1)()], 0)
 
 
 class Lease(Protocol):
     """The longest cached prefix of what was asked, safe from eviction until `release`.
 
     `ended` says what the next block was: "all" there were no more, "miss", "pending" (being written), "limit" (this
-    client holds as much as it may), "down" (the tier did not answer).
+    client holds as much as it may), "down" (the tier did not answer), "lost" (blocks on disk did not come back right).
     """
 
     @property
@@ -52,8 +55,15 @@ class Lease(Protocol):
         """The blocks lie in memory of this process: `views` costs no copy."""
         ...
 
-    def views(self) -> list[memoryview]:
-        """Read-only views of the blocks, valid until `release`. Raises `LeaseError` where there are none."""
+    def wait(self, count: int | None = None) -> int:
+        """Wait until the first `count` blocks (all by default) are here, from disk say. Returns how many are.
+
+        If fewer, the others are lost and `num_blocks` is less from now on.
+        """
+        ...
+
+    def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
+        """Read-only views of blocks, valid until `release`. Waits for them. Raises `LeaseError` if there are none."""
         ...
 
     def fetch(self, into: Sequence[Buffer]) -> int:
@@ -90,7 +100,7 @@ class _Scope:
         self._forget = forget
         self.offsets = offsets
         self._block_bytes = block_bytes
-        self._views: list[memoryview] | None = None
+        self._views: dict[int, memoryview] = {}
         self._exports: list[_Export] = []
         self._is_over = False
 
@@ -134,32 +144,33 @@ class _Scope:
         self._is_over = True
         self._end()
 
-    def _open_views(self, *, readonly: bool) -> list[memoryview]:
+    def _open_views(self, first: int, count: int, *, readonly: bool) -> list[memoryview]:
         self._check()
         if self._arena is None:
             raise LeaseError("these blocks are in no memory of this process and have no views: fetch them")
-        if self._views is None:
-            arena, nbytes = self._arena, self._block_bytes
-            self._exports = [arena.export(offset, nbytes) for offset in self.offsets]
-            views = [memoryview(export).cast("B") for export in self._exports]
-            self._views = [view.toreadonly() for view in views] if readonly else views
-        return self._views
+        for position in range(first, first + count):
+            if position not in self._views:
+                export = self._arena.export(self.offsets[position], self._block_bytes)
+                self._exports.append(export)
+                view = memoryview(export).cast("B")
+                self._views[position] = view.toreadonly() if readonly else view
+                del export
+        return [self._views[position] for position in range(first, first + count)]
 
     def _check(self) -> None:
         if self._is_over:
             raise LeaseError("this lease or reservation has ended")
 
     def _end_views(self) -> None:
-        try:
-            for view in self._views or ():
+        for view in self._views.values():
+            with contextlib.suppress(BufferError):  # an array holds it, which the count below tells too
                 view.release()
-        except BufferError as error:
-            raise LeaseError(_IN_USE) from error
+        self._views = {}
         # A view made from one of ours survives its release, but keeps the export alive.
-        if any(_references(self._exports, position) > _NO_REFERENCES for position in range(len(self._exports))):
+        in_use = [position for position in range(len(self._exports)) if _references(self._exports, position) > _IDLE]
+        self._exports = [self._exports[position] for position in in_use]
+        if self._exports:
             raise LeaseError(_IN_USE)
-        self._views = None
-        self._exports = []
 
     def _addresses(self) -> list[int]:
         assert self._arena is not None
@@ -168,7 +179,10 @@ class _Scope:
 
 
 class BlockLease(_Scope):
-    """A lease of one tier. Not thread-safe. `offsets` are places in `arena`; without one, `pull` brings the bytes."""
+    """A lease of one tier. Not thread-safe. `offsets` are places in `arena`; without one, `pull` brings the bytes.
+
+    The first `num_ready` blocks are there; `arrive` waits for more and says how many leading ones are.
+    """
 
     def __init__(
         self,
@@ -178,6 +192,8 @@ class BlockLease(_Scope):
         hashes: Sequence[BlockHash],
         ended: str,
         pull: Callable[[Sequence[BlockHash], Sequence[memoryview]], int],
+        arrive: Callable[[int], int],
+        num_ready: int,
         end: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
@@ -185,9 +201,24 @@ class BlockLease(_Scope):
         self.ended = ended
         self._hashes = hashes
         self._pull = pull
+        self._arrive = arrive
+        self._num_ready = num_ready if arena is not None else len(offsets)
 
-    def views(self) -> list[memoryview]:
-        return self._open_views(readonly=True)
+    def wait(self, count: int | None = None) -> int:
+        self._check()
+        wanted = self.num_blocks if count is None else min(count, self.num_blocks)
+        if wanted > self._num_ready:
+            self._num_ready = self._arrive(wanted)
+            if self._num_ready < wanted:
+                self.offsets = self.offsets[: self._num_ready]
+                self.ended = "lost"
+        return min(self._num_ready, self.num_blocks)
+
+    def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
+        self._check()
+        end = self.num_blocks if count is None else min(first + count, self.num_blocks)
+        end = min(end, self.wait(end))
+        return self._open_views(first, max(0, end - first), readonly=True)
 
     def fetch(self, into: Sequence[Buffer]) -> int:
         self._check()
@@ -195,8 +226,17 @@ class BlockLease(_Scope):
         buffers = byte_views(into[:count], self._block_bytes, writable=True)
         if self._arena is None:
             return self._pull(self._hashes[:count], buffers)
-        copy_blocks([address_of(buffer) for buffer in buffers], self._addresses(), self._block_bytes)
-        return count
+        targets = [address_of(buffer) for buffer in buffers]
+        first = 0
+        while first < count:
+            # What is there is copied while the rest is on its way.
+            end = min(self._num_ready, count) if self._num_ready > first else min(first + _WAIT_BLOCKS, count)
+            end = min(end, self.wait(end))
+            if end <= first:
+                break
+            copy_blocks(targets[first:end], self._addresses()[first:end], self._block_bytes)
+            first = end
+        return first
 
     def release(self) -> None:
         """End the lease; a second call does nothing. Raises `LeaseError` while views are in use, and holds on then."""
@@ -229,15 +269,18 @@ class Reservation(_Scope):
 
     def views(self) -> list[memoryview]:
         """Writable views of the slots, valid until `close`."""
-        return self._open_views(readonly=False)
+        return self._open_views(0, self.num_blocks, readonly=False)
 
-    def fill(self, blocks: Sequence[memoryview]) -> None:
-        """Copy `blocks[i]` into slot `i`."""
+    def fill(self, blocks: Sequence[Buffer]) -> None:
+        """Copy `blocks[i]` into slot `i`. Raises `ConfigError`, before a byte is copied, for blocks that do not fit."""
         self._check()
         assert self._arena is not None
+        if len(blocks) != self.num_blocks:
+            raise ConfigError(f"{len(blocks)} blocks for {self.num_blocks} slots")
+        sources = [address_of(view) for view in byte_views(blocks, self._block_bytes, writable=False)]
         for offset in self.offsets:
             self._arena.populate(offset, self._block_bytes)
-        copy_blocks(self._addresses(), [address_of(block) for block in blocks], self._block_bytes)
+        copy_blocks(self._addresses(), sources, self._block_bytes)
 
     def commit(self, first: int = 0, count: int | None = None) -> int:
         """Slots `first..first+count` (all by default) hold their bytes: show them to everyone. Returns how many."""
@@ -258,7 +301,10 @@ class EmptyLease:
     def __init__(self, ended: str) -> None:
         self.ended = ended
 
-    def views(self) -> list[memoryview]:
+    def wait(self, count: int | None = None) -> int:
+        return 0
+
+    def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
         return []
 
     def fetch(self, into: Sequence[Buffer]) -> int:

@@ -19,6 +19,7 @@ from kvtier.sizes import format_size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 2 << 20
+_NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -43,6 +44,8 @@ class MappedArena:
     @classmethod
     def create(cls, nbytes: int) -> MappedArena:
         """A new arena, all zeros, none of it resident."""
+        if nbytes <= 0:
+            raise ConfigError(f"cannot map an arena of {nbytes} bytes")
         fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -54,21 +57,23 @@ class MappedArena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> MappedArena:
-        """Map another process's arena from its descriptor, which this takes over.
+        """Map another process's arena from its descriptor, which this takes over and closes.
 
         Raises `RemoteProtocolError` when the descriptor is not an arena of `nbytes` whose size is sealed.
         """
         try:
+            if nbytes <= 0:
+                raise RemoteProtocolError("the peer passed an arena of no size")
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
                 raise RemoteProtocolError("the peer passed a descriptor that is not a sealed arena of the size it said")
-            return cls(fd, nbytes)
+            arena = cls(fd, nbytes)
         except OSError as error:
-            os.close(fd)
             raise RemoteProtocolError(f"the peer's arena cannot be mapped: {error.strerror}") from error
-        except RemoteProtocolError:
-            os.close(fd)
-            raise
+        finally:
+            os.close(fd)  # the mapping has a descriptor of its own
+        arena.fd = _NO_FD
+        return arena
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of `nbytes` at `offset`."""
@@ -101,12 +106,12 @@ class MappedArena:
                 self._populated[first:end] = b"\1" * (end - first)
 
     def close(self) -> None:
-        """Unmap. Nothing changes and `LeaseError` is raised while views are in use."""
+        """Give up the descriptor and unmap. The mapping stays, and `LeaseError` is raised, while views are in use."""
+        if self.fd != _NO_FD:
+            os.close(self.fd)
+            self.fd = _NO_FD
         try:
             self._view.release()
             self._map.close()
         except BufferError as error:
             raise LeaseError("the arena is still in use: release its views first") from error
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1

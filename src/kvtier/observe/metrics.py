@@ -17,6 +17,7 @@ SERVER_STORED_BLOCKS = "kvtier_server_stored_blocks"
 SERVER_SENT_BYTES = "kvtier_server_sent_bytes"
 SERVER_RECEIVED_BYTES = "kvtier_server_received_bytes"
 SERVER_EVICTED_BLOCKS = "kvtier_server_evicted_blocks"
+SERVER_DISK_LOSSES = "kvtier_server_disk_losses"
 SERVER_LEVELS = "kvtier_server_"
 
 TIER_HIT_BLOCKS = "kvtier_tier_hit_blocks"
@@ -29,9 +30,14 @@ _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0
 
 
 class ServerMetrics:
-    """What the cache server counts. Levels (bytes used, leases, ...) are read from `levels` when scraped."""
+    """What the cache server counts. Levels (bytes used, leases, ...) and losses by kind are read when scraped."""
 
-    def __init__(self, levels: Callable[[], Mapping[str, float]], registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self,
+        levels: Callable[[], Mapping[str, float]],
+        losses: Callable[[], Mapping[str, int]] = dict,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = Counter(SERVER_REQUESTS, "Requests by operation.", ["operation"], registry=self.registry)
         self.request_seconds = Histogram(
@@ -49,14 +55,21 @@ class ServerMetrics:
         self.received_bytes = Counter(
             SERVER_RECEIVED_BYTES, "Block bytes received over sockets.", registry=self.registry
         )
-        self.registry.register(_Levels(levels))
+        self.registry.register(_Levels(levels, losses))
 
 
 class _Levels(Collector):
-    def __init__(self, levels: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, levels: Callable[[], Mapping[str, float]], losses: Callable[[], Mapping[str, int]]) -> None:
         self._levels = levels
+        self._losses = losses
 
     def collect(self) -> Iterator[Metric]:
+        lost = CounterMetricFamily(
+            SERVER_DISK_LOSSES, "Blocks lost on disk, and its failures, by kind.", labels=["kind"]
+        )
+        for kind, count in self._losses().items():
+            lost.add_metric([kind], count)
+        yield lost
         for name, value in self._levels().items():
             if name == "evicted_blocks":
                 family: Metric = CounterMetricFamily(SERVER_EVICTED_BLOCKS, "Blocks evicted to make room.", value=value)

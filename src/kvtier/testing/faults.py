@@ -119,8 +119,11 @@ class _WrappedLease:
         self.ended = inner.ended
         self.has_views = False
 
-    def views(self) -> list[memoryview]:
-        return self._inner.views()
+    def wait(self, count: int | None = None) -> int:
+        return self._inner.wait(count)
+
+    def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
+        return self._inner.views(first, count)
 
     def fetch(self, into: Sequence[Buffer]) -> int:
         return self._inner.fetch(into)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 _PATIENCE_S = 2.0
+_SHM_PREFIXES = ("kvtier", "psm_", "sem.mp-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,11 +39,15 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def held() -> set[str]:
     """What this process holds now, by name."""
     return {
-        *(f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("kvtier")),
+        *(f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if _is_ours(thread)),
         *_descriptors(),
         *(f"child {pid}" for pid in _children()),
-        *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm")),
+        *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_SHM_PREFIXES)),
     }
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name.startswith("kvtier")
 
 
 def _left_since(before: set[str]) -> set[str]:

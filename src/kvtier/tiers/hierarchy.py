@@ -101,8 +101,8 @@ class Hierarchy:
         for guard in self._guards:
             if num_blocks == len(hashes):
                 break
+            ended = "down"
             if guard.is_resting:
-                ended = "down"
                 continue
             with guard.watched():
                 wanted = hashes[num_blocks:]

@@ -60,6 +60,8 @@ class HostTier:
             hashes[: len(blocks)],
             _ENDED[match.ended],
             _never_pulled,
+            lambda count: count,
+            len(blocks),
             lambda: self._free(blocks),
             lambda: self._forgotten.append(blocks),
         )

@@ -47,6 +47,6 @@ def parse_address(text: str) -> Address:
 def parse_host_port(text: str) -> TcpAddress:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"{text!r} is not host:port")
     return TcpAddress(host, int(port))

@@ -36,19 +36,21 @@ class UnixListener:
             self.sock.bind(self.path)
             self.sock.listen(_BACKLOG)
         except OSError as error:
-            self.sock.close()
-            os.close(self._lock_fd)
-            raise ConfigError(f"cannot listen on unix:{self.path}: {error.strerror}") from error
+            self._give_up()
+            raise ConfigError(f"cannot listen on unix:{self.path}: {error.strerror or error}") from error
         except ConfigError:
-            self.sock.close()
-            os.close(self._lock_fd)
+            self._give_up()
             raise
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        self._give_up()
+
+    def _give_up(self) -> None:
         self.sock.close()
-        for path in (self.path, self.path + ".lock"):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(self.path + ".lock")
         os.close(self._lock_fd)
 
     def _lock(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import ssl
 import struct
@@ -20,6 +21,8 @@ from kvtier.wire.messages import Message, decode, encode
 
 _MAX_VECTORS = 512  # well under IOV_MAX; one call moves megabytes at most
 _MIN_TIMEOUT_S = 0.001
+_SLACK_S = 0.05
+_DRAIN_BYTES = 1 << 20
 _TIMEVAL = struct.Struct("ll")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
@@ -35,6 +38,8 @@ class Stream:
         self._reader: FrameReader[Message] = FrameReader(decode, place, limits)
         self._timeout_s: float | None = None
         self.passed_fds: list[int] = []
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         sock.settimeout(None)
 
     @property
@@ -48,11 +53,21 @@ class Stream:
         """The longest that one system call may wait."""
         if timeout_s == self._timeout_s:
             return
+        self._timeout_s = timeout_s
         seconds = max(timeout_s, _MIN_TIMEOUT_S)
+        if self._tls is not None:  # the TLS layer retries by itself what the socket gives up
+            self._tls.settimeout(seconds)
+            return
         packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
-        self._timeout_s = timeout_s
+
+    def start_tls(self, timeout_s: float) -> None:
+        """The TLS handshake, where there is one. Raises `TierUnavailable` when it fails."""
+        if self._tls is not None:
+            self.set_timeout(timeout_s)
+            with _translated():
+                self._tls.do_handshake()
 
     def send(
         self,
@@ -107,13 +122,7 @@ class Stream:
 
     def is_readable(self) -> bool:
         """Bytes, or the end, are there to be read: on an idle connection a sign that the peer left."""
-        try:
-            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+        return bool(self._poll.poll(0))
 
     def stop_receiving(self) -> None:
         """Wake whoever waits for bytes, in any thread; it sees the end. What is being sent goes on."""
@@ -125,7 +134,17 @@ class Stream:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
+    def drain(self, timeout_s: float) -> None:
+        """Say that no more comes, then read what the peer is still sending: it must not lose our last words."""
+        with contextlib.suppress(OSError, ValueError):
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+            self.set_timeout(timeout_s)
+            left = _DRAIN_BYTES
+            while left > 0 and (received := len(self._sock.recv(1 << 16))):
+                left -= received
+
     def close(self) -> None:
+        self._reader.drop()
         self._sock.close()
         for fd in self.passed_fds:
             os.close(fd)
@@ -137,9 +156,9 @@ class Stream:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TierTimeout("no answer within the deadline")
-        # Each change is a system call: let the socket's own limit run up to twice too long at most.
-        if self._timeout_s is None or not left_s <= self._timeout_s <= 2 * left_s:
-            self.set_timeout(left_s)
+        # Each change is a system call: let the socket's own limit run a little too long.
+        if self._timeout_s is None or not left_s <= self._timeout_s <= left_s + _SLACK_S:
+            self.set_timeout(left_s + _SLACK_S / 2)
 
     def _receive_with_fds(self, want: BufferList) -> int:
         received, ancillary, _, _ = self._sock.recvmsg_into(want, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)

@@ -77,7 +77,11 @@ class FrameReader(Generic[_Message]):
     @property
     def is_between_frames(self) -> bool:
         """No byte of the next frame has arrived yet."""
-        return self._stage is self._end_of_header and len(self._left[0]) == HEADER_BYTES
+        return self._stage == self._end_of_header and len(self._left[0]) == HEADER_BYTES
+
+    def drop(self) -> None:
+        """Let go of the views that a payload was going into."""
+        self._left.clear()
 
     def advance(self, nbytes: int) -> Frame[_Message] | None:
         left = self._left

@@ -69,6 +69,9 @@ class Welcome(_Message, frozen=True, tag=4):
     arena_bytes: int
     max_payload_bytes: int
 
+    def __post_init__(self) -> None:
+        _require(self.arena_bytes >= 0 and self.max_payload_bytes > 0, "sizes must not be negative")
+
 
 # --- requests ------------------------------------------------------------------------------------------------------
 
@@ -79,9 +82,11 @@ class Open(_Message, frozen=True, tag=10):
     namespace: bytes
     name: str
     block_bytes: int
+    block_tokens: int
 
     def __post_init__(self) -> None:
         _require(len(self.namespace) == NAMESPACE_BYTES, "a namespace has 32 bytes")
+        _require(0 < self.block_tokens <= 1 << 20, "block_tokens must be positive")
         _require(0 < self.block_bytes <= 1 << 40, "block_bytes must be positive")
         _require(len(self.name) <= 256, "a name has at most 256 characters")
 
@@ -133,6 +138,16 @@ class DropRequest(_Hashes, frozen=True, tag=16):
     """Forget these; all of the namespace when there are none. Answered by `Counted`."""
 
 
+class ListRequest(_Message, frozen=True, tag=27):
+    """What is cached of a namespace. Answered by `Listed`."""
+
+    space: int
+
+
+class VerifyRequest(_Hashes, frozen=True, tag=28):
+    """Read these from disk and compare their checksums. Answered by `Contained`: 1 where it is whole."""
+
+
 class Release(_Message, frozen=True, tag=17):
     """End a lease. Answered by `Done`, also when it is not known; a lease of that number is then never granted."""
 
@@ -140,14 +155,19 @@ class Release(_Message, frozen=True, tag=17):
 
 
 class Fill(_Message, frozen=True, tag=18):
-    """Payload for slots `first..first+count` of a reservation, committed on arrival. Answered by `Counted`."""
+    """Payload for slots `first..first+count` of a reservation, committed on arrival. Answered by `Counted`.
+
+    `checksums` are one u64 a block, over key and payload; blocks that do not fit theirs are not stored.
+    """
 
     reservation: int
     first: int
     count: int
+    checksums: bytes
 
     def __post_init__(self) -> None:
         _require(self.first >= 0 and self.count > 0, "first and count must name a range")
+        _require(len(self.checksums) == 8 * self.count, "one checksum a block")
 
 
 class Commit(_Message, frozen=True, tag=19):
@@ -165,6 +185,16 @@ class Close(_Message, frozen=True, tag=20):
     """End a reservation; what was not committed is given back. Answered by `Done`, also when it is not known."""
 
     reservation: int
+
+
+class Await(_Message, frozen=True, tag=26):
+    """Wait until the first `count` blocks of a lease are in memory. Answered by `Counted`: the leading ones."""
+
+    lease: int
+    count: int
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 0, "count must not be negative")
 
 
 class Flush(_Message, frozen=True, tag=21):
@@ -197,15 +227,17 @@ class Opened(_Message, frozen=True, tag=40):
 class Matched(_Message, frozen=True, tag=41):
     """`offsets` are the arena offsets of the matched blocks (one u64 each). `ended` says what came next.
 
-    There is no lease when nothing matched.
+    There is no lease when nothing matched. The first `num_ready` blocks hold their bytes; `Await` the others.
     """
 
     offsets: bytes
     ended: str
+    num_ready: int
 
     def __post_init__(self) -> None:
         _require(len(self.offsets) % 8 == 0, "offsets must be a run of u64")
         _require(self.ended in ENDINGS, "an unknown ending")
+        _require(0 <= self.num_ready <= len(self.offsets) // 8, "num_ready must be a part of the match")
 
 
 ENDINGS = ("all", "miss", "pending", "limit")
@@ -226,17 +258,20 @@ class Reserved(_Message, frozen=True, tag=42):
 
     def __post_init__(self) -> None:
         _require(len(self.offsets) % 8 == 0 and len(self.positions) == len(self.offsets), "runs of u64")
+        _require(min(self.num_ready, self.num_pending, self.num_refused) >= 0, "counts must not be negative")
 
 
 class Blocks(_Message, frozen=True, tag=43):
-    """Blocks `first..first+count` of a get; their bytes are the payload."""
+    """Blocks `first..first+count` of a get; their bytes are the payload, `checksums` one u64 each."""
 
     first: int
     count: int
     is_last: bool
+    checksums: bytes
 
     def __post_init__(self) -> None:
         _require(self.first >= 0 and self.count >= 0, "first and count must name a range")
+        _require(len(self.checksums) == 8 * self.count, "one checksum a block")
 
 
 class Contained(_Message, frozen=True, tag=44):
@@ -245,8 +280,26 @@ class Contained(_Message, frozen=True, tag=44):
     flags: bytes
 
 
+class Listed(_Message, frozen=True, tag=49):
+    """One byte of flags per hash: LISTED_MEMORY, LISTED_DISK, LISTED_PINNED."""
+
+    hashes: bytes
+    flags: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.hashes) == HASH_BYTES * len(self.flags), "one byte of flags per hash")
+
+
+LISTED_MEMORY = 1
+LISTED_DISK = 2
+LISTED_PINNED = 4
+
+
 class Counted(_Message, frozen=True, tag=45):
     count: int
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 0, "a count must not be negative")
 
 
 class Done(_Message, frozen=True, tag=46):
@@ -277,17 +330,20 @@ Request: TypeAlias = (
     | ContainsRequest
     | PinRequest
     | DropRequest
+    | ListRequest
+    | VerifyRequest
     | Release
     | Fill
     | Commit
     | Close
+    | Await
     | Flush
     | InfoRequest
     | StatsRequest
     | Ping
     | Bye
 )
-Reply: TypeAlias = Opened | Matched | Reserved | Blocks | Contained | Counted | Done | Document | Failure
+Reply: TypeAlias = Opened | Matched | Reserved | Blocks | Contained | Listed | Counted | Done | Document | Failure
 Message: TypeAlias = Handshake | Request | Reply
 
 _encoder = msgspec.msgpack.Encoder()

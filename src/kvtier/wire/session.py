@@ -35,6 +35,7 @@ class _Stage(enum.Enum):
     HELLO = enum.auto()
     PROOF = enum.auto()
     OPEN = enum.auto()
+    REFUSED = enum.auto()
 
 
 class ServerSession:
@@ -73,6 +74,7 @@ class ServerSession:
             assert self._token is not None
             assert self.hello is not None
             if not hmac.compare_digest(message.mac, _mac(self._token, b"client", self.hello.nonce, self._nonce)):
+                self._stage = _Stage.REFUSED
                 raise TierRefused("the token is not the server's")
             self._stage = _Stage.OPEN
             welcome = self._welcome

@@ -93,11 +93,6 @@ def test_tuples_ranges_bytes_and_strided_views_hash_as_lists_do() -> None:
     assert block_hashes(NAMESPACE, memoryview(doubled)[::2], 16) == expected
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=NotImplementedError,
-    reason="_token_bytes: memoryview.tolist() cannot read formats with a byte order ('<I' of ctypes, '>i' of numpy)",
-)
 def test_a_buffer_that_states_its_byte_order_hashes_as_a_list_does() -> None:
     tokens = (ctypes.c_uint32 * 16)(*range(16))
 

@@ -49,7 +49,7 @@ def test_a_count_that_is_not_a_positive_whole_number_is_refused(name: str, value
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="bfloat16.*not 'int4'"):
+    with pytest.raises(ConfigError, match=r"bfloat16.*not 'int4'"):
         layout(dtype="int4")
 
 

@@ -1,0 +1,425 @@
+"""The server's disk: writes committed blocks behind the clients' backs, brings them back, survives the disk's failures.
+
+Writers take blocks from a queue; nobody waits for them but `flush`. Readers fill slots of the arena that a match has
+reserved. A keeper thread saves recency, notices a folder that went away, and opens the store anew when it can; the
+server goes on in memory meanwhile. The catalog decides what is stored and loaded; this does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.pool import Block
+from kvtier.errors import BlockCorrupt, ConfigError, TierError, TierFull, TierRefused, TierTimeout, TierUnavailable
+from kvtier.memory.checksum import checksum_of
+from kvtier.memory.mapped import MappedArena
+from kvtier.observe.log_limit import LogLimit
+from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace
+from kvtier.stores.files import Files
+
+logger = logging.getLogger(__name__)
+
+_NUM_WRITERS = 4
+_NUM_READERS = 8
+_KEEPER_INTERVAL_S = 1.0
+_LAST_RETRY_S = 30.0
+_REGROWTH_S = 30.0
+
+
+class MemoryBlock(Block):
+    """A block in the arena. `is_stored`: the disk has it too. `checksum` is over key and payload, once computed."""
+
+    __slots__ = ("checksum", "is_queued", "is_stored")
+
+    def __init__(self, start: int, size: int) -> None:
+        super().__init__(start, size)
+        self.checksum: int | None = None
+        self.is_stored = False
+        self.is_queued = False
+
+
+class BlockOwner(Protocol):
+    """What the threads here ask of the catalog. Each takes its lock for a moment."""
+
+    def begin_storing(self, block: MemoryBlock) -> bool:
+        """Hold a block's room while it is written; False when it has gone from memory meanwhile."""
+        ...
+
+    def end_storing(self, block: MemoryBlock, *, is_stored: bool) -> None: ...
+
+    def end_loading(self, block: MemoryBlock, *, has_arrived: bool) -> None: ...
+
+    def unstored(self) -> list[tuple[SpaceLike, MemoryBlock]]:
+        """Everything in memory that is on no disk."""
+        ...
+
+
+class SpaceLike(Protocol):
+    """A namespace as the catalog knows it."""
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A block to bring from disk into its reserved slot."""
+
+    space: SpaceLike
+    block: MemoryBlock
+    stored: StoredBlock
+    store: DiskStore
+
+
+class Persistence:
+    """One folder. Threads start with `start` and end with `close`."""
+
+    def __init__(self, folder: Path, file_space: int, arena: MappedArena, *, fsync: bool, files: Files | None = None):
+        """Opens the folder. Raises `ConfigError` when it cannot be used and `OSError` when the device fails."""
+        self.folder = folder
+        self.failures: Counter[str] = Counter()
+        self.num_written = 0
+        self.num_read = 0
+        self._file_space = file_space
+        self._files = files
+        self._arena = arena
+        self._fsync = fsync
+        self._log = LogLimit(logger)
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[int, SpaceLike, MemoryBlock]] = deque()
+        self._loads: deque[Load] = deque()
+        self._writing: set[int] = set()
+        self._last_number = 0
+        self._is_closing = False
+        self._threads: list[threading.Thread] = []
+        self._owner: BlockOwner
+        self._losses_before: Counter[str] = Counter()
+        self._store: DiskStore | None = None
+        self._failed_store: DiskStore | None = None
+        self._num_using = 0
+
+    def open(self) -> None:
+        """Open the store and say what came back."""
+        store = DiskStore(self.folder, self._file_space, files=self._files)
+        spaces = [space for space in store.spaces() if len(space.index)]
+        for space in spaces:
+            logger.info("recover %d blocks. info: %s", len(space.index), store.info(space))
+        if not spaces:
+            logger.info("recover 0 blocks. info: {'folder': '%s'}", self.folder)
+        if store.losses:
+            logger.warning("disk store %s lost: %s", self.folder, dict(store.losses))
+        self._store = store
+
+    def start(self, owner: BlockOwner) -> None:
+        self._owner = owner
+        for number in range(_NUM_WRITERS):
+            self._spawn(f"kvtier-disk-writer-{number}", self._run_writer)
+        for number in range(_NUM_READERS):
+            self._spawn(f"kvtier-disk-reader-{number}", self._run_reader)
+        self._spawn("kvtier-disk-keeper", self._run_keeper)
+
+    @property
+    def is_up(self) -> bool:
+        return self._store is not None
+
+    # --- called by the catalog, under its lock: never blocks -------------------------------------------------------
+
+    def match(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> tuple[DiskStore, list[StoredBlock]] | None:
+        """Reference the stored prefix of `hashes`."""
+        store = self._store
+        stored_space = None if store is None else self._space_of(store, space)
+        if store is None or stored_space is None:
+            return None
+        stored = store.match(stored_space, hashes)
+        return (store, stored) if stored else None
+
+    def contains(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> list[bool]:
+        store = self._store
+        stored_space = None if store is None else self._space_of(store, space)
+        if store is None or stored_space is None:
+            return [False] * len(hashes)
+        return store.contains(stored_space, hashes)
+
+    def queue(self, space: SpaceLike, blocks: Sequence[MemoryBlock]) -> None:
+        """Blocks to be written when a writer comes to it."""
+        with self._condition:
+            for block in blocks:
+                block.is_queued = True
+                self._last_number += 1
+                self._queue.append((self._last_number, space, block))
+            self._condition.notify_all()
+
+    def load(self, loads: Sequence[Load]) -> None:
+        with self._condition:
+            self._loads.extend(loads)
+            self._condition.notify_all()
+
+    # --- called by connections -------------------------------------------------------------------------------------
+
+    def drop(self, space: SpaceLike, hashes: Sequence[BlockHash] | None) -> int:
+        with self._using() as store:
+            stored_space = None if store is None else self._space_of(store, space)
+            if store is None or stored_space is None:
+                return 0
+            try:
+                return store.drop(stored_space, hashes)
+            except OSError as error:
+                self._fail(store, error)
+                return 0
+
+    def pin(self, space: SpaceLike, hashes: Sequence[BlockHash], *, keep: bool) -> int:
+        store = self._store
+        stored_space = None if store is None else self._space_of(store, space)
+        if store is None or stored_space is None:
+            return 0
+        return store.pin(stored_space, hashes) if keep else store.unpin(stored_space, hashes)
+
+    def blocks(self, space: SpaceLike) -> list[tuple[BlockHash, bool]]:
+        store = self._store
+        stored_space = None if store is None else self._space_of(store, space)
+        return [] if store is None or stored_space is None else store.blocks(stored_space)
+
+    def verify(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Which of `hashes` are whole on disk, or not there at all."""
+        with self._using() as store:
+            stored_space = None if store is None else self._space_of(store, space)
+            if store is None or stored_space is None:
+                raise TierUnavailable("the disk is down or there is none")
+            return [store.verify(stored_space, block_hash) for block_hash in hashes]
+
+    def spaces(self) -> list[StoreSpace]:
+        store = self._store
+        return [] if store is None else [space for space in store.spaces() if len(space.index)]
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was queued before is written. Raises `TierUnavailable` when the disk is down."""
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            last = self._last_number
+            while (first := self._first_unwritten()) is not None and first <= last:
+                if self._store is None:
+                    raise TierUnavailable("the disk is down: what is in memory is not on it")
+                if not self._condition.wait(max(0.0, deadline - time.monotonic())):
+                    raise TierTimeout("the disk did not keep up within the deadline")
+        with self._using() as store:
+            if store is None:
+                raise TierUnavailable("the disk is down: what is in memory is not on it")
+            try:
+                store.flush(fsync=self._fsync)
+            except OSError as error:
+                self._fail(store, error)
+                raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
+
+    def levels(self) -> dict[str, float]:
+        store = self._store
+        with self._condition:
+            queued = len(self._queue) + len(self._writing)
+        levels = {} if store is None else store.levels()
+        return {
+            "disk_up": float(store is not None),
+            "disk_queued_blocks": queued,
+            "disk_written_blocks": self.num_written,
+            "disk_read_blocks": self.num_read,
+            **{f"disk_{name}": value for name, value in levels.items()},
+        }
+
+    def losses(self) -> dict[str, int]:
+        """Blocks lost and failures, by kind."""
+        store = self._store
+        return dict(self._losses_before + self.failures + (store.losses if store is not None else Counter()))
+
+    def close(self) -> None:
+        """Write what is queued, as long as the disk works, and let go of the folder."""
+        if self._store is not None:
+            with contextlib.suppress(TierError):
+                self.flush(timeout_s=60.0)
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for store in (self._store, self._failed_store):
+            if store is not None:
+                store.close()
+
+    # --- threads ---------------------------------------------------------------------------------------------------
+
+    def _run_writer(self) -> None:
+        while True:
+            with self._condition:
+                while not self._is_closing and (not self._queue or self._store is None):
+                    self._condition.wait()
+                if self._is_closing:
+                    return
+                number, space, block = self._queue.popleft()
+                self._writing.add(number)
+            try:
+                with self._using() as store:
+                    if store is not None:
+                        self._write(store, space, block)
+            finally:
+                with self._condition:
+                    self._writing.discard(number)
+                    self._condition.notify_all()
+
+    def _write(self, store: DiskStore, space: SpaceLike, block: MemoryBlock) -> None:
+        if not self._owner.begin_storing(block):
+            self.failures["evicted before it was written"] += 1
+            return
+        is_stored = False
+        try:
+            slot = self._slot(block)
+            stored_space = self._space_of(store, space)
+            if stored_space is None:
+                return
+            if block.checksum is None:
+                block.checksum = checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
+            store.write(stored_space, block.hash, slot, block.checksum)
+            is_stored = True
+            self.num_written += 1
+        except (TierFull, TierError) as error:
+            self.failures["no room"] += 1
+            self._log.warning("full", "disk store %s: %s", self.folder, error)
+        except OSError as error:
+            self._fail(store, error)
+        finally:
+            self._owner.end_storing(block, is_stored=is_stored)
+
+    def _run_reader(self) -> None:
+        while True:
+            with self._condition:
+                while not self._is_closing and not self._loads:
+                    self._condition.wait()
+                if not self._loads:
+                    return
+                load = self._loads.popleft()
+                self._num_using += 1
+            has_arrived = False
+            try:
+                load.store.read(load.stored, self._slot(load.block))
+                load.block.checksum = load.stored.checksum
+                has_arrived = True
+                self.num_read += 1
+            except BlockCorrupt as error:
+                self._log.warning("corrupt", "disk store %s: %s", self.folder, error)
+            except OSError as error:
+                self._fail(load.store, error)
+            finally:
+                load.store.free([load.stored])
+                with self._condition:
+                    self._num_using -= 1
+                self._owner.end_loading(load.block, has_arrived=has_arrived)
+
+    def _run_keeper(self) -> None:
+        retry_s = _KEEPER_INTERVAL_S
+        regrow_at = time.monotonic() + _REGROWTH_S
+        wait_s = _KEEPER_INTERVAL_S
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._is_closing, wait_s):
+                    return
+            wait_s = _KEEPER_INTERVAL_S
+            if self._store is None:
+                if self._come_back():
+                    retry_s = _KEEPER_INTERVAL_S
+                else:
+                    wait_s, retry_s = retry_s, min(2 * retry_s, _LAST_RETRY_S)
+                continue
+            with self._using() as store:
+                if store is None:
+                    continue
+                try:
+                    if not store.is_in_place():
+                        raise OSError(None, "its folder or file was taken away")
+                    store.save_recency()
+                except OSError as error:
+                    self._fail(store, error)
+                if time.monotonic() > regrow_at:
+                    regrow_at = time.monotonic() + _REGROWTH_S
+                    store.try_growing_again()
+
+    # --- failing and coming back -----------------------------------------------------------------------------------
+
+    def _fail(self, store: DiskStore, error: OSError) -> None:
+        """The disk does not work: go on without it, and try again later."""
+        with self._condition:
+            self.failures["device"] += 1
+            if self._store is not store:
+                return
+            self._store, self._failed_store = None, store
+            self._losses_before += store.losses
+            self._condition.notify_all()
+        logger.warning(
+            "disk store %s failed: %s; going on in memory, it is tried again", self.folder, error.strerror or error
+        )
+
+    def _come_back(self) -> bool:
+        with self._condition:
+            if self._num_using or self._loads:
+                return False  # a descriptor must not be closed under a thread that uses it
+            failed, self._failed_store = self._failed_store, None
+        if failed is not None:
+            failed.close()
+        try:
+            self.open()
+        except (ConfigError, OSError) as error:
+            self._log.warning("down", "disk store is still down: %s", error)
+            return False
+        logger.info("disk store %s is up again", self.folder)
+        for space, block in self._owner.unstored():
+            self.queue(space, [block])
+        return True
+
+    # --- small -----------------------------------------------------------------------------------------------------
+
+    def _first_unwritten(self) -> int | None:
+        candidates = [*self._writing, *((self._queue[0][0],) if self._queue else ())]
+        return min(candidates, default=None)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[DiskStore | None]:
+        """The store, kept open meanwhile; None when it is down."""
+        with self._condition:
+            store = self._store
+            self._num_using += 1
+        try:
+            yield store
+        finally:
+            with self._condition:
+                self._num_using -= 1
+
+    def _space_of(self, store: DiskStore, space: SpaceLike) -> StoreSpace | None:
+        """The namespace on disk; None when it has blocks of another size there."""
+        try:
+            return store.open(space.namespace, space.name, space.block_bytes, space.block_tokens)
+        except TierRefused as error:
+            self._log.warning("size", "disk store %s: %s; this namespace stays in memory", self.folder, error)
+            return None
+
+    def _slot(self, block: MemoryBlock) -> memoryview:
+        return self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES)
+
+    def _spawn(self, name: str, target: object) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)  # type: ignore[arg-type]
+        thread.start()
+        self._threads.append(thread)

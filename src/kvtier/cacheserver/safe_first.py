@@ -1,0 +1,22 @@
+"""Least recently used first, but what is safe on disk before what is not: nothing is lost while the disk catches up."""
+
+from __future__ import annotations
+
+from kvtier.blocks.policies import LruPolicy
+from kvtier.blocks.pool import Block
+from kvtier.cacheserver.persistence import MemoryBlock
+
+_MAX_PASSED_OVER = 256
+
+
+class SafeFirstPolicy(LruPolicy[Block]):
+    """An exact LRU once everything is on disk. Looks past a bounded number of blocks that are not."""
+
+    def pop_coldest(self) -> Block | None:
+        for passed_over, block in enumerate(self._order):
+            if isinstance(block, MemoryBlock) and block.is_stored:
+                del self._order[block]
+                return block
+            if passed_over == _MAX_PASSED_OVER:
+                break
+        return super().pop_coldest()

@@ -1,0 +1,241 @@
+"""`kvtier cache`: look at and look after what is cached, in a running server or in a folder at rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import click
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout, slot_bytes_of
+from kvtier.blocks.namespace import Namespace
+from kvtier.cli.cache_server import default_socket, read_token
+from kvtier.client.connecting import connect
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.sizes import format_size
+from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
+
+_VERIFY_BLOCKS = 16
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+
+class _Cached(Protocol):
+    """One namespace, wherever it is."""
+
+    namespace: str
+    name: str
+    block_bytes: int
+    num_blocks: int
+    num_disk_blocks: int
+
+    def blocks(self) -> list[tuple[BlockHash, int]]: ...
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]: ...
+
+    def drop(self) -> int: ...
+
+    def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int: ...
+
+
+class _ServerCached:
+    def __init__(self, address: str, token: bytes | None, described: dict[str, object]) -> None:
+        self._address = address
+        self._token = token
+        self.namespace = str(described["namespace"])
+        self.name = str(described["name"])
+        self.block_bytes = int(str(described["block_bytes"]))
+        self.num_blocks = int(str(described["blocks"]))
+        self.num_disk_blocks = int(str(described["disk_blocks"]))
+        # Any layout of the right size will do: bytes are not looked into.
+        self._layout = KvLayout(
+            layers=1, kv_heads=1, block_tokens=1, head_dim=self.block_bytes // 2, dtype="float8_e4m3fn"
+        )
+        self._client = connect(
+            address,
+            token=token,
+            layout=self._layout,
+            namespace=Namespace(bytes.fromhex(self.namespace)),
+            timeout_s=30.0,
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def blocks(self) -> list[tuple[BlockHash, int]]:
+        return self._client.list_blocks()
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self._client.verify(hashes)
+
+    def drop(self) -> int:
+        return self._client.drop()
+
+    def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int:
+        return self._client.pin(hashes) if keep else self._client.unpin(hashes)
+
+
+class _FolderCached:
+    def __init__(self, store: DiskStore, space: StoreSpace) -> None:
+        self._store = store
+        self._space = space
+        self.namespace = space.namespace.hex()
+        self.name = space.name
+        self.block_bytes = space.block_bytes
+        self.num_blocks = 0
+        self.num_disk_blocks = len(space.index)
+
+    def blocks(self) -> list[tuple[BlockHash, int]]:
+        stored = self._store.blocks(self._space)
+        return [(block_hash, LISTED_DISK | (LISTED_PINNED if pinned else 0)) for block_hash, pinned in stored]
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [self._store.verify(self._space, block_hash) for block_hash in hashes]
+
+    def drop(self) -> int:
+        return self._store.drop(self._space)
+
+    def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int:
+        act = self._store.pin if keep else self._store.unpin
+        return act(self._space, hashes)
+
+
+def _where(command: _Command) -> _Command:
+    """The options that say where to look."""
+    for option in (
+        click.option(
+            "--token-file",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+            help="Token, for a TCP server.",
+        ),
+        click.option("--server", default=None, help=f"A running server.  [default: unix:{default_socket()}]"),
+        click.option(
+            "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder no server is on."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def _opened(folder: Path | None, server: str | None, token_file: Path | None) -> Iterator[list[_Cached]]:
+    """Every namespace there. One clear sentence for whatever goes wrong."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if folder is not None:
+                if server is not None:
+                    raise ConfigError("give --folder or --server, not both")
+                store = stack.enter_context(contextlib.closing(DiskStore(folder, 1 << 62)))
+                yield [_FolderCached(store, space) for space in store.spaces() if len(space.index)]
+                return
+            address = server or f"unix:{default_socket()}"
+            token = read_token(token_file)
+            with connect(address, token=token) as client:
+                described = client.info()["namespaces"]
+            assert isinstance(described, list)
+            cached = [
+                stack.enter_context(contextlib.closing(_ServerCached(address, token, space))) for space in described
+            ]
+            yield list(cached)
+    except (KvtierError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _chosen(cached: Sequence[_Cached], wanted: str) -> _Cached:
+    """By name, or by the beginning of the namespace."""
+    found = [space for space in cached if wanted in (space.name, space.namespace) or space.namespace.startswith(wanted)]
+    if len(found) != 1:
+        known = ", ".join(f"{space.name or 'unnamed'} ({space.namespace[:12]})" for space in cached) or "none"
+        which = "no namespace is" if not found else "several namespaces are"
+        raise click.ClickException(f"{which} called {wanted!r}; there are: {known}")
+    return found[0]
+
+
+def _hashes(cached: _Cached, prefix: str) -> list[BlockHash]:
+    return [block_hash for block_hash, _ in cached.blocks() if block_hash.hex().startswith(prefix)]
+
+
+@click.group("cache")
+def cache() -> None:
+    """Look at and look after what is cached: in a running server, or in its folder while no server is on it."""
+
+
+@cache.command()
+@_where
+def stat(folder: Path | None, server: str | None, token_file: Path | None) -> None:
+    """What is there, by namespace."""
+    with _opened(folder, server, token_file) as cached:
+        click.echo(f"{'namespace':14} {'name':24} {'block':>10} {'in memory':>10} {'on disk':>10} {'disk bytes':>12}")
+        for space in cached:
+            disk_bytes = format_size(space.num_disk_blocks * slot_bytes_of(space.block_bytes))
+            click.echo(
+                f"{space.namespace[:12]:14} {space.name[:24] or '-':24} {format_size(space.block_bytes):>10} "
+                f"{space.num_blocks:>10} {space.num_disk_blocks:>10} {disk_bytes:>12}"
+            )
+
+
+@cache.command("ls")
+@click.argument("namespace")
+@_where
+def list_blocks(namespace: str, folder: Path | None, server: str | None, token_file: Path | None) -> None:
+    """The blocks of NAMESPACE (a name, or the beginning of its digest) and where each is."""
+    with _opened(folder, server, token_file) as cached:
+        for block_hash, flags in _chosen(cached, namespace).blocks():
+            places = [
+                word
+                for word, flag in (("memory", LISTED_MEMORY), ("disk", LISTED_DISK), ("pinned", LISTED_PINNED))
+                if flags & flag
+            ]
+            click.echo(f"{block_hash.hex()}  {' '.join(places)}")
+
+
+@cache.command()
+@_where
+def verify(folder: Path | None, server: str | None, token_file: Path | None) -> None:
+    """Read every block on disk and compare its checksum. Corrupt ones are named and removed; exit status 1 then."""
+    num_corrupt = num_read = 0
+    with _opened(folder, server, token_file) as cached:
+        for space in cached:
+            hashes = [block_hash for block_hash, flags in space.blocks() if flags & LISTED_DISK]
+            label = f"{space.name or space.namespace[:12]}: {len(hashes)} blocks"
+            corrupt = []
+            with click.progressbar(length=len(hashes), label=label) as bar:
+                for first in range(0, len(hashes), _VERIFY_BLOCKS):
+                    part = hashes[first : first + _VERIFY_BLOCKS]
+                    flags = space.verify(part)
+                    corrupt += [block_hash for block_hash, is_whole in zip(part, flags, strict=True) if not is_whole]
+                    bar.update(len(part))
+            for block_hash in corrupt:
+                click.echo(f"corrupt: {block_hash.hex()}")
+            num_corrupt += len(corrupt)
+            num_read += len(hashes)
+    click.echo(f"{num_read} blocks read, {num_corrupt} corrupt")
+    if num_corrupt:
+        raise click.exceptions.Exit(1)
+
+
+@cache.command()
+@click.argument("namespace")
+@_where
+def drop(namespace: str, folder: Path | None, server: str | None, token_file: Path | None) -> None:
+    """Forget everything of NAMESPACE."""
+    with _opened(folder, server, token_file) as cached:
+        click.echo(f"{_chosen(cached, namespace).drop()} blocks dropped")
+
+
+@cache.command()
+@click.argument("namespace")
+@click.argument("block", default="")
+@click.option("--remove", is_flag=True, help="Stop keeping them.")
+@_where
+def pin(
+    namespace: str, block: str, remove: bool, folder: Path | None, server: str | None, token_file: Path | None
+) -> None:
+    """Keep the blocks of NAMESPACE from eviction: all, or those whose hash begins with BLOCK."""
+    with _opened(folder, server, token_file) as cached:
+        space = _chosen(cached, namespace)
+        count = space.pin(_hashes(space, block), keep=not remove)
+        click.echo(f"{count} blocks {'no longer pinned' if remove else 'pinned'}")

@@ -1,0 +1,16 @@
+"""The checksum of a block: over its key and its bytes, so that the right bytes under the wrong key do not pass."""
+
+from __future__ import annotations
+
+import xxhash
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+
+
+def checksum_of(namespace: Namespace, block_hash: BlockHash, payload: memoryview) -> int:
+    """64 bits. Releases the GIL for a payload of any size that matters."""
+    digest = xxhash.xxh3_64(namespace)
+    digest.update(block_hash)
+    digest.update(payload)
+    return digest.intdigest()

@@ -1,0 +1,1 @@
+"""Durable key -> bytes. No sockets, no leases: who reads and when is decided above."""

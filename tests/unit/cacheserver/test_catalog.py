@@ -1,0 +1,322 @@
+"""What the server holds for whom: the cases worth a sentence. Any order of calls is in tests/stateful."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.namespace import Namespace
+from kvtier.cacheserver.catalog import Catalog, Holder, Space
+from kvtier.errors import TierRefused
+
+NAMESPACE = Namespace(bytes(range(32)))
+LOCAL_PID = 4711
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_catalog(clock: Clock, leased_units: int = 6) -> Catalog:
+    """Room for eight blocks of one unit, of which two may be pinned."""
+    return Catalog(
+        8 * SLOT_ALIGN_BYTES,
+        leased_bytes_per_client=leased_units * SLOT_ALIGN_BYTES,
+        pinned_bytes=2 * SLOT_ALIGN_BYTES,
+        lease_timeout_s=60.0,
+        clock=clock,
+    )
+
+
+@pytest.fixture
+def catalog(clock: Clock) -> Catalog:
+    return make_catalog(clock)
+
+
+@pytest.fixture
+def space(catalog: Catalog) -> Space:
+    return catalog.open(NAMESPACE, "model", 4096, 16)
+
+
+@pytest.fixture
+def local(catalog: Catalog) -> Holder:
+    return catalog.join(b"local".ljust(16), LOCAL_PID)
+
+
+@pytest.fixture
+def remote(catalog: Catalog) -> Holder:
+    return catalog.join(b"remote".ljust(16), None)
+
+
+def names(*texts: str) -> list[BlockHash]:
+    return [BlockHash(text.encode().ljust(32, b"\0")) for text in texts]
+
+
+def store(catalog: Catalog, space: Space, *texts: str) -> None:
+    writer = catalog.join(b"writer".ljust(16), None)
+    grant, reason = catalog.reserve(writer, 1, space, names(*texts))
+    assert reason == ""
+    assert catalog.commit(writer, 1, 0, len(grant.blocks)) == len(texts)
+    catalog.end(writer)
+
+
+def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local: Holder) -> None:
+    assert catalog.join(local.id, LOCAL_PID) is local
+    assert catalog.levels()["clients"] == 1
+
+
+def test_a_forked_child_cannot_use_its_parents_id(catalog: Catalog, local: Holder) -> None:
+    with pytest.raises(TierRefused, match="connect anew after a fork"):
+        catalog.join(local.id, LOCAL_PID + 1)
+
+
+def test_a_remote_client_is_gone_with_its_last_connection(catalog: Catalog, space: Space, remote: Holder) -> None:
+    store(catalog, space, "a")
+    catalog.join(remote.id, None)
+    catalog.lease(remote, 1, space, names("a"))
+
+    catalog.leave(remote)
+    assert catalog.levels()["leases"] == 1
+    catalog.leave(remote)
+    assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
+
+
+def test_a_local_client_is_gone_only_with_its_process(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, "a")
+    catalog.lease(local, 1, space, names("a"))
+
+    catalog.leave(local)
+    assert catalog.levels()["leases"] == 1
+    catalog.end(local)
+    assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
+
+
+def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: Space, local: Holder) -> None:
+    catalog.end(local)
+
+    with pytest.raises(TierRefused, match="good-bye"):
+        catalog.lease(local, 1, space, names("a"))
+    with pytest.raises(TierRefused, match="good-bye"):
+        catalog.reserve(local, 1, space, names("a"))
+
+
+def test_a_number_in_use_is_refused(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, "a")
+    catalog.lease(local, 1, space, names("a"))
+
+    with pytest.raises(TierRefused, match="number 1 is in use"):
+        catalog.reserve(local, 1, space, names("b"))
+
+
+def test_a_lease_whose_end_came_first_is_not_held(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, "a")
+    catalog.release(local, 7)
+    catalog.lease(local, 7, space, names("a"))
+
+    assert (catalog.levels()["leases"], catalog.levels()["held_bytes"]) == (0, 0)
+
+
+def test_a_reservation_whose_end_came_first_is_not_held(catalog: Catalog, space: Space, local: Holder) -> None:
+    catalog.close_reservation(local, 7)
+    catalog.reserve(local, 7, space, names("a"))
+
+    assert (catalog.levels()["reservations"], catalog.levels()["used_bytes"]) == (0, 0)
+    assert catalog.contains(space, names("a")) == b"\0"
+
+
+def test_numbers_that_ended_too_early_are_not_kept_without_bound(catalog: Catalog, local: Holder) -> None:
+    for number in range(10_000):
+        catalog.release(local, number)
+
+    assert len(local.ended_numbers) < 5000
+    assert 9_999 in local.ended_numbers
+
+
+def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, *"abcde")
+    catalog.lease(local, 1, space, names(*"abcd"))
+
+    outcome = catalog.lease(local, 2, space, names(*"abcde"))
+    grant, reason = catalog.reserve(local, 3, space, names("x"))
+
+    assert (len(outcome.blocks), outcome.ended) == (2, "limit")
+    assert (grant.num_refused, reason) == (1, "this client may hold at most 24KiB at once")
+
+
+def test_a_server_without_room_says_so(catalog: Catalog, space: Space, local: Holder, remote: Holder) -> None:
+    catalog.reserve(local, 1, space, names(*"abcdef"))
+
+    grant, reason = catalog.reserve(remote, 1, space, names(*"uvwx"))
+
+    assert (len(grant.blocks), grant.num_refused) == (2, 2)
+    assert reason == "all of the server's 32KiB is leased, pinned or being written"
+
+
+def test_the_clock_ends_remote_holds_and_never_local_ones(
+    catalog: Catalog, space: Space, local: Holder, remote: Holder, clock: Clock
+) -> None:
+    store(catalog, space, "a")
+    for holder in (local, remote):
+        catalog.lease(holder, 1, space, names("a"))
+        catalog.reserve(holder, 2, space, names(f"by {holder.pid}"))
+    clock.now_s = 60.0
+    assert catalog.expire() == 0
+
+    clock.now_s = 60.1
+    assert catalog.expire() == 2
+
+    assert (len(local.leases), len(local.reservations)) == (1, 1)
+    assert (len(remote.leases), len(remote.reservations)) == (0, 0)
+
+
+def test_a_reservation_that_is_being_filled_lives_on(
+    catalog: Catalog, space: Space, remote: Holder, clock: Clock
+) -> None:
+    catalog.reserve(remote, 1, space, names("a", "b"))
+    clock.now_s = 50.0
+    filled = catalog.fill(remote, 1, 0, 1)
+    assert filled is not None
+    clock.now_s = 100.0
+
+    assert catalog.expire() == 0
+    assert catalog.commit_filled(*filled) == 1
+
+
+def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
+    catalog: Catalog, space: Space, remote: Holder
+) -> None:
+    catalog.reserve(remote, 1, space, names("a", "b"))
+    filled = catalog.fill(remote, 1, 0, 1)
+    assert filled is not None
+    catalog.end(remote)
+
+    assert catalog.commit_filled(*filled) == 1
+    assert catalog.contains(space, names("a", "b")) == b"\1\0"
+
+
+def test_what_is_not_committed_is_given_back_with_its_reservation(
+    catalog: Catalog, space: Space, local: Holder
+) -> None:
+    catalog.reserve(local, 1, space, names(*"abc"))
+    catalog.commit(local, 1, 1, 1)
+
+    catalog.close_reservation(local, 1)
+
+    assert catalog.contains(space, names(*"abc")) == b"\0\1\0"
+    assert catalog.levels()["used_bytes"] == SLOT_ALIGN_BYTES
+
+
+@pytest.mark.parametrize("act", [Catalog.fill, Catalog.commit])
+def test_blocks_outside_a_reservation_are_refused(catalog: Catalog, space: Space, local: Holder, act: object) -> None:
+    catalog.reserve(local, 1, space, names("a", "b"))
+
+    with pytest.raises(TierRefused, match=r"blocks 1\.\.3 are outside the reservation of 2"):
+        act(catalog, local, 1, 1, 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("act", [Catalog.fill, Catalog.commit])
+def test_a_reservation_that_has_ended_takes_nothing(catalog: Catalog, local: Holder, act: object) -> None:
+    assert act(catalog, local, 1, 0, 1) is None  # type: ignore[operator]
+
+
+def test_the_share_for_pinned_blocks_is_a_limit(catalog: Catalog, space: Space) -> None:
+    store(catalog, space, *"abc")
+
+    with pytest.raises(TierRefused, match="pinned 2 of 3 blocks: at most 8KiB may be pinned"):
+        catalog.pin(space, names(*"abc"))
+
+    assert catalog.levels()["pinned_bytes"] == 2 * SLOT_ALIGN_BYTES
+    assert catalog.unpin(space, names(*"abc")) == 2
+
+
+def test_dropping_no_hashes_drops_the_namespace(catalog: Catalog, space: Space) -> None:
+    store(catalog, space, *"abc")
+
+    assert catalog.drop(space, names("a")) == 1
+    assert catalog.drop(space, []) == 2
+    assert catalog.levels()["used_bytes"] == 0
+
+
+def test_namespaces_do_not_share_blocks(catalog: Catalog, space: Space) -> None:
+    other = catalog.open(Namespace(bytes(32)), "other", 4096, 16)
+    store(catalog, space, "a")
+
+    assert catalog.contains(other, names("a")) == b"\0"
+
+
+def test_a_namespace_has_one_block_size(catalog: Catalog, space: Space) -> None:
+    with pytest.raises(TierRefused, match="has blocks of 4096 bytes here; this client says 8192"):
+        catalog.open(NAMESPACE, "model", 8192, 16)
+
+
+def test_a_block_larger_than_the_memory_is_refused(catalog: Catalog) -> None:
+    with pytest.raises(TierRefused, match="does not fit into this server's 32KiB"):
+        catalog.open(NAMESPACE, "huge", 8 * SLOT_ALIGN_BYTES + 1, 16)
+
+    assert catalog.spaces() == []
+
+
+def test_a_namespace_that_is_empty_and_unused_is_forgotten(catalog: Catalog, space: Space) -> None:
+    catalog.close(space)
+
+    assert catalog.spaces() == []
+    assert catalog.open(NAMESPACE, "model", 8192, 16).block_bytes == 8192
+
+
+def test_a_namespace_with_blocks_outlives_its_users(catalog: Catalog, space: Space) -> None:
+    store(catalog, space, "a")
+    catalog.close(space)
+
+    assert catalog.contains(catalog.open(NAMESPACE, "model", 4096, 16), names("a")) == b"\1"
+
+
+def test_a_namespace_is_forgotten_with_the_last_unfinished_block_in_it(
+    catalog: Catalog, space: Space, local: Holder
+) -> None:
+    catalog.reserve(local, 1, space, names("a"))
+    catalog.close(space)
+    assert len(catalog.spaces()) == 1
+
+    catalog.close_reservation(local, 1)
+
+    assert catalog.spaces() == []
+
+
+def test_a_namespace_of_which_eviction_left_nothing_is_forgotten_in_time(clock: Clock) -> None:
+    catalog = make_catalog(clock, leased_units=8)
+    space = catalog.open(NAMESPACE, "model", 4096, 16)
+    store(catalog, space, "a")
+    catalog.close(space)
+    store(catalog, catalog.open(Namespace(bytes(32)), "other", 8 * SLOT_ALIGN_BYTES, 16), "large")
+
+    catalog.expire()
+
+    assert [entry["name"] for entry in catalog.spaces()] == ["other"]
+    assert catalog.levels()["evicted_blocks"] == 1
+
+
+def test_a_namespace_is_described_for_people(catalog: Catalog, space: Space) -> None:
+    store(catalog, space, "a", "b")
+
+    assert catalog.spaces() == [
+        {
+            "namespace": NAMESPACE.hex(),
+            "name": "model",
+            "block_bytes": 4096,
+            "block_tokens": 16,
+            "blocks": 2,
+            "used_bytes": 8192,
+            "connections": 1,
+            "disk_blocks": 0,
+        }
+    ]

@@ -1,0 +1,139 @@
+"""The plugin really fails a test that leaves something behind. Inner runs are processes of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvtier.testing.leaks import held
+
+pytest_plugins = ("pytester",)
+
+SETTINGS = """
+[pytest]
+kvtier_leaks = {enabled}
+addopts = -p no:cacheprovider
+"""
+
+IMPATIENT = """
+from kvtier.testing import leaks
+
+leaks._PATIENCE_S = 0.05
+"""
+
+LEAKS = """
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+kept = []
+
+
+def test_clean():
+    with open(os.devnull):
+        pass
+
+
+def test_thread():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="kvtier-left", daemon=True)
+    thread.start()
+    kept.append((thread, done))
+
+
+def test_descriptor():
+    kept.append(os.open("/etc/hostname", os.O_RDONLY))
+
+
+def test_socket():
+    kept.append(socket.socket())
+
+
+def test_child():
+    kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+
+def test_shared_memory():
+    path = f"/dev/shm/kvtier-left-{os.getpid()}"
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR))
+    kept.append(path)
+
+
+def test_clean_again():
+    pass
+
+
+def teardown_module():
+    kept[0][1].set()
+    kept[3].communicate(b"end")
+    os.unlink(kept[4])
+"""
+
+ENDING = """
+import threading
+
+
+def test_a_thread_that_is_about_to_end():
+    go = threading.Event()
+    threading.Thread(target=lambda: go.wait(0.2), name="kvtier-ending").start()
+"""
+
+
+def test_a_test_that_leaves_something_fails_and_names_it(pytester: pytest.Pytester) -> None:
+    pytester.makeini(SETTINGS.format(enabled="true"))
+    pytester.makeconftest(IMPATIENT)
+    pytester.makepyfile(LEAKS)
+
+    result = pytester.runpytest_subprocess("-v")
+
+    result.assert_outcomes(passed=7, errors=5)
+    result.stdout.fnmatch_lines(
+        [
+            "left behind: thread kvtier-left *",
+            "left behind: fd * /etc/hostname",
+            "left behind: fd * socket:*",
+            "left behind: child *",
+            "left behind: /dev/shm/kvtier-left-*",
+        ]
+    )
+    result.stdout.fnmatch_lines(["*::test_clean PASSED*", "*::test_clean_again PASSED*"])
+
+
+def test_a_project_that_does_not_ask_is_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makeini(SETTINGS.format(enabled="false"))
+    pytester.makepyfile(LEAKS)
+
+    pytester.runpytest_subprocess().assert_outcomes(passed=7)
+
+
+def test_what_is_ending_is_waited_for(pytester: pytest.Pytester) -> None:
+    pytester.makeini(SETTINGS.format(enabled="true"))
+    pytester.makepyfile(ENDING)
+
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvtier-other",
+        pytest.param(
+            "kvtier-twin",
+        ),
+    ],
+)
+def test_a_thread_more_is_something_more_to_hold(name: str) -> None:
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait, name=each) for each in ("kvtier-twin", name)]
+    threads[0].start()
+    before = held()
+    threads[1].start()
+    try:
+        assert held() - before
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
