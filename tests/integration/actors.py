@@ -442,7 +442,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
         (wire.PinRequest(space, hashes, False), b""),
         (wire.DropRequest(space, hashes), b""),
         (wire.Release(number), b""),
-        (wire.Fill(number, 0, 1, bytes(8)), bytes(BLOCK_BYTES) if rng.random() < 0.3 else b""),
+        (wire.Fill(number, 0, 1), bytes(BLOCK_BYTES) if rng.random() < 0.3 else b""),
         (wire.Commit(number, 0, 1), b""),
         (wire.Close(number), b""),
         (wire.Flush(), b""),

@@ -191,7 +191,7 @@ def test_sigterm_in_the_middle_of_a_payload_ends_with_status_0() -> None:
         assert isinstance(opened, wire.Opened)
         sock.sendall(encode_frame(2, wire.encode(wire.ReserveRequest(opened.space, join_hashes(chain(1, 4)), 1))))
         assert isinstance(receive_message(sock), wire.Reserved)
-        sock.sendall(encode_frame(3, wire.encode(wire.Fill(1, 0, 4, bytes(32))), 4 * BLOCK_BYTES) + bytes(1000))
+        sock.sendall(encode_frame(3, wire.encode(wire.Fill(1, 0, 4)), 4 * BLOCK_BYTES) + bytes(1000))
         with open_client(server.unix) as watcher:
             wait_until(lambda: watcher.stats()["received_bytes"])
 

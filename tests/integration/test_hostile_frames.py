@@ -108,7 +108,7 @@ def test_a_frame_over_the_limit_is_refused_with_a_sentence(transport: str) -> No
     with cache_server("--max-frame", "1MiB", tcp=True) as server, open_client(server.unix) as other:
         sock, _ = _opened(server, transport)
         with sock:
-            sock.sendall(encode_frame(7, wire.encode(wire.Fill(1, 0, 1, bytes(8))), 2 << 20))
+            sock.sendall(encode_frame(7, wire.encode(wire.Fill(1, 0, 1)), 2 << 20))
             failure = receive_message(sock)
             assert isinstance(failure, wire.Failure)
             assert failure.kind == "protocol"
@@ -184,16 +184,13 @@ def test_a_block_that_a_remote_client_has_not_sent_cannot_be_committed() -> None
 
 def test_a_committed_block_is_not_written_again_by_the_client_that_sent_it() -> None:
     hashes = chain(1, 1)
-    first, second = (
-        wire.pack_numbers([checksum_of(OTHER_NAMESPACE, hashes[0], memoryview(letter * BLOCK_BYTES))])
-        for letter in (b"a", b"b")
-    )
+    expected = wire.pack_numbers([checksum_of(OTHER_NAMESPACE, hashes[0], memoryview(b"a" * BLOCK_BYTES))])
     with cache_server(tcp=True) as server:
         sock, space = _opened(server, "tcp")
         with sock:
             _ask(sock, wire.ReserveRequest(space, join_hashes(hashes), 1))
-            assert _ask(sock, wire.Fill(1, 0, 1, first), b"a" * BLOCK_BYTES) == wire.Counted(1)
-            sock.sendall(encode_frame(8, wire.encode(wire.Fill(1, 0, 1, second)), BLOCK_BYTES) + b"b" * BLOCK_BYTES)
+            assert _ask(sock, wire.Fill(1, 0, 1), b"a" * BLOCK_BYTES) == wire.Counted(1)
+            sock.sendall(encode_frame(8, wire.encode(wire.Fill(1, 0, 1)), BLOCK_BYTES) + b"b" * BLOCK_BYTES)
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
@@ -202,7 +199,7 @@ def test_a_committed_block_is_not_written_again_by_the_client_that_sent_it() -> 
             request = encode_frame(7, wire.encode(wire.GetRequest(space, join_hashes(hashes), 1)))
             sock.sendall(request)
             blocks = receive_message(sock)
-            assert blocks == wire.Blocks(0, 1, True, first)
+            assert blocks == wire.Blocks(0, 1, True, expected)
             assert sock.recv(BLOCK_BYTES, socket.MSG_WAITALL) == b"a" * BLOCK_BYTES
 
 
@@ -212,9 +209,7 @@ def test_a_payload_cut_short_never_becomes_visible() -> None:
         sock, space = _opened(server, "tcp")
         with sock:
             _ask(sock, wire.ReserveRequest(space, join_hashes(hashes), 1))
-            sock.sendall(
-                encode_frame(7, wire.encode(wire.Fill(1, 0, 2, bytes(16))), 2 * BLOCK_BYTES) + os.urandom(BLOCK_BYTES)
-            )
+            sock.sendall(encode_frame(7, wire.encode(wire.Fill(1, 0, 2)), 2 * BLOCK_BYTES) + os.urandom(BLOCK_BYTES))
         wait_until(lambda: held(watcher) == NOTHING_HELD)
         sock, space = _opened(server, "tcp")
         with sock:

@@ -27,7 +27,7 @@ MESSAGES: list[wire.Message] = [
     wire.ReserveRequest(1, HASH * 3, 8),
     wire.GetRequest(1, HASH, 4),
     wire.PinRequest(1, HASH, True),
-    wire.Fill(8, 0, 2, bytes(16)),
+    wire.Fill(8, 0, 2),
     wire.Commit(8, 0, 2),
     wire.Ping(),
     wire.Matched(wire.pack_numbers([0, 4096]), "miss", 1),

@@ -10,6 +10,7 @@ last reference returns. The owner of the pool calls everything from one thread o
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -128,22 +129,28 @@ class BlockPool:
     def match(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_blocks: int | None = None) -> Match:
         """Reference the longest prefix of `hashes` that is READY or LOADING, at most `max_blocks` of it."""
         matched: list[Block] = []
-        limit = float("inf") if max_blocks is None else max_blocks
+        fresh: list[Block] = []
         ended = Presence.READY
         get = index.blocks.get
         ready, loading = BlockState.READY, BlockState.LOADING
-        for block_hash in hashes:
+        for block_hash in hashes if max_blocks is None else itertools.islice(hashes, max_blocks):
             block = get(block_hash)
             if block is None:
                 ended = Presence.MISS
                 break
-            if block.state is not ready and block.state is not loading:
+            state = block.state
+            if state is not ready and state is not loading:
                 ended = Presence.PENDING
                 break
-            if len(matched) >= limit:
-                break
-            self._reference(block)
+            if not block.num_refs:
+                fresh.append(block)
+            block.num_refs += 1
             matched.append(block)
+        self.referenced_units += len(fresh) * index.block_units
+        remove = self._policy.remove
+        for block in fresh:
+            if not block.is_pinned:
+                remove(block)
         return Match(matched, ended)
 
     def reserve(

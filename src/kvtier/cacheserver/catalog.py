@@ -180,7 +180,8 @@ class Catalog:
                 ended = "limit"
             if blocks:
                 self._hold(holder, holder.leases, number, _Hold(blocks, space, self._clock()))
-            return LeaseOutcome(blocks, ended, _num_ready(blocks))
+            num_ready = len(blocks) if self._persistence is None else _num_ready(blocks)
+            return LeaseOutcome(blocks, ended, num_ready)
 
     def await_lease(self, holder: Holder, number: int, count: int, timeout_s: float) -> int | None:
         """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are."""
@@ -571,7 +572,11 @@ _ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pendi
 
 
 def _num_ready(blocks: Sequence[Block]) -> int:
-    return next((position for position, block in enumerate(blocks) if not block.is_ready), len(blocks))
+    ready = BlockState.READY
+    for position, block in enumerate(blocks):
+        if block.state is not ready:
+            return position
+    return len(blocks)
 
 
 def _range_of(hold: _Hold, first: int, count: int) -> list[Block]:

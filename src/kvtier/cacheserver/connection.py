@@ -92,7 +92,7 @@ class Connection:
         self._on_end = on_end
         # TLS takes several messages: they are exchanged later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self._stream = Stream(self._sock, self._place, HANDSHAKE_LIMITS)
+        self._stream = Stream(self._sock, self._place, _swallow, HANDSHAKE_LIMITS)
         self._holder: Holder | None = None
         self._spaces: dict[int, Space] = {}
         self._filling: tuple[Space, list[Block]] | None = None
@@ -231,7 +231,8 @@ class Connection:
                 committed = catalog.commit(holder, request.reservation, request.first, request.count)
                 return self._counted(committed)
             case wire.Fill():
-                return self._counted(self._commit_filled(request))
+                filling, self._filling = self._filling, None
+                return self._counted(None if filling is None else catalog.commit_filled(*filling))
             case wire.Await():
                 num_ready = catalog.await_lease(holder, request.lease, request.count, _LOAD_S)
                 if num_ready is None:
@@ -345,23 +346,6 @@ class Connection:
             block.checksum = checksum_of(space.namespace, block.hash, view)
         return block.checksum
 
-    def _commit_filled(self, request: wire.Fill) -> int | None:
-        """Show the blocks whose bytes arrived whole; None when their reservation has ended meanwhile."""
-        filling, self._filling = self._filling, None
-        if filling is None:
-            return None
-        space, blocks = filling
-        whole: list[Block] = []
-        for block, checksum in zip(blocks, wire.unpack_numbers(request.checksums), strict=True):
-            assert isinstance(block, MemoryBlock)
-            if checksum_of(space.namespace, block.hash, self._view(block, space)) == checksum:
-                block.checksum = checksum
-                whole.append(block)
-        if len(whole) < len(blocks):
-            self._services.metrics.refusals.labels(kind="corrupt").inc(len(blocks) - len(whole))
-            self._services.catalog.give_back([block for block in blocks if block not in whole])
-        return self._services.catalog.commit_filled(space, whole)
-
     def _flush(self) -> None:
         try:
             self._services.catalog.flush(self._services.config.flush_timeout_s)
@@ -438,6 +422,10 @@ _OPERATIONS = {
     wire.Ping: "ping",
     wire.Bye: "bye",
 }
+
+
+def _swallow(piece: memoryview, is_end: bool) -> None:
+    """What arrives for a slot is summed when it is first read."""
 
 
 def _offsets(blocks: list[Block]) -> bytes:

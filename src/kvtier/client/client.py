@@ -11,20 +11,21 @@ import json
 import logging
 import os
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
+
+import xxhash
 
 from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, split_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.connection import Connection
 from kvtier.client.endpoint import Endpoint
+from kvtier.client.workers import Workers
 from kvtier.errors import (
     BlockCorrupt,
     ConfigError,
@@ -35,7 +36,7 @@ from kvtier.errors import (
     TierTimeout,
     TierUnavailable,
 )
-from kvtier.memory.checksum import checksum_of
+from kvtier.memory.checksum import start_checksum
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
@@ -46,8 +47,9 @@ from kvtier.wire.frames import MAX_HASHES
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 _SLOWEST_BYTES_PER_S = 64e6
-_FRAME_BYTES = 1 << 20  # so that a block's checksum is taken while its bytes are in the CPU's cache
+_FRAME_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,15 @@ class ClientOptions:
     """How to talk to cache servers; the same for each of several.
 
     `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
-    transfer over TCP. `ca_file` turns TLS on and names who signed the server's certificate.
+    transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who
+    signed the server's certificate.
     """
 
     token: bytes | None = None
     ca_file: Path | None = None
     timeout_s: float = 1.0
     max_connections: int = 8
-    transfer_connections: int = 2
+    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -184,9 +187,7 @@ class SingleClient:
             metrics=metrics,
             metrics_label=self._label,
         )
-        self._io: ThreadPoolExecutor | None = None
-        self._io_pid = 0
-        self._io_lock = threading.Lock()
+        self._transfers = Workers(options.transfer_connections, "kvtier-transfer")
 
     # --- identity --------------------------------------------------------------------------------------------------
 
@@ -385,8 +386,7 @@ class SingleClient:
 
     def close(self) -> None:
         """Give back every lease and disconnect. Leases still open must not be used any more."""
-        if self._io is not None and self._io_pid == os.getpid():
-            self._io.shutdown()
+        self._transfers.close()
         self._endpoint.close()
 
     def __enter__(self) -> Self:
@@ -452,7 +452,7 @@ class SingleClient:
         def pull(part: slice) -> int:
             return self._pull_part(hashes[part], into[part], timeout_s)
 
-        counts = self._executor().map(pull, parts)
+        counts = self._transfers.map(pull, parts)
         total = 0
         for part, count in zip(parts, counts, strict=True):
             if total == part.start:
@@ -471,23 +471,13 @@ class SingleClient:
                 for blocks in connection.receive_blocks(
                     number,
                     lambda blocks: list(into[blocks.first : blocks.first + blocks.count]),
+                    _Verifier(self._digest_namespace(), hashes).taste,
                     lambda: deadline,
                 ):
-                    part = slice(blocks.first, blocks.first + blocks.count)
-                    self._verify(blocks, hashes[part], into[part])
                     arrived += blocks.count
         except TierError as error:
             self._endpoint.count_failure(error)
-        return arrived
-
-    def _verify(self, blocks: wire.Blocks, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
-        """Raises `BlockCorrupt` unless what came over the network is what was stored under these hashes."""
-        assert self._namespace is not None
-        if len(hashes) != blocks.count:
-            raise RemoteProtocolError("the server sent more blocks than it was asked for")
-        for block_hash, view, checksum in zip(hashes, views, wire.unpack_numbers(blocks.checksums), strict=True):
-            if checksum_of(self._namespace, block_hash, view) != checksum:
-                raise BlockCorrupt(f"block {block_hash.hex()[:12]} arrived with other bytes than were stored")
+        return min(arrived, len(into))
 
     def _stream_local(
         self, hashes: Sequence[BlockHash], into: list[memoryview] | None
@@ -509,11 +499,16 @@ class SingleClient:
         block_bytes = self.layout.block_bytes
         scratch = memoryview(bytearray(block_bytes)) if into is None else None
 
-        def place(blocks: wire.Blocks) -> list[memoryview]:
+        def view_of(position: int) -> memoryview:
             if scratch is not None:
-                return [scratch] if blocks.count else []
+                return scratch
             assert into is not None
-            return into[blocks.first : blocks.first + blocks.count]
+            return into[position]
+
+        def place(blocks: wire.Blocks) -> list[memoryview]:
+            if blocks.count > 1 or blocks.first >= len(hashes):
+                raise RemoteProtocolError("the server sent other blocks than it was asked for")
+            return [view_of(blocks.first)] if blocks.count else []
 
         num_hit = 0
         try:
@@ -521,14 +516,15 @@ class SingleClient:
             with self._endpoint.connection(deadline) as connection:
                 request = wire.GetRequest(connection.space, join_hashes(hashes), 1)
                 number = connection.send(request, deadline=deadline)
-                for blocks in connection.receive_blocks(number, place, lambda: self._deadline(None, block_bytes)):
-                    if blocks.count > 1:
-                        raise RemoteProtocolError("the server sent more than one block in a frame")
-                    for position in range(blocks.first, min(blocks.first + blocks.count, len(hashes))):
+                for blocks in connection.receive_blocks(
+                    number,
+                    place,
+                    _Verifier(self._digest_namespace(), hashes).taste,
+                    lambda: self._deadline(None, block_bytes),
+                ):
+                    for position in range(blocks.first, blocks.first + blocks.count):
                         num_hit += 1
-                        view = scratch if scratch is not None else into[position]  # type: ignore[index]
-                        self._verify(blocks, hashes[position : position + 1], [view])
-                        yield position, view
+                        yield position, view_of(position)
         except TierError as error:
             self._endpoint.count_failure(error)
         finally:
@@ -578,12 +574,11 @@ class SingleClient:
             if not positions:
                 return []
             wanted = [blocks[position] for position in positions]
-            keys = [hashes[position] for position in positions]
             parts = self._parts(len(wanted))
             if len(parts) == 1:
-                self._fill(number, keys, wanted, slice(0, len(wanted)), deadline)
+                self._fill(number, wanted, slice(0, len(wanted)), deadline)
             else:
-                list(self._executor().map(lambda part: self._fill(number, keys, wanted, part, deadline), parts))
+                list(self._transfers.map(lambda part: self._fill(number, wanted, part, deadline), parts))
         except (TierTimeout, TierUnavailable):
             self._close_later(number)
             raise
@@ -594,28 +589,19 @@ class SingleClient:
             self._end(end, server_id)
         return positions
 
-    def _fill(
-        self,
-        number: int,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[memoryview],
-        part: slice,
-        deadline: float,
-    ) -> None:
+    def _digest_namespace(self) -> Namespace:
+        assert self._namespace is not None
+        return self._namespace
+
+    def _fill(self, number: int, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
         """Send `blocks[part]` into a reservation: all frames first, then their answers."""
-        namespace = self._namespace
-        assert namespace is not None
         with self._endpoint.connection(deadline) as connection:
             frame_bytes = min(_FRAME_BYTES, connection.welcome.max_payload_bytes)
             step = max(1, frame_bytes // self.layout.block_bytes)
             sent = []
             for first in range(part.start, part.stop, step):
                 payload = blocks[first : min(first + step, part.stop)]
-                checksums = wire.pack_numbers(
-                    checksum_of(namespace, block_hash, block)
-                    for block_hash, block in zip(hashes[first:], payload, strict=False)
-                )
-                fill = wire.Fill(number, first, len(payload), checksums)
+                fill = wire.Fill(number, first, len(payload))
                 sent.append(connection.send(fill, payload, deadline=deadline))
             for request in sent:
                 connection.receive(request, wire.Counted, deadline)
@@ -685,14 +671,6 @@ class SingleClient:
             return time.monotonic() + timeout_s
         return time.monotonic() + self._options.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
-    def _executor(self) -> ThreadPoolExecutor:
-        """Threads of this process: those of a parent do not come along in a fork."""
-        with self._io_lock:
-            if self._io is None or self._io_pid != os.getpid():
-                self._io = ThreadPoolExecutor(self._options.transfer_connections, "kvtier-transfer")
-                self._io_pid = os.getpid()
-            return self._io
-
     def _parts(self, count: int) -> list[slice]:
         """`count` blocks in even, adjacent parts, one for each transfer connection."""
         num_parts = min(self._options.transfer_connections, count)
@@ -713,6 +691,30 @@ class SingleClient:
         if not isinstance(document, dict):
             raise TierUnavailable("the server answered with something else than a document")
         return document
+
+
+class _Verifier:
+    """Checks blocks as they arrive over the network, piece by piece."""
+
+    def __init__(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
+        self._namespace = namespace
+        self._hashes = hashes
+        self._position = 0
+        self._digest: xxhash.xxh3_64 | None = None
+
+    def taste(self, blocks: wire.Blocks, piece: memoryview, is_end: bool) -> None:
+        """Raises `BlockCorrupt` unless what came is what was stored under its hash."""
+        block_hash = self._hashes[self._position]
+        if self._digest is None:
+            self._digest = start_checksum(self._namespace, block_hash)
+        self._digest.update(piece)
+        if not is_end:
+            return
+        offset = 8 * (self._position - blocks.first)
+        if self._digest.intdigest() != int.from_bytes(blocks.checksums[offset : offset + 8], "little"):
+            raise BlockCorrupt(f"block {block_hash.hex()[:12]} arrived with other bytes than were stored")
+        self._digest = None
+        self._position += 1
 
 
 def namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout | None) -> Namespace | None:

@@ -8,7 +8,7 @@ from typing import overload
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
-from kvtier.client.client import CacheClient, ClientOptions, SingleClient, namespace_of
+from kvtier.client.client import DEFAULT_TRANSFER_CONNECTIONS, CacheClient, ClientOptions, SingleClient, namespace_of
 from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.observe.metrics import TierMetrics
@@ -26,7 +26,7 @@ def connect(
     ca_file: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
-    transfer_connections: int = 2,
+    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
     metrics: TierMetrics | None = None,
     must_answer: bool = True,
 ) -> SingleClient: ...
@@ -44,7 +44,7 @@ def connect(
     ca_file: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
-    transfer_connections: int = 2,
+    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
     metrics: TierMetrics | None = None,
     must_answer: bool = True,
 ) -> CacheClient: ...
@@ -61,7 +61,7 @@ def connect(
     ca_file: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
-    transfer_connections: int = 2,
+    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
     metrics: TierMetrics | None = None,
     must_answer: bool = True,
 ) -> CacheClient:

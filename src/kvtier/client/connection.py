@@ -25,6 +25,7 @@ from kvtier.wire.session import ClientSession
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 Place = Callable[[wire.Blocks], BufferList]
+Taste = Callable[[wire.Blocks, memoryview, bool], None]
 
 
 class Connection:
@@ -40,8 +41,10 @@ class Connection:
     ) -> None:
         self._requests = 0
         self._place: Place | None = None
+        self._taste: Taste | None = None
+        self._arriving: wire.Blocks | None = None
         sock = _connect(address, tls, deadline)
-        self._stream = Stream(sock, self._place_payload, HANDSHAKE_LIMITS)
+        self._stream = Stream(sock, self._place_payload, self._taste_piece, HANDSHAKE_LIMITS)
         try:
             self.welcome = self._shake_hands(holder, token, deadline)
         except BaseException:
@@ -78,12 +81,15 @@ class Connection:
             raise RemoteProtocolError(f"{type(message).__name__} does not answer the request")
         return message
 
-    def receive_blocks(self, number: int, place: Place, deadline: Callable[[], float]) -> Iterator[wire.Blocks]:
+    def receive_blocks(
+        self, number: int, place: Place, taste: Taste, deadline: Callable[[], float]
+    ) -> Iterator[wire.Blocks]:
         """The frames that answer a get, each after its payload lies where `place` said.
 
+        `taste` is called with each piece of a payload as it arrives, and whether it ends a block.
         `deadline` is asked anew for each, so that a slow consumer is not taken for a slow server.
         """
-        self._place = place
+        self._place, self._taste = place, taste
         try:
             next_block = 0
             while True:
@@ -95,7 +101,7 @@ class Connection:
                 if blocks.is_last:
                     return
         finally:
-            self._place = None
+            self._place = self._taste = None
 
     def has_ended(self) -> bool:
         """The server left, or sent what nobody asked for."""
@@ -123,7 +129,12 @@ class Connection:
         views = self._place(message)
         if sum(map(len, views)) != payload_bytes:
             raise RemoteProtocolError(f"the server sent {payload_bytes} bytes for {message.count} blocks")
+        self._arriving = message
         return views
+
+    def _taste_piece(self, piece: memoryview, is_end: bool) -> None:
+        if self._taste is not None and self._arriving is not None:
+            self._taste(self._arriving, piece, is_end)
 
 
 def _connect(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:

@@ -8,16 +8,14 @@ client of the same servers must name them by the same addresses.
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.client.client import SingleClient
+from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import EmptyLease, Lease
@@ -37,9 +35,7 @@ class ReplicatedClient:
         self.clients = list(clients)
         self.metrics = metrics
         self._replicas = replicas
-        self._io: ThreadPoolExecutor | None = None
-        self._io_pid = 0
-        self._io_lock = threading.Lock()
+        self._workers = Workers(len(clients), "kvtier-replicas")
         self._orders: list[tuple[int, ...] | None] = [None] * _NUM_BUCKETS
 
     @property
@@ -111,7 +107,7 @@ class ReplicatedClient:
                 if answer:
                     flags[position] = True
 
-        list(self._executor().map(ask, groups))
+        list(self._workers.map(ask, groups))
         return flags
 
     # --- writing ---------------------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ class ReplicatedClient:
                 return []
             return [positions[index] for index in written]
 
-        written = set().union(*self._executor().map(store, groups))
+        written = set().union(*self._workers.map(store, groups))
         if full and len(full) == len(groups):
             raise full[0]
         return len(written)
@@ -171,8 +167,7 @@ class ReplicatedClient:
         return self._documents(SingleClient.stats)
 
     def close(self) -> None:
-        if self._io is not None and self._io_pid == os.getpid():
-            self._io.shutdown()
+        self._workers.close()
         for client in self.clients:
             client.close()
 
@@ -185,13 +180,6 @@ class ReplicatedClient:
         self.close()
 
     # --- private ---------------------------------------------------------------------------------------------------
-
-    def _executor(self) -> ThreadPoolExecutor:
-        """Threads of this process: those of a parent do not come along in a fork."""
-        with self._io_lock:
-            if self._io is None or self._io_pid != os.getpid():
-                self._io, self._io_pid = ThreadPoolExecutor(len(self.clients), "kvtier-replicas"), os.getpid()
-            return self._io
 
     def _order(self, block_hash: BlockHash) -> tuple[int, ...]:
         """The servers in this block's order: those with the highest score for its bucket first."""
@@ -220,7 +208,7 @@ class ReplicatedClient:
         """For each block the servers that have it, those that should have had it when all were up first."""
         is_up = [client.is_up for client in self.clients]
         groups = self._all_replicas(hashes)
-        answers = self._executor().map(
+        answers = self._workers.map(
             lambda server: self.clients[server].contains([hashes[p] for p in groups[server]], timeout_s=timeout_s),
             groups,
         )
@@ -252,7 +240,7 @@ class ReplicatedClient:
             # A byte that the order does not depend on spreads the reads.
             groups.setdefault(holders[hashes[position][2] % len(holders)], []).append(position)
         found = [False] * len(hashes)
-        counts = self._executor().map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
+        counts = self._workers.map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
         for positions, count in zip(groups.values(), counts, strict=True):
             for position in positions[:count]:
                 found[position] = True

@@ -148,14 +148,13 @@ class _Scope:
         self._check()
         if self._arena is None:
             raise LeaseError("these blocks are in no memory of this process and have no views: fetch them")
-        for position in range(first, first + count):
-            if position not in self._views:
-                export = self._arena.export(self.offsets[position], self._block_bytes)
-                self._exports.append(export)
-                view = memoryview(export).cast("B")
-                self._views[position] = view.toreadonly() if readonly else view
-                del export
-        return [self._views[position] for position in range(first, first + count)]
+        known = self._views
+        missing = [position for position in range(first, first + count) if position not in known]
+        exports = self._arena.exports([self.offsets[position] for position in missing], self._block_bytes)
+        views = [memoryview(export).cast("B") for export in exports]
+        known.update(zip(missing, [view.toreadonly() for view in views] if readonly else views, strict=True))
+        self._exports += exports
+        return [known[position] for position in range(first, first + count)]
 
     def _check(self) -> None:
         if self._is_over:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
 from kvtier.sizes import format_size
@@ -81,9 +82,10 @@ class MappedArena:
             raise LeaseError(f"bytes {offset}..{offset + nbytes} are outside the arena of {self.nbytes}")
         return self._view[offset : offset + nbytes]
 
-    def export(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-        """The same bytes as an object of their own, which every view made of it keeps alive, and it the mapping."""
-        return (ctypes.c_ubyte * nbytes).from_buffer(self._map, offset)
+    def exports(self, offsets: Sequence[int], nbytes: int) -> list[ctypes.Array[ctypes.c_ubyte]]:
+        """`nbytes` at each offset as an object of its own: every view of it keeps it alive, and it the mapping."""
+        kind = ctypes.c_ubyte * nbytes
+        return [kind.from_buffer(self._map, offset) for offset in offsets]
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Make the pages of a range present and writable in this process, in one call instead of a fault a page.

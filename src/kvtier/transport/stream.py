@@ -19,10 +19,13 @@ from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame
 from kvtier.wire.messages import Message, decode, encode
 
-_MAX_VECTORS = 512  # well under IOV_MAX; one call moves megabytes at most
+_MAX_VECTORS = 512  # well under IOV_MAX
 _MIN_TIMEOUT_S = 0.001
 _SLACK_S = 0.05
 _DRAIN_BYTES = 1 << 20
+_SMALL_VIEW_BYTES = 16 << 10
+_CACHED_BYTES = 512 << 10  # received at once: what is still in the CPU's cache when it is tasted
+_SEND_BYTES = 1 << 20  # handed to the kernel at once; more only makes the peer wait
 _TIMEVAL = struct.Struct("ll")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
@@ -31,11 +34,15 @@ class Stream:
     """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket."""
 
     def __init__(
-        self, sock: socket.socket, place: Callable[[int, Message, int], BufferList], limits: FrameLimits
+        self,
+        sock: socket.socket,
+        place: Callable[[int, Message, int], BufferList],
+        taste: Callable[[memoryview, bool], None],
+        limits: FrameLimits,
     ) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
-        self._reader: FrameReader[Message] = FrameReader(decode, place, limits)
+        self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste)
         self._timeout_s: float | None = None
         self.passed_fds: list[int] = []
         self._poll = select.poll()
@@ -79,20 +86,27 @@ class Stream:
     ) -> None:
         """Send one frame, gathered from the views. With `deadline` (monotonic), raises `TierTimeout` past it."""
         head = memoryview(encode_frame(request, encode(message), sum(map(len, payload))))
-        left: BufferList = [head, *payload]
+        if pass_fd is not None:
+            # The descriptor must go with the first byte; a frame this small is never cut by the kernel.
+            with _translated():
+                socket.send_fds(self._sock, [head], [pass_fd])
+            return
+        self._send_all([head, *payload], deadline)
+
+    def _send_all(self, left: BufferList, deadline: float | None) -> None:
+        position = 0
         with _translated():
-            if pass_fd is not None:
-                # The descriptor must go with the first byte; a frame this small is never cut by the kernel.
-                socket.send_fds(self._sock, left, [pass_fd])
-                return
-            position = 0
             while position < len(left):
                 self._wait_until(deadline)
                 if self._tls is not None:
                     self._tls.sendall(left[position])
                     position += 1
                     continue
-                sent = self._sock.sendmsg(left[position : position + _MAX_VECTORS])
+                end, nbytes = position + 1, len(left[position])
+                while end < len(left) and nbytes < _SEND_BYTES and end - position < _MAX_VECTORS:
+                    nbytes += len(left[end])
+                    end += 1
+                sent = self._sock.sendmsg(left[position:end])
                 while position < len(left) and sent >= len(left[position]):
                     sent -= len(left[position])
                     position += 1
@@ -110,10 +124,10 @@ class Stream:
                     received = self._tls.recv_into(want[0])
                 elif takes_fds:
                     received = self._receive_with_fds(want)
-                elif len(want) == 1:
-                    received = self._sock.recv_into(want[0])
+                elif len(want) == 1 or len(want[1]) > _SMALL_VIEW_BYTES:
+                    received = self._sock.recv_into(want[0], min(len(want[0]), _CACHED_BYTES))
                 else:
-                    received = self._sock.recvmsg_into(want[:_MAX_VECTORS])[0]
+                    received = self._sock.recvmsg_into(want[: _CACHED_BYTES // _SMALL_VIEW_BYTES])[0]
             if not received:
                 raise TierUnavailable("the peer closed the connection")
             frame = reader.advance(received)

@@ -155,19 +155,14 @@ class Release(_Message, frozen=True, tag=17):
 
 
 class Fill(_Message, frozen=True, tag=18):
-    """Payload for slots `first..first+count` of a reservation, committed on arrival. Answered by `Counted`.
-
-    `checksums` are one u64 a block, over key and payload; blocks that do not fit theirs are not stored.
-    """
+    """Payload for slots `first..first+count` of a reservation, committed on arrival. Answered by `Counted`."""
 
     reservation: int
     first: int
     count: int
-    checksums: bytes
 
     def __post_init__(self) -> None:
         _require(self.first >= 0 and self.count > 0, "first and count must name a range")
-        _require(len(self.checksums) == 8 * self.count, "one checksum a block")
 
 
 class Commit(_Message, frozen=True, tag=19):
