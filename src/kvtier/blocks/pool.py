@@ -10,7 +10,6 @@ last reference returns. The owner of the pool calls everything from one thread o
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -126,14 +125,14 @@ class BlockPool:
     def free_units(self) -> int:
         return self._space.free_units
 
-    def match(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_blocks: int | None = None) -> Match:
+    def match(self, index: PrefixIndex, hashes: Sequence[BlockHash], max_blocks: int | None = None) -> Match:
         """Reference the longest prefix of `hashes` that is READY or LOADING, at most `max_blocks` of it."""
         matched: list[Block] = []
         fresh: list[Block] = []
         ended = Presence.READY
         get = index.blocks.get
         ready, loading = BlockState.READY, BlockState.LOADING
-        for block_hash in hashes if max_blocks is None else itertools.islice(hashes, max_blocks):
+        for block_hash in hashes if max_blocks is None else hashes[:max_blocks]:
             block = get(block_hash)
             if block is None:
                 ended = Presence.MISS
@@ -146,6 +145,9 @@ class BlockPool:
                 fresh.append(block)
             block.num_refs += 1
             matched.append(block)
+        else:
+            if len(matched) < len(hashes):
+                ended = index.presence(hashes[len(matched)])
         self.referenced_units += len(fresh) * index.block_units
         remove = self._policy.remove
         for block in fresh:

@@ -201,7 +201,7 @@ class Catalog:
     def borrow(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
         """Reference the longest cached prefix while it is sent; `give_back` ends that. Some may yet be loading."""
         with self._lock:
-            return self._find(space, hashes, self._held_units_per_client // space.index.block_units)[0]
+            return self._find(space, hashes, self._pool.num_units // space.index.block_units)[0]
 
     def give_back(self, blocks: Sequence[Block]) -> None:
         with self._lock:

@@ -61,7 +61,8 @@ _LARGE_FILE_BYTES = 4 << 30
 _MIN_GROWTH_BYTES = 1 << 20
 _MAX_GROWTH_BYTES = 256 << 20
 _RECENCY_BATCH = 512
-MIN_FILE_BYTES = NUM_SUPERBLOCKS * SUPERBLOCK_BYTES + _SMALL_CHUNK_BYTES + UNIT_BYTES
+_MAP_SHARE = 256
+MIN_FILE_BYTES = NUM_SUPERBLOCKS * SUPERBLOCK_BYTES + _SMALL_CHUNK_BYTES + 2 * UNIT_BYTES
 
 
 class StoredBlock(Block):
@@ -365,13 +366,14 @@ class DiskStore:
         return fd
 
     def _room_for_data(self) -> int:
-        """The budget less whatever else lies in the folder: the bound counts everything."""
+        """The budget less whatever else takes room: other files in the folder, the filesystem's map of a large file."""
         others = 0
         for path in self.folder.rglob("*"):
             if path.name != _DATA_NAME and path.is_file():
                 others += max(path.stat().st_size, path.stat().st_blocks * 512)
-        limit = (self.file_space - others) // UNIT_BYTES * UNIT_BYTES
-        if limit < MIN_FILE_BYTES:
+        room = self.file_space - others
+        limit = (room - max(UNIT_BYTES, room // _MAP_SHARE)) // UNIT_BYTES * UNIT_BYTES
+        if room < MIN_FILE_BYTES:
             raise ConfigError(
                 f"other files in {self.folder} take {format_size(others)} of the {format_size(self.file_space)} allowed"
             )
