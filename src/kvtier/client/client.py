@@ -206,6 +206,14 @@ class SingleClient:
     def is_local(self) -> bool:
         return self._endpoint.is_local
 
+    @property
+    def arena(self) -> MappedArena:
+        """The server's memory as this process maps it: what lease offsets are places in, and what CUDA registers.
+
+        Another one after the server was restarted. Raises `TierUnavailable` without a server on this host.
+        """
+        return self._endpoint.arena
+
     def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
         layout = self.layout
         assert self._namespace is not None

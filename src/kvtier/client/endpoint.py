@@ -100,6 +100,13 @@ class Endpoint:
         self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
         _endpoints.add(self)
 
+    @property
+    def arena(self) -> MappedArena:
+        with self._condition:
+            if self._arena is None:
+                raise TierUnavailable(f"{self.address} has no memory that this process has mapped")
+            return self._arena
+
     def next_number(self) -> int:
         """A number for a lease or reservation, never used before by this client."""
         with self._condition:
