@@ -138,7 +138,7 @@ class DiskStore:
         """The space of a namespace. Raises `TierRefused` for another block size than it has."""
         with self._lock:
             space = self._spaces.get(namespace)
-            if space is None or not len(space.index):
+            if space is None or (space.block_bytes != block_bytes and not len(space.index)):
                 space = self._spaces[namespace] = StoreSpace(namespace, name, block_bytes, block_tokens)
         if space.block_bytes != block_bytes:
             raise TierRefused(
@@ -451,6 +451,7 @@ class DiskStore:
         cold_to_warm = sorted(blocks, key=lambda block: block.used_at)
         self._pool.restore(num_units, sorted(regions, key=lambda region: region.start), cold_to_warm)
         if has_all_chunks:
+            self._write_superblock(superblock.chunks)  # the other copy may be damaged
             self._collect_free_records(found, kept)
         else:
             self._rewrite_records(blocks)
@@ -635,7 +636,9 @@ class DiskStore:
         self._wipe_evicted()
         self._files.write(self._buffered_fd, bytes(chunk_bytes), region.start * UNIT_BYTES)
         first = len(self._superblock.chunks) * (chunk_bytes // RECORD_BYTES)
-        self._write_superblock((*self._superblock.chunks, region.start))
+        chunks = (*self._superblock.chunks, region.start)
+        for _ in range(NUM_SUPERBLOCKS):
+            self._write_superblock(chunks)
         with self._lock:
             self._free_records.extend(range(first, first + chunk_bytes // RECORD_BYTES))
 
