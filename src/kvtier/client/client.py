@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 _SLOWEST_BYTES_PER_S = 64e6
 _FRAME_BYTES = 32 << 20
+_PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,29 +545,31 @@ class SingleClient:
     def _set_local(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None
     ) -> list[int]:
+        """Copy and commit by parts: the server's disk writes the first ones while the next are being copied."""
         reservation = self.reserve(hashes, timeout_s=timeout_s)
-        try:
-            reservation.fill([blocks[position] for position in reservation.positions])
-        except BaseException:
-            reservation.close()
-            raise
-
-        def finish() -> None:
-            with reservation:
-                reservation.commit()
+        wanted = [blocks[position] for position in reservation.positions]
+        step = max(1, _PART_BYTES // self.layout.block_bytes)
 
         def finish_later() -> None:
             try:
-                finish()
+                with reservation:
+                    reservation.commit()
             except TierError as error:  # the reservation is closed by now: there is nothing to try again
                 self._endpoint.count_failure(error)
 
-        if not reservation.num_blocks:
+        try:
+            for first in range(0, len(wanted), step):
+                part = wanted[first : first + step]
+                reservation.fill(part, first, len(part))
+                if not deferred:
+                    reservation.commit(first, len(part))
+        except BaseException:
             reservation.close()
-        elif deferred:
+            raise
+        if deferred and wanted:
             self._endpoint.do_later(finish_later)
         else:
-            finish()
+            reservation.close()
         return list(reservation.positions)
 
     def _set_remote(

@@ -270,16 +270,20 @@ class Reservation(_Scope):
         """Writable views of the slots, valid until `close`."""
         return self._open_views(0, self.num_blocks, readonly=False)
 
-    def fill(self, blocks: Sequence[Buffer]) -> None:
-        """Copy `blocks[i]` into slot `i`. Raises `ConfigError`, before a byte is copied, for blocks that do not fit."""
+    def fill(self, blocks: Sequence[Buffer], first: int = 0, count: int | None = None) -> None:
+        """Copy `blocks[i]` into slot `first + i`, for `count` slots (all that follow by default).
+
+        Raises `ConfigError`, before a byte is copied, for blocks that do not fit.
+        """
         self._check()
         assert self._arena is not None
-        if len(blocks) != self.num_blocks:
-            raise ConfigError(f"{len(blocks)} blocks for {self.num_blocks} slots")
+        count = self.num_blocks - first if count is None else count
+        if len(blocks) != count or first + count > self.num_blocks:
+            raise ConfigError(f"{len(blocks)} blocks for {count} of {self.num_blocks} slots")
         sources = [address_of(view) for view in byte_views(blocks, self._block_bytes, writable=False)]
-        for offset in self.offsets:
+        for offset in self.offsets[first : first + count]:
             self._arena.populate(offset, self._block_bytes)
-        copy_blocks(self._addresses(), sources, self._block_bytes)
+        copy_blocks(self._addresses()[first : first + count], sources, self._block_bytes)
 
     def commit(self, first: int = 0, count: int | None = None) -> int:
         """Slots `first..first+count` (all by default) hold their bytes: show them to everyone. Returns how many."""
