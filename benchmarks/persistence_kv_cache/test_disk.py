@@ -237,7 +237,9 @@ class DiskServer:
     def _running(self) -> Iterator[tuple[ServerProcess, SingleClient, list[BlockHash]]]:
         file_space = str(3 * NUM_BLOCKS * self._layout.slot_bytes)
         options = ("--folder", str(self._folder), "--disk", file_space, "--max-leased", str(self._memory))
-        with cache_server(*options, memory=str(self._memory)) as server:
+        with cache_server(*options, "--touch-memory", memory=str(self._memory)) as server:
+            while server.resident_bytes() < self._memory:  # as in a server that has run for a while
+                time.sleep(0.01)
             with kvtier.connect(server.unix, layout=self._layout, namespace=self._namespace, timeout_s=60) as client:
                 yield server, client, client.hashes(range(NUM_BLOCKS * self._layout.block_tokens))
 

@@ -39,7 +39,7 @@ class BlockState(enum.Enum):
 class Block(TakenRegion):
     """One block's place in a pool. `start` is its block id: the first unit it occupies."""
 
-    __slots__ = ("hash", "index", "is_held", "is_pinned", "num_refs", "state")
+    __slots__ = ("hash", "index", "is_pinned", "num_holds", "num_refs", "state")
 
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
@@ -48,7 +48,11 @@ class Block(TakenRegion):
         self.num_refs = 1
         self.state = BlockState.PENDING
         self.is_pinned = False
-        self.is_held = False
+        self.num_holds = 0
+
+    @property
+    def is_held(self) -> bool:
+        return self.num_holds > 0
 
     @property
     def is_ready(self) -> bool:
@@ -281,11 +285,12 @@ class BlockPool:
 
     def hold(self, block: Block) -> None:
         """Keep a block's room while it is read or written in passing; its place in the order of eviction stays."""
-        block.is_held = True
+        block.num_holds += 1
 
     def let_go(self, block: Block) -> None:
-        block.is_held = False
-        if block.state is BlockState.GONE and block.num_refs == 0:
+        assert block.num_holds > 0, "a hold was given up twice"
+        block.num_holds -= 1
+        if block.state is BlockState.GONE and not block.num_refs and not block.num_holds:
             self._space.give_back(block)
 
     def take_raw(self, size: int) -> TakenRegion | None:
@@ -390,7 +395,8 @@ class _Window:
 def _window_around(victim: Block, size: int) -> _Window | None:
     """The smallest window of evictable blocks around `victim` that makes room for `size`, or None.
 
-    Prefixes are written upwards and go cold from their end, so it grows downwards first.
+    Prefixes are written upwards and go cold from their end, so it grows downwards first, but not into a larger block
+    than lies on the other side: that may be the one that was last made room for in this way.
     """
     blocks = [victim]
     run = victim.size
@@ -403,7 +409,10 @@ def _window_around(victim: Block, size: int) -> _Window | None:
             run, fitting_before, right = run + right.size, fitting_before + right.size // size, right.right
         if run >= size:
             return _Window(blocks, run // size - fitting_before)
-        if isinstance(left, Block) and _is_evictable(left):
+        is_right_smaller = (
+            isinstance(right, Block) and _is_evictable(right) and left is not None and right.size < left.size
+        )
+        if isinstance(left, Block) and _is_evictable(left) and not is_right_smaller:
             blocks.append(left)
             run, left = run + left.size, left.left
         elif isinstance(right, Block) and _is_evictable(right):

@@ -325,14 +325,15 @@ class Catalog:
 
     def begin_storing(self, block: MemoryBlock) -> bool:
         with self._lock:
-            block.is_queued = False
-            if not block.is_ready or block.is_stored:
-                return block.is_stored
+            if not block.is_ready:
+                block.is_queued = False
+                return False
             self._pool.hold(block)
             return True
 
     def end_storing(self, block: MemoryBlock, *, is_stored: bool) -> None:
         with self._lock:
+            block.is_queued = False  # not before: two writers must never hold one block
             block.is_stored = block.is_stored or is_stored
             self._pool.let_go(block)
             self._leave_memory([block])
@@ -458,12 +459,19 @@ class Catalog:
         if found is None:
             return []
         store, stored = found
-        wanted = [block.hash for block in stored]
-        grant = self._pool.reserve(space.index, wanted, state=BlockState.LOADING)
+        seen: set[BlockHash] = set()
+        for position, origin in enumerate(stored):  # a run ends where it repeats itself
+            if origin.hash in seen:
+                store.free(stored[position:])
+                stored = stored[:position]
+                break
+            seen.add(origin.hash)
+        grant = self._pool.reserve(space.index, [origin.hash for origin in stored], state=BlockState.LOADING)
         loads = []
-        for block, origin in zip(grant.blocks, stored, strict=False):
+        for block, position in zip(grant.blocks, grant.positions, strict=True):
             assert isinstance(block, MemoryBlock)
-            loads.append(Load(space, block, origin, store))
+            assert block.hash == stored[position].hash
+            loads.append(Load(space, block, stored[position], store))
         store.free(stored[len(loads) :])
         self._pool.reference(grant.blocks)  # one for whoever asked, one for the reader
         self._persistence.load(loads)

@@ -70,7 +70,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.tls_certificate is not None and self.tcp is None:
             raise ConfigError("TLS is for TCP: give a TCP address too")
         if (self.folder is None) != (self.file_bytes is None):
-            raise ConfigError("the disk needs both a folder and a file space")
+            raise ConfigError("the disk needs both a folder (--folder) and a bound (--disk)")
         if self.folder is None and not self.keeps_memory:
             raise ConfigError("a server without memory needs a folder")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
@@ -30,7 +31,7 @@ from kvtier.stores.files import Files
 
 logger = logging.getLogger(__name__)
 
-_NUM_WRITERS = 4
+_NUM_WRITERS = 8
 _NUM_READERS = 8
 _KEEPER_INTERVAL_S = 1.0
 _LAST_RETRY_S = 30.0
@@ -106,10 +107,12 @@ class Persistence:
         self._fsync = fsync
         self._log = LogLimit(logger)
         self._condition = threading.Condition()
-        self._queue: deque[tuple[int, SpaceLike, MemoryBlock]] = deque()
-        self._loads: deque[Load] = deque()
-        self._writing: set[int] = set()
+        # Queues hand each item to one thread; a condition would wake all of them for every block.
+        self._queue: SimpleQueue[tuple[int, SpaceLike, MemoryBlock] | None] = SimpleQueue()
+        self._loads: SimpleQueue[Load | None] = SimpleQueue()
+        self._unwritten: OrderedDict[int, None] = OrderedDict()
         self._last_number = 0
+        self._num_flushing = 0
         self._is_closing = False
         self._threads: list[threading.Thread] = []
         self._owner: BlockOwner
@@ -119,6 +122,10 @@ class Persistence:
         self._num_using = 0
 
     def open(self) -> None:
+        """Open the folder, before `start`."""
+        self._store = self._open_store()
+
+    def _open_store(self) -> DiskStore:
         """Open the store and say what came back."""
         store = DiskStore(self.folder, self._file_space, files=self._files)
         spaces = [space for space in store.spaces() if len(space.index)]
@@ -128,7 +135,7 @@ class Persistence:
             logger.info("recover 0 blocks. info: {'folder': '%s'}", self.folder)
         if store.losses:
             logger.warning("disk store %s lost: %s", self.folder, dict(store.losses))
-        self._store = store
+        return store
 
     def start(self, owner: BlockOwner) -> None:
         self._owner = owner
@@ -166,13 +173,14 @@ class Persistence:
             for block in blocks:
                 block.is_queued = True
                 self._last_number += 1
-                self._queue.append((self._last_number, space, block))
-            self._condition.notify_all()
+                self._unwritten[self._last_number] = None
+                self._queue.put((self._last_number, space, block))
 
     def load(self, loads: Sequence[Load]) -> None:
         with self._condition:
-            self._loads.extend(loads)
-            self._condition.notify_all()
+            self._num_using += len(loads)
+        for load in loads:
+            self._loads.put(load)
 
     # --- called by connections -------------------------------------------------------------------------------------
 
@@ -205,7 +213,11 @@ class Persistence:
             stored_space = None if store is None else self._space_of(store, space)
             if store is None or stored_space is None:
                 raise TierUnavailable("the disk is down or there is none")
-            return [store.verify(stored_space, block_hash) for block_hash in hashes]
+            try:
+                return [store.verify(stored_space, block_hash) for block_hash in hashes]
+            except OSError as error:
+                self._fail(store, error)
+                raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
 
     def spaces(self) -> list[StoreSpace]:
         store = self._store
@@ -216,11 +228,15 @@ class Persistence:
         deadline = time.monotonic() + timeout_s
         with self._condition:
             last = self._last_number
-            while (first := self._first_unwritten()) is not None and first <= last:
-                if self._store is None:
-                    raise TierUnavailable("the disk is down: what is in memory is not on it")
-                if not self._condition.wait(max(0.0, deadline - time.monotonic())):
-                    raise TierTimeout("the disk did not keep up within the deadline")
+            self._num_flushing += 1
+            try:
+                while self._unwritten and next(iter(self._unwritten)) <= last:
+                    if self._store is None:
+                        raise TierUnavailable("the disk is down: what is in memory is not on it")
+                    if not self._condition.wait(max(0.0, deadline - time.monotonic())):
+                        raise TierTimeout("the disk did not keep up within the deadline")
+            finally:
+                self._num_flushing -= 1
         with self._using() as store:
             if store is None:
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
@@ -233,7 +249,7 @@ class Persistence:
     def levels(self) -> dict[str, float]:
         store = self._store
         with self._condition:
-            queued = len(self._queue) + len(self._writing)
+            queued = len(self._unwritten)
         levels = {} if store is None else store.levels()
         return {
             "disk_up": float(store is not None),
@@ -256,6 +272,10 @@ class Persistence:
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
+        for _ in range(_NUM_WRITERS):
+            self._queue.put(None)
+        for _ in range(_NUM_READERS):
+            self._loads.put(None)
         for thread in self._threads:
             thread.join()
         for store in (self._store, self._failed_store):
@@ -265,22 +285,27 @@ class Persistence:
     # --- threads ---------------------------------------------------------------------------------------------------
 
     def _run_writer(self) -> None:
-        while True:
-            with self._condition:
-                while not self._is_closing and (not self._queue or self._store is None):
-                    self._condition.wait()
-                if self._is_closing:
-                    return
-                number, space, block = self._queue.popleft()
-                self._writing.add(number)
+        while (item := self._queue.get()) is not None:
+            number, space, block = item
             try:
-                with self._using() as store:
-                    if store is not None:
-                        self._write(store, space, block)
+                self._write_when_up(space, block)
             finally:
                 with self._condition:
-                    self._writing.discard(number)
-                    self._condition.notify_all()
+                    del self._unwritten[number]
+                    if self._num_flushing:
+                        self._condition.notify_all()
+
+    def _write_when_up(self, space: SpaceLike, block: MemoryBlock) -> None:
+        """Holds on to the block while the disk is down."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._store is not None or self._is_closing)
+                if self._store is None:
+                    return
+            with self._using() as store:
+                if store is not None:
+                    self._write(store, space, block)
+                    return
 
     def _write(self, store: DiskStore, space: SpaceLike, block: MemoryBlock) -> None:
         if not self._owner.begin_storing(block):
@@ -306,14 +331,7 @@ class Persistence:
             self._owner.end_storing(block, is_stored=is_stored)
 
     def _run_reader(self) -> None:
-        while True:
-            with self._condition:
-                while not self._is_closing and not self._loads:
-                    self._condition.wait()
-                if not self._loads:
-                    return
-                load = self._loads.popleft()
-                self._num_using += 1
+        while (load := self._loads.get()) is not None:
             has_arrived = False
             try:
                 load.store.read(load.stored, self._slot(load.block))
@@ -321,7 +339,7 @@ class Persistence:
                 has_arrived = True
                 self.num_read += 1
             except BlockCorrupt as error:
-                self._log.warning("corrupt", "disk store %s: %s", self.folder, error)
+                self._log.warning("corrupt", "disk store %s: %s", self.folder, str(error))
             except OSError as error:
                 self._fail(load.store, error)
             finally:
@@ -375,26 +393,31 @@ class Persistence:
 
     def _come_back(self) -> bool:
         with self._condition:
-            if self._num_using or self._loads:
+            if self._num_using:
                 return False  # a descriptor must not be closed under a thread that uses it
             failed, self._failed_store = self._failed_store, None
         if failed is not None:
             failed.close()
         try:
-            self.open()
+            store = self._open_store()
         except (ConfigError, OSError) as error:
             self._log.warning("down", "disk store is still down: %s", error)
             return False
-        logger.info("disk store %s is up again", self.folder)
+        with self._condition:
+            self._store = store
+            # A flush that sees the disk up waits for this number: for what was committed while it was down.
+            self._last_number += 1
+            number = self._last_number
+            self._unwritten[number] = None
         for space, block in self._owner.unstored():
             self.queue(space, [block])
+        with self._condition:
+            del self._unwritten[number]
+            self._condition.notify_all()
+        logger.info("disk store %s is up again", self.folder)
         return True
 
     # --- small -----------------------------------------------------------------------------------------------------
-
-    def _first_unwritten(self) -> int | None:
-        candidates = [*self._writing, *((self._queue[0][0],) if self._queue else ())]
-        return min(candidates, default=None)
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[DiskStore | None]:

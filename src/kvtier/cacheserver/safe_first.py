@@ -1,4 +1,8 @@
-"""Least recently used first, but what is safe on disk before what is not: nothing is lost while the disk catches up."""
+"""Least recently used first, but what is safe on disk before what is not.
+
+When all that could be evicted is unsafe, because the disk does not keep up, the coldest goes all the same: a slow disk
+never stops a set. Such losses are counted.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import secrets
@@ -23,6 +24,7 @@ from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
+from kvtier.stores.files import Files
 from kvtier.transport.listening import UnixListener, listen_tcp
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,13 @@ _STOP_S = 10.0
 class CacheServer:
     """Listening from construction on; `close` stops it. Every method may be called from any thread."""
 
-    def __init__(self, config: CacheServerConfig) -> None:
-        """Raises `ConfigError`, with nothing left behind, when an address or a certificate cannot be used."""
+    def __init__(self, config: CacheServerConfig, *, files: Files | None = None) -> None:
+        """Raises `ConfigError`, with nothing left behind, when an address or a certificate cannot be used.
+
+        `files` is what the disk store works on, unless it is the operating system's.
+        """
         self._config = config
+        self._files = files
         self._started_at = time.time()
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
@@ -46,13 +52,17 @@ class CacheServer:
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
         tls = _tls_context(config)
         memory_bytes = config.memory_bytes // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_listeners)
             if config.unix is not None:
                 self._unix = UnixListener(config.unix)
             if config.tcp is not None:
                 self._tcp = listen_tcp(config.tcp)
             self._arena = MappedArena.create(memory_bytes)
+            undo.callback(self._arena.close)
             self._persistence = self._open_disk()
+            if self._persistence is not None:
+                undo.callback(self._persistence.close)
             catalog = Catalog(
                 memory_bytes,
                 leased_bytes_per_client=config.leased_bytes_per_client,
@@ -65,9 +75,7 @@ class CacheServer:
             self._metrics = ServerMetrics(catalog.levels, self._losses)
             if config.metrics is not None:
                 self._metrics_server = self._serve_metrics()
-        except BaseException:
-            self._close_listeners()
-            raise
+            undo.pop_all()
         self._catalog = catalog
         if self._persistence is not None:
             self._persistence.start(catalog)
@@ -131,7 +139,7 @@ class CacheServer:
         config = self._config
         if config.folder is None or config.file_bytes is None:
             return None
-        persistence = Persistence(config.folder, config.file_bytes, self._arena, fsync=config.fsync)
+        persistence = Persistence(config.folder, config.file_bytes, self._arena, fsync=config.fsync, files=self._files)
         try:
             persistence.open()
         except (ConfigError, OSError) as error:

@@ -16,10 +16,11 @@ from kvtier.cli.cache_server import default_socket, read_token
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.sizes import format_size
-from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.disk import DiskStore, StoreSpace, holds_store
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16
+_MIN_DIGEST = 4
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
@@ -42,7 +43,7 @@ class _Cached(Protocol):
 
 
 class _ServerCached:
-    def __init__(self, address: str, token: bytes | None, described: dict[str, object]) -> None:
+    def __init__(self, address: str, token: bytes | None, ca_file: Path | None, described: dict[str, object]) -> None:
         self._address = address
         self._token = token
         self.namespace = str(described["namespace"])
@@ -59,6 +60,8 @@ class _ServerCached:
             token=token,
             layout=self._layout,
             namespace=Namespace(bytes.fromhex(self.namespace)),
+            name=self.name,
+            ca_file=ca_file,
             timeout_s=30.0,
         )
 
@@ -107,6 +110,9 @@ def _where(command: _Command) -> _Command:
     """The options that say where to look."""
     for option in (
         click.option(
+            "--ca-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Who signed, for TLS."
+        ),
+        click.option(
             "--token-file",
             type=click.Path(path_type=Path, exists=True, dir_okay=False),
             help="Token, for a TCP server.",
@@ -121,23 +127,28 @@ def _where(command: _Command) -> _Command:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path | None, server: str | None, token_file: Path | None) -> Iterator[list[_Cached]]:
+def _opened(
+    folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
+) -> Iterator[list[_Cached]]:
     """Every namespace there. One clear sentence for whatever goes wrong."""
     try:
         with contextlib.ExitStack() as stack:
             if folder is not None:
                 if server is not None:
                     raise ConfigError("give --folder or --server, not both")
+                if not holds_store(folder):
+                    raise ConfigError(f"there is no KV cache in {folder}")
                 store = stack.enter_context(contextlib.closing(DiskStore(folder, 1 << 62)))
                 yield [_FolderCached(store, space) for space in store.spaces() if len(space.index)]
                 return
             address = server or f"unix:{default_socket()}"
             token = read_token(token_file)
-            with connect(address, token=token) as client:
+            with connect(address, token=token, ca_file=ca_file) as client:
                 described = client.info()["namespaces"]
             assert isinstance(described, list)
             cached = [
-                stack.enter_context(contextlib.closing(_ServerCached(address, token, space))) for space in described
+                stack.enter_context(contextlib.closing(_ServerCached(address, token, ca_file, space)))
+                for space in described
             ]
             yield list(cached)
     except (KvtierError, OSError) as error:
@@ -146,7 +157,12 @@ def _opened(folder: Path | None, server: str | None, token_file: Path | None) ->
 
 def _chosen(cached: Sequence[_Cached], wanted: str) -> _Cached:
     """By name, or by the beginning of the namespace."""
-    found = [space for space in cached if wanted in (space.name, space.namespace) or space.namespace.startswith(wanted)]
+    is_digest = len(wanted) >= _MIN_DIGEST
+    found = [
+        space
+        for space in cached
+        if (wanted and wanted == space.name) or (is_digest and space.namespace.startswith(wanted))
+    ]
     if len(found) != 1:
         known = ", ".join(f"{space.name or 'unnamed'} ({space.namespace[:12]})" for space in cached) or "none"
         which = "no namespace is" if not found else "several namespaces are"
@@ -165,9 +181,9 @@ def cache() -> None:
 
 @cache.command()
 @_where
-def stat(folder: Path | None, server: str | None, token_file: Path | None) -> None:
+def stat(folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None) -> None:
     """What is there, by namespace."""
-    with _opened(folder, server, token_file) as cached:
+    with _opened(folder, server, token_file, ca_file) as cached:
         click.echo(f"{'namespace':14} {'name':24} {'block':>10} {'in memory':>10} {'on disk':>10} {'disk bytes':>12}")
         for space in cached:
             disk_bytes = format_size(space.num_disk_blocks * slot_bytes_of(space.block_bytes))
@@ -180,9 +196,11 @@ def stat(folder: Path | None, server: str | None, token_file: Path | None) -> No
 @cache.command("ls")
 @click.argument("namespace")
 @_where
-def list_blocks(namespace: str, folder: Path | None, server: str | None, token_file: Path | None) -> None:
+def list_blocks(
+    namespace: str, folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
+) -> None:
     """The blocks of NAMESPACE (a name, or the beginning of its digest) and where each is."""
-    with _opened(folder, server, token_file) as cached:
+    with _opened(folder, server, token_file, ca_file) as cached:
         for block_hash, flags in _chosen(cached, namespace).blocks():
             places = [
                 word
@@ -194,10 +212,10 @@ def list_blocks(namespace: str, folder: Path | None, server: str | None, token_f
 
 @cache.command()
 @_where
-def verify(folder: Path | None, server: str | None, token_file: Path | None) -> None:
+def verify(folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None) -> None:
     """Read every block on disk and compare its checksum. Corrupt ones are named and removed; exit status 1 then."""
     num_corrupt = num_read = 0
-    with _opened(folder, server, token_file) as cached:
+    with _opened(folder, server, token_file, ca_file) as cached:
         for space in cached:
             hashes = [block_hash for block_hash, flags in space.blocks() if flags & LISTED_DISK]
             label = f"{space.name or space.namespace[:12]}: {len(hashes)} blocks"
@@ -220,9 +238,11 @@ def verify(folder: Path | None, server: str | None, token_file: Path | None) -> 
 @cache.command()
 @click.argument("namespace")
 @_where
-def drop(namespace: str, folder: Path | None, server: str | None, token_file: Path | None) -> None:
+def drop(
+    namespace: str, folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
+) -> None:
     """Forget everything of NAMESPACE."""
-    with _opened(folder, server, token_file) as cached:
+    with _opened(folder, server, token_file, ca_file) as cached:
         click.echo(f"{_chosen(cached, namespace).drop()} blocks dropped")
 
 
@@ -232,10 +252,16 @@ def drop(namespace: str, folder: Path | None, server: str | None, token_file: Pa
 @click.option("--remove", is_flag=True, help="Stop keeping them.")
 @_where
 def pin(
-    namespace: str, block: str, remove: bool, folder: Path | None, server: str | None, token_file: Path | None
+    namespace: str,
+    block: str,
+    remove: bool,
+    folder: Path | None,
+    server: str | None,
+    token_file: Path | None,
+    ca_file: Path | None,
 ) -> None:
     """Keep the blocks of NAMESPACE from eviction: all, or those whose hash begins with BLOCK."""
-    with _opened(folder, server, token_file) as cached:
+    with _opened(folder, server, token_file, ca_file) as cached:
         space = _chosen(cached, namespace)
         count = space.pin(_hashes(space, block), keep=not remove)
         click.echo(f"{count} blocks {'no longer pinned' if remove else 'pinned'}")

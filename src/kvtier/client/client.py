@@ -6,13 +6,14 @@ answers with less, and counts why. What an operator asks for (info, stats, pin, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import os
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Protocol, Self
 
 import xxhash
 
-from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, split_hashes
+from kvtier.blocks.hashing import HASH_BYTES, BlockHash, block_hashes, join_hashes, split_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.connection import Connection
@@ -33,7 +34,6 @@ from kvtier.errors import (
     TierError,
     TierFull,
     TierRefused,
-    TierTimeout,
     TierUnavailable,
 )
 from kvtier.memory.checksum import start_checksum
@@ -259,6 +259,7 @@ class SingleClient:
         if into is not None:
             hashes = hashes[: len(into)]
         buffers = None if into is None else byte_views(into[: len(hashes)], self.layout.block_bytes, writable=True)
+        hashes = hashes[:MAX_HASHES]
         if not hashes:
             return iter(())
         return self._stream_local(hashes, buffers) if self.is_local else self._stream_remote(hashes, buffers)
@@ -271,7 +272,7 @@ class SingleClient:
             for first in range(0, len(hashes), MAX_HASHES):
                 part = hashes[first : first + MAX_HASHES]
                 with self._endpoint.connection(deadline) as connection:
-                    request = wire.ContainsRequest(connection.space, join_hashes(part))
+                    request = wire.ContainsRequest(connection.space, _joined(part))
                     reply = connection.call(request, wire.Contained, deadline)
                     flags += map(bool, reply.flags.ljust(len(part), b"\0")[: len(part)])
         except TierError as error:
@@ -334,7 +335,9 @@ class SingleClient:
                 arena = self._endpoint.arena_of(connection)
                 offsets = self._offsets_in(arena, reserved.offsets)
                 server_id = connection.welcome.server_id
-        except (TierTimeout, TierUnavailable):
+        except (TierRefused, TierFull):
+            raise
+        except BaseException:  # an interrupt too: the server may have granted it
             self._close_later(number)
             raise
 
@@ -378,7 +381,7 @@ class SingleClient:
         self._check()
         deadline = self._deadline(None, len(hashes) * self.layout.block_bytes)
         with self._endpoint.connection(deadline) as connection:
-            request = wire.VerifyRequest(connection.space, join_hashes(hashes))
+            request = wire.VerifyRequest(connection.space, _joined(hashes))
             return list(map(bool, connection.call(request, wire.Contained, deadline).flags))
 
     def flush(self, *, timeout_s: float | None = None) -> None:
@@ -411,14 +414,16 @@ class SingleClient:
     def _match(self, number: int, hashes: Sequence[BlockHash], deadline: float) -> Lease:
         try:
             with self._endpoint.connection(deadline) as connection:
-                request = wire.MatchRequest(connection.space, join_hashes(hashes), number)
+                request = wire.MatchRequest(connection.space, _joined(hashes), number)
                 matched = connection.call(request, wire.Matched, deadline)
                 arena = self._endpoint.arena_of(connection) if self.is_local else None
                 offsets = self._offsets_in(arena, matched.offsets)
                 if len(offsets) > len(hashes):
                     raise RemoteProtocolError("the server matched more blocks than it was asked for")
                 server_id = connection.welcome.server_id
-        except (TierTimeout, TierUnavailable):
+        except TierRefused:
+            raise
+        except BaseException:  # an interrupt too: the server may have granted it
             self._release_later(number)
             raise
         self.metrics.hit_blocks.labels(tier=self._label).inc(len(offsets))
@@ -452,16 +457,21 @@ class SingleClient:
 
     def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], timeout_s: float | None) -> int:
         """Get over TCP, shared by `transfer_connections`. Returns the leading blocks that arrived."""
-        if not hashes:
+        hashes = hashes[:MAX_HASHES]
+        parts = self._parts(len(hashes)) if hashes else []
+        if not parts:
             return 0
-        parts = self._parts(len(hashes))
         if len(parts) == 1:
             return self._pull_part(hashes, into, timeout_s)
 
         def pull(part: slice) -> int:
             return self._pull_part(hashes[part], into[part], timeout_s)
 
-        counts = self._transfers.map(pull, parts)
+        try:
+            counts = list(self._transfers.map(pull, parts))
+        except TierUnavailable as error:
+            self._endpoint.count_failure(error)
+            return 0
         total = 0
         for part, count in zip(parts, counts, strict=True):
             if total == part.start:
@@ -475,7 +485,7 @@ class SingleClient:
         try:
             with self._endpoint.connection(deadline) as connection:
                 frame_blocks = max(1, _FRAME_BYTES // block_bytes)
-                request = wire.GetRequest(connection.space, join_hashes(hashes), frame_blocks)
+                request = wire.GetRequest(connection.space, _joined(hashes), frame_blocks)
                 number = connection.send(request, deadline=deadline)
                 for blocks in connection.receive_blocks(
                     number,
@@ -523,7 +533,7 @@ class SingleClient:
         try:
             deadline = self._deadline(None, block_bytes)
             with self._endpoint.connection(deadline) as connection:
-                request = wire.GetRequest(connection.space, join_hashes(hashes), 1)
+                request = wire.GetRequest(connection.space, _joined(hashes), 1)
                 number = connection.send(request, deadline=deadline)
                 for blocks in connection.receive_blocks(
                     number,
@@ -550,24 +560,25 @@ class SingleClient:
         wanted = [blocks[position] for position in reservation.positions]
         step = max(1, _PART_BYTES // self.layout.block_bytes)
 
-        def finish_later() -> None:
+        def commit_later(first: int, count: int) -> None:
             try:
-                with reservation:
-                    reservation.commit()
-            except TierError as error:  # the reservation is closed by now: there is nothing to try again
+                reservation.commit(first, count)
+            except TierError as error:  # nothing to try again: the slots go back when the reservation is closed
                 self._endpoint.count_failure(error)
 
         try:
             for first in range(0, len(wanted), step):
                 part = wanted[first : first + step]
                 reservation.fill(part, first, len(part))
-                if not deferred:
+                if deferred:
+                    self._endpoint.do_later(functools.partial(commit_later, first, len(part)))
+                else:
                     reservation.commit(first, len(part))
         except BaseException:
             reservation.close()
             raise
-        if deferred and wanted:
-            self._endpoint.do_later(finish_later)
+        if deferred:
+            self._endpoint.do_later(reservation.close)
         else:
             reservation.close()
         return list(reservation.positions)
@@ -590,7 +601,9 @@ class SingleClient:
                 self._fill(number, wanted, slice(0, len(wanted)), deadline)
             else:
                 list(self._transfers.map(lambda part: self._fill(number, wanted, part, deadline), parts))
-        except (TierTimeout, TierUnavailable):
+        except (TierRefused, TierFull):
+            raise
+        except BaseException:  # an interrupt too: the server may have granted it
             self._close_later(number)
             raise
         end = wire.Close(number)
@@ -620,9 +633,9 @@ class SingleClient:
     def _reserve(
         self, connection: Connection, number: int, hashes: Sequence[BlockHash], deadline: float
     ) -> wire.Reserved:
-        request = wire.ReserveRequest(connection.space, join_hashes(hashes[:MAX_HASHES]), number)
+        request = wire.ReserveRequest(connection.space, _joined(hashes[:MAX_HASHES]), number)
         reserved = connection.call(request, wire.Reserved, deadline)
-        if max(wire.unpack_numbers(reserved.positions), default=0) >= len(hashes):
+        if max(wire.unpack_numbers(reserved.positions), default=-1) >= len(hashes):
             raise RemoteProtocolError("the server reserved blocks that it was not asked for")
         if reserved.num_refused and not reserved.positions:
             raise TierFull(f"no room for {reserved.num_refused} blocks in {self.address}: {reserved.reason}")
@@ -688,12 +701,15 @@ class SingleClient:
         bounds = [count * part // num_parts for part in range(num_parts + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(bounds)]
 
-    def _count(self, request: object, hashes: Sequence[BlockHash]) -> int:
+    def _count(self, request: Callable[[int, bytes], wire.Request], hashes: Sequence[BlockHash]) -> int:
         self._check()
         deadline = self._deadline(None)
-        with self._endpoint.connection(deadline) as connection:
-            message = request(connection.space, join_hashes(hashes))  # type: ignore[operator]
-            return connection.call(message, wire.Counted, deadline).count
+        total = 0
+        for first in range(0, max(1, len(hashes)), MAX_HASHES):
+            with self._endpoint.connection(deadline) as connection:
+                message = request(connection.space, _joined(hashes[first : first + MAX_HASHES]))
+                total += connection.call(message, wire.Counted, deadline).count
+        return total
 
     def _document(self, request: wire.InfoRequest | wire.StatsRequest) -> dict[str, object]:
         deadline = self._deadline(None)
@@ -702,6 +718,15 @@ class SingleClient:
         if not isinstance(document, dict):
             raise TierUnavailable("the server answered with something else than a document")
         return document
+
+
+def _joined(hashes: Sequence[BlockHash]) -> bytes:
+    try:
+        if all(len(block_hash) == HASH_BYTES for block_hash in hashes):
+            return join_hashes(hashes)
+    except TypeError:
+        pass
+    raise ConfigError("block hashes are bytes of length 32, as `hashes()` makes them")
 
 
 class _Verifier:

@@ -21,6 +21,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.breaker import Breaker
 from kvtier.client.connection import Connection
 from kvtier.errors import (
+    BlockCorrupt,
     LeaseError,
     ProtocolError,
     TierError,
@@ -115,24 +116,20 @@ class Endpoint:
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[Connection]:
         """A connection for this thread alone. Errors inside end it; tier errors also count and move the breaker."""
-        try:
-            connection = self._check_out(deadline)
-        except _AllBusy:
-            raise  # our own doing, not the server's
-        except TierError as error:
-            self._note(error)
-            raise
-        except ProtocolError as error:
-            self._note(error)
-            raise TierUnavailable(str(error)) from error
+        connection: Connection | None = None
         is_usable = False
         try:
+            connection = self._check_out(deadline)
             yield connection
             is_usable = True
             self.breaker.succeed()
-        except (TierRefused, TierFull):
-            is_usable = True
+        except (TierRefused, TierFull) as error:
+            is_usable = connection is not None
+            if not is_usable:
+                self._note(error)
             raise
+        except (_AllBusy, BlockCorrupt):
+            raise  # our own doing, or one block's: the server is well
         except TierError as error:
             self._note(error)
             raise
@@ -140,7 +137,8 @@ class Endpoint:
             self._note(error)
             raise TierUnavailable(str(error)) from error
         finally:
-            self._check_in(connection, is_usable)
+            if connection is not None:
+                self._check_in(connection, is_usable)
 
     def count_failure(self, error: Exception) -> None:
         """Count and log a failure that a call turns into a miss."""
@@ -169,6 +167,8 @@ class Endpoint:
 
     def wait_for_chores(self, deadline: float) -> None:
         """Until what was put off before is done. Raises `TierTimeout`."""
+        if self._is_closed:
+            raise TierUnavailable("this client is closed")
         if self.breaker.is_open:
             raise TierUnavailable(f"cache server {self.address} is down; it is tried again in the background")
         done = threading.Event()
@@ -184,7 +184,9 @@ class Endpoint:
         if self._chores:
             with contextlib.suppress(TierError):
                 self.wait_for_chores(time.monotonic() + _CONNECT_S)
-        self._say_goodbye()
+        # Only then may the server give the memory to somebody else.
+        if self._arena is None or self._arena.stop_use(_CONNECT_S):
+            self._say_goodbye()
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()

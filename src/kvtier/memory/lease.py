@@ -148,9 +148,12 @@ class _Scope:
         self._check()
         if self._arena is None:
             raise LeaseError("these blocks are in no memory of this process and have no views: fetch them")
+        if first < 0:
+            raise LeaseError(f"there is no block {first}")
         known = self._views
         missing = [position for position in range(first, first + count) if position not in known]
-        exports = self._arena.exports([self.offsets[position] for position in missing], self._block_bytes)
+        with self._arena.in_use():
+            exports = self._arena.exports([self.offsets[position] for position in missing], self._block_bytes)
         views = [memoryview(export).cast("B") for export in exports]
         known.update(zip(missing, [view.toreadonly() for view in views] if readonly else views, strict=True))
         self._exports += exports
@@ -233,7 +236,8 @@ class BlockLease(_Scope):
             end = min(end, self.wait(end))
             if end <= first:
                 break
-            copy_blocks(targets[first:end], self._addresses()[first:end], self._block_bytes)
+            with self._arena.in_use():
+                copy_blocks(targets[first:end], self._addresses()[first:end], self._block_bytes)
             first = end
         return first
 
@@ -281,9 +285,10 @@ class Reservation(_Scope):
         if len(blocks) != count or first + count > self.num_blocks:
             raise ConfigError(f"{len(blocks)} blocks for {count} of {self.num_blocks} slots")
         sources = [address_of(view) for view in byte_views(blocks, self._block_bytes, writable=False)]
-        for offset in self.offsets[first : first + count]:
-            self._arena.populate(offset, self._block_bytes)
-        copy_blocks(self._addresses()[first : first + count], sources, self._block_bytes)
+        with self._arena.in_use():
+            for offset in self.offsets[first : first + count]:
+                self._arena.populate(offset, self._block_bytes)
+            copy_blocks(self._addresses()[first : first + count], sources, self._block_bytes)
 
     def commit(self, first: int = 0, count: int | None = None) -> int:
         """Slots `first..first+count` (all by default) hold their bytes: show them to everyone. Returns how many."""

@@ -6,13 +6,14 @@ nothing until they are touched. The size is sealed, so that no process can shrin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
 from kvtier.sizes import format_size
@@ -41,6 +42,29 @@ class MappedArena:
         self._populated = bytearray(-(-nbytes // _POPULATE_STEP_BYTES))
         self._populate_lock = threading.Lock()
         self._can_populate = True
+        self._idle = threading.Condition()
+        self._num_copies = 0
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keeps the mapping while bytes are copied by address. Raises `LeaseError` once it is closed."""
+        with self._idle:
+            if self._is_closed:
+                raise LeaseError("the client of this memory is closed")
+            self._num_copies += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_copies -= 1
+                self._idle.notify_all()
+
+    def stop_use(self, timeout_s: float) -> bool:
+        """Allow no more copies and wait for those under way. False when some are not done in time."""
+        with self._idle:
+            self._is_closed = True
+            return self._idle.wait_for(lambda: not self._num_copies, timeout_s)
 
     @classmethod
     def create(cls, nbytes: int) -> MappedArena:
@@ -112,6 +136,8 @@ class MappedArena:
         if self.fd != _NO_FD:
             os.close(self.fd)
             self.fd = _NO_FD
+        if not self.stop_use(0):
+            raise LeaseError("the arena is still in use: a copy is under way")
         try:
             self._view.release()
             self._map.close()

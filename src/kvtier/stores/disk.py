@@ -65,6 +65,11 @@ _MAP_SHARE = 256
 MIN_FILE_BYTES = NUM_SUPERBLOCKS * SUPERBLOCK_BYTES + _SMALL_CHUNK_BYTES + 2 * UNIT_BYTES
 
 
+def holds_store(folder: Path) -> bool:
+    """A store has written into `folder`."""
+    return (folder / _DATA_NAME).is_file()
+
+
 class StoredBlock(Block):
     """A block's place in the file, and what its record says."""
 
@@ -162,6 +167,15 @@ class DiskStore:
                 self._use(block)
             self._pool.free(blocks)
 
+    def touch(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> None:
+        """What is stored of `hashes` was used now; the first of them is the last to go."""
+        with self._lock:
+            found = [space.index.blocks.get(block_hash) for block_hash in hashes]
+            blocks = [block for block in found if isinstance(block, StoredBlock) and block.is_ready]
+            for block in reversed(blocks):
+                self._use(block)
+            self._pool.touch(blocks)
+
     # --- bytes -----------------------------------------------------------------------------------------------------
 
     def write(self, space: StoreSpace, block_hash: BlockHash, payload: memoryview, checksum: int | None = None) -> bool:
@@ -194,15 +208,20 @@ class DiskStore:
             self._wipe_evicted()
             self._write_payload(block, payload)
             self._files.write(self._buffered_fd, _encode(block), self._record_offset(block.record))
+            with self._lock:
+                was_dropped = not self._pool.commit([block])
+            if was_dropped:
+                self._files.write(self._buffered_fd, FREE_RECORD, self._record_offset(block.record))
         except BaseException:
             with self._lock:
                 self._free_records.append(block.record)
                 self._pool.free([block])
             raise
         with self._lock:
-            self._pool.commit([block])
+            if was_dropped:
+                self._free_records.append(block.record)
             self._pool.free([block])
-        return True
+        return not was_dropped
 
     def read(self, block: StoredBlock, into: memoryview) -> None:
         """Fill `into` and verify it. `into` is as for `write`; the caller holds a reference on `block`.
@@ -232,22 +251,23 @@ class DiskStore:
         """Write down which blocks were used since the last time."""
         while True:
             batch: list[tuple[StoredBlock, bytes]] = []
-            with self._lock:
-                while self._touched and len(batch) < _RECENCY_BATCH:
-                    block = next(iter(self._touched))
-                    del self._touched[block]
-                    if block.is_ready and not block.is_held:
-                        self._pool.hold(block)
-                        batch.append((block, _encode(block)))
-            if not batch:
-                return
-            try:
-                for block, record in batch:
-                    self._files.write(self._buffered_fd, record, self._record_offset(block.record))
-            finally:
+            with self._wipe_lock:  # a record that is being wiped must not be written again afterwards
                 with self._lock:
-                    for block, _ in batch:
-                        self._pool.let_go(block)
+                    while self._touched and len(batch) < _RECENCY_BATCH:
+                        block = next(iter(self._touched))
+                        del self._touched[block]
+                        if block.is_ready and not block.is_held:
+                            self._pool.hold(block)
+                            batch.append((block, _encode(block)))
+                if not batch:
+                    return
+                try:
+                    for block, record in batch:
+                        self._files.write(self._buffered_fd, record, self._record_offset(block.record))
+                finally:
+                    with self._lock:
+                        for block, _ in batch:
+                            self._pool.let_go(block)
 
     # --- forgetting ------------------------------------------------------------------------------------------------
 
@@ -259,9 +279,11 @@ class DiskStore:
             ready = [block for block in gone if isinstance(block, StoredBlock) and block.is_ready]
             # Referenced until their records are wiped: nobody may take their room before.
             self._pool.reference(ready)
-            num_dropped = self._pool.drop(space.index, [block.hash for block in ready])
+            # Those being written too: whoever writes them wipes the record then.
+            num_dropped = self._pool.drop(space.index, [block.hash for block in gone])
         try:
-            self._wipe(ready)
+            with self._wipe_lock:
+                self._wipe(ready)
         finally:
             with self._lock:
                 self._pool.free(ready)

@@ -91,6 +91,7 @@ class DiskTier:
             num_written = sum(self._io.map(write, reversed(range(len(hashes)))))
         except OSError as error:
             raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
+        self.store.touch(self._space, hashes)  # threads wrote them in any order
         if full and not num_written:
             raise full[0]
         return num_written
