@@ -28,6 +28,7 @@ bench: peers
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_memory_io
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_server
+	$(BIN)/python -m benchmarks.persistence_kv_cache.test_disk
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"
