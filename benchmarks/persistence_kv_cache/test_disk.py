@@ -2,9 +2,10 @@
 
     python -m benchmarks.persistence_kv_cache.test_disk [--quick] [--json FILE] [--folder DIR]
 
-set is timed until `flush` has returned; get comes from disk: the server is restarted before each one, and its I/O is
-direct, so no page cache helps. Raw is the best of 1, 4 and 16 threads on a preallocated, already written file, with
-fdatasync at the end. The server's file has been written once too. Checksums are on, as always.
+set is timed until `flush` has returned. The server keeps blocks on disk alone (--disk-only), so that every get comes
+from there, and its I/O is direct, so that no page cache helps. Raw is the best of 1, 4 and 16 threads on a preallocated,
+already written file, with fdatasync at the end. Both have run once before they are timed: memory and file are warm.
+Checksums are on, as always.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import kvtier
@@ -28,7 +29,7 @@ from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.client import SingleClient
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore
-from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.testing.servers import cache_server
 
 BARS = {
     "disk_set_of_raw": ">= 0.9",
@@ -71,17 +72,19 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
     def note(name: str, value: float) -> None:
         seconds.setdefault(name, []).append(value)
 
-    with RawFile(folder / "raw", source) as raw:
-        disk = DiskServer(folder / "cache", layout)
-        disk.set(source, deferred=False)  # writes the file once
-        for _ in range(repeats):
-            for threads in RAW_THREADS:
-                note(f"raw write, {threads} threads", raw.write(threads))
-                note(f"raw read, {threads} threads", raw.read(threads))
-            note("set + flush", disk.set(source, deferred=False))
-            note("set deferred + flush", disk.set(source, deferred=True))
-            note("get", disk.get(source, target))
-            note("stream_get", disk.stream_get(source, target))
+    with RawFile(folder / "raw", source, target) as raw:
+        with DiskServer(folder / "cache", layout, "--disk-only") as disk:
+            for repeat in range(repeats + 1):
+                for threads in RAW_THREADS:
+                    note(f"raw write, {threads} threads", raw.write(threads))
+                    note(f"raw read, {threads} threads", raw.read(threads))
+                note("set + flush", disk.set(source, deferred=False))
+                note("set deferred + flush", disk.set(source, deferred=True))
+                note("get", disk.get(source, target))
+                note("stream_get", disk.stream_get(source, target))
+                if not repeat:
+                    seconds.clear()
+    with DiskServer(folder / "both", layout) as disk:
         alone, beside = disk.memory_hits_beside_disk(source, target, repeats)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = [
@@ -105,12 +108,12 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
 class RawFile:
     """What the device does with direct I/O of a block's size."""
 
-    def __init__(self, path: Path, source: BlockMemory) -> None:
+    def __init__(self, path: Path, source: BlockMemory, target: BlockMemory) -> None:
         self._source = source
+        self._target = target
         self._nbytes = len(source.blocks[0])
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, source.nbytes)
-        self._sink = [mmap.mmap(-1, self._nbytes) for _ in range(max(RAW_THREADS))]
         self.write(4)
 
     def write(self, threads: int) -> float:
@@ -121,7 +124,7 @@ class RawFile:
 
     def read(self, threads: int) -> float:
         def act(position: int, number: int) -> None:
-            os.preadv(self._fd, [self._sink[number]], position * self._nbytes)
+            os.preadv(self._fd, [self._target.blocks[position]], position * self._nbytes)
 
         return self._timed(act, threads)
 
@@ -154,108 +157,96 @@ class RawFile:
 
 
 class DiskServer:
-    """A server with a folder, started anew for each measurement."""
+    """A running server with a folder."""
 
-    def __init__(self, folder: Path, layout: KvLayout) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, layout: KvLayout, *options: str) -> None:
         self._layout = layout
         self._namespace = NamespaceFields(layout=layout, weights="benchmark")
-        self._memory = 3 * NUM_BLOCKS * layout.slot_bytes
+        self._stack = contextlib.ExitStack()
+        memory = 3 * NUM_BLOCKS * layout.slot_bytes
+        self._server = self._stack.enter_context(
+            cache_server(
+                *("--folder", str(folder), "--disk", str(memory), "--max-leased", str(memory), "--touch-memory"),
+                *options,
+                memory=str(memory),
+            )
+        )
+        while self._server.resident_bytes() < memory:  # as in a server that has run for a while
+            time.sleep(0.01)
+        self._client = self._stack.enter_context(self._connect())
+        self._hashes = self._client.hashes(range(NUM_BLOCKS * layout.block_tokens))
+
+    def __enter__(self) -> DiskServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
 
     def set(self, source: BlockMemory, *, deferred: bool) -> float:
-        with self._running() as (_, client, hashes):
-            client.drop()
-            _touch(client, hashes, source)  # the arena's pages, not the disk
-            started_at = time.perf_counter()
-            stored = client.set(hashes, source.blocks, deferred=deferred)
-            client.flush(timeout_s=60)
-            elapsed = time.perf_counter() - started_at
-            assert stored == NUM_BLOCKS, stored
-            assert client.stats()["disk_blocks"] == NUM_BLOCKS
+        client = self._client
+        client.drop()
+        started_at = time.perf_counter()
+        stored = client.set(self._hashes, source.blocks, deferred=deferred)
+        client.flush(timeout_s=60)
+        elapsed = time.perf_counter() - started_at
+        assert stored == NUM_BLOCKS, stored
+        assert client.stats()["disk_blocks"] == NUM_BLOCKS
         return elapsed
 
     def get(self, source: BlockMemory, target: BlockMemory) -> float:
-        target.poison()
-        with self._running() as (_, client, hashes):
-            _touch_elsewhere(client, NUM_BLOCKS)
-            started_at = time.perf_counter()
-            arrived = client.get(hashes, target.blocks)
-            elapsed = time.perf_counter() - started_at
-            assert arrived == NUM_BLOCKS, arrived
-            assert client.stats()["disk_read_blocks"] == NUM_BLOCKS
-        target.expect(source)
-        return elapsed
+        return self._read(source, target, lambda: self._client.get(self._hashes, target.blocks))
 
     def stream_get(self, source: BlockMemory, target: BlockMemory) -> float:
+        return self._read(source, target, lambda: sum(1 for _ in self._client.stream_get(self._hashes, target.blocks)))
+
+    def _read(self, source: BlockMemory, target: BlockMemory, act: Callable[[], int]) -> float:
         target.poison()
-        with self._running() as (_, client, hashes):
-            _touch_elsewhere(client, NUM_BLOCKS)
-            started_at = time.perf_counter()
-            arrived = sum(1 for _ in client.stream_get(hashes, target.blocks))
-            elapsed = time.perf_counter() - started_at
-            assert arrived == NUM_BLOCKS, arrived
+        before = int(str(self._client.stats()["disk_read_blocks"]))
+        started_at = time.perf_counter()
+        arrived = act()
+        elapsed = time.perf_counter() - started_at
+        assert arrived == NUM_BLOCKS, arrived
+        assert int(str(self._client.stats()["disk_read_blocks"])) == before + NUM_BLOCKS
         target.expect(source)
         return elapsed
 
     def memory_hits_beside_disk(self, source: BlockMemory, target: BlockMemory, repeats: int) -> tuple[float, float]:
         """Median seconds of a get of 64 blocks from memory, with the disk idle and while it writes all the time."""
         hot = 64
-        with self._running() as (server, client, hashes):
-            client.drop()
-            client.set(hashes[:hot], source.blocks[:hot])
-            client.flush(timeout_s=60)
-            stop = threading.Event()
-            writer = threading.Thread(target=self._saturate, args=(server, source, stop))
-            alone: list[float] = []
-            beside: list[float] = []
-            for times in (alone, beside):
-                if times is beside:
-                    writer.start()
-                    time.sleep(0.3)
-                for _ in range(10 * repeats):
-                    started_at = time.perf_counter()
-                    arrived = client.get(hashes[:hot], target.blocks[:hot])
-                    times.append(time.perf_counter() - started_at)
-                    assert arrived == hot
-                    time.sleep(0.005)
-            stop.set()
-            writer.join()
+        client, hashes = self._client, self._hashes
+        client.drop()
+        client.set(hashes[:hot], source.blocks[:hot])
+        client.flush(timeout_s=60)
+        stop = threading.Event()
+        writer = threading.Thread(target=self._saturate, args=(stop,))
+        alone: list[float] = []
+        beside: list[float] = []
+        for times in (alone, beside):
+            if times is beside:
+                writer.start()
+                time.sleep(0.3)
+            for _ in range(10 * repeats):
+                started_at = time.perf_counter()
+                arrived = client.get(hashes[:hot], target.blocks[:hot])
+                times.append(time.perf_counter() - started_at)
+                assert arrived == hot
+                time.sleep(0.005)
+        stop.set()
+        writer.join()
         return statistics.median(alone), statistics.median(beside)
 
-    def _saturate(self, server: ServerProcess, source: BlockMemory, stop: threading.Event) -> None:
-        """Writes into the arena in place and commits, so that the disk, not a copy, is what is busy."""
-        with kvtier.connect(server.unix, layout=self._layout, namespace=self._namespace, timeout_s=60) as client:
+    def _saturate(self, stop: threading.Event) -> None:
+        """Commits slots as they are, so that the disk, not a copy, is what is busy."""
+        with self._connect() as client:
             number = 0
             while not stop.is_set():
                 number += 1
-                hashes = client.hashes([number] * (64 * self._layout.block_tokens))
-                with client.reserve(hashes) as slots:
+                with client.reserve(client.hashes([number] * (64 * self._layout.block_tokens))) as slots:
                     slots.commit()
                 client.flush(timeout_s=60)
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[tuple[ServerProcess, SingleClient, list[BlockHash]]]:
-        file_space = str(3 * NUM_BLOCKS * self._layout.slot_bytes)
-        options = ("--folder", str(self._folder), "--disk", file_space, "--max-leased", str(self._memory))
-        with cache_server(*options, "--touch-memory", memory=str(self._memory)) as server:
-            while server.resident_bytes() < self._memory:  # as in a server that has run for a while
-                time.sleep(0.01)
-            with kvtier.connect(server.unix, layout=self._layout, namespace=self._namespace, timeout_s=60) as client:
-                yield server, client, client.hashes(range(NUM_BLOCKS * self._layout.block_tokens))
-
-
-def _touch(client: SingleClient, hashes: list[BlockHash], source: BlockMemory) -> None:
-    """Have the arena's pages resident and mapped, as they are in a server that has run for a while."""
-    other = [BlockHash(bytes(reversed(block_hash))) for block_hash in hashes]
-    with client.reserve(other) as slots:
-        slots.fill([source.blocks[position] for position in slots.positions])
-
-
-def _touch_elsewhere(client: SingleClient, count: int) -> None:
-    other = [BlockHash(number.to_bytes(32, "big")) for number in range(count)]
-    with client.reserve(other) as slots:
-        for view in slots.views():
-            view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
+    def _connect(self) -> SingleClient:
+        return kvtier.connect(self._server.unix, layout=self._layout, namespace=self._namespace, timeout_s=60)
 
 
 def measure_recovery(folder: Path, repeats: int) -> float:

@@ -184,10 +184,15 @@ class Catalog:
             return LeaseOutcome(blocks, ended, num_ready)
 
     def await_lease(self, holder: Holder, number: int, count: int, timeout_s: float) -> int | None:
-        """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are."""
+        """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are, or more."""
         with self._lock:
             hold = holder.leases.get(number)
-            return None if hold is None else self._await(hold.blocks[:count], timeout_s)
+            if hold is None:
+                return None
+            num_ready = self._await(hold.blocks[:count], timeout_s)
+            while count <= num_ready < len(hold.blocks) and hold.blocks[num_ready].is_ready:
+                num_ready += 1
+            return num_ready
 
     def await_blocks(self, blocks: Sequence[Block], timeout_s: float) -> int:
         """As `await_lease`, for blocks from `borrow`."""

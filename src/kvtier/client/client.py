@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 _SLOWEST_BYTES_PER_S = 64e6
 _FRAME_BYTES = 32 << 20
-_PART_BYTES = 64 << 20
+_PART_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class FaultyFiles(Files):
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.refuses_direct = False
-        self.before_write: Callable[[memoryview, int], None] | None = None
+        self.before_write: Callable[[memoryview, int], object] | None = None
         self.num_calls: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._faults: dict[str, _Fault] = {}

@@ -1,0 +1,91 @@
+"""What the tests of the disk store have in common. Bytes are derived from the hash: a wrong one shows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvtier import BlockHash, Namespace
+from kvtier.errors import BlockCorrupt
+from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.files import Files
+
+DATA_NAME = "blocks.kvtier"
+NAMESPACE = Namespace(bytes(range(32)))
+OTHER_NAMESPACE = Namespace(bytes(range(32, 64)))
+UNIT = 4096
+MIB = 1 << 20
+
+
+def hash_of(number: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(str(number).encode()).digest())
+
+
+def payload(block_hash: BlockHash, nbytes: int) -> bytes:
+    """No two units of it are equal, so that a swap shows."""
+    return b"".join(
+        hashlib.sha256(block_hash + bytes([part % 256])).digest() * 16 for part in range(-(-nbytes // 512))
+    )[:nbytes]
+
+
+@contextlib.contextmanager
+def opened(folder: Path, file_space: int = 4 * MIB, files: Files | None = None) -> Iterator[DiskStore]:
+    store = DiskStore(folder, file_space, files=files)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def space_of(store: DiskStore, block_bytes: int = UNIT, namespace: Namespace = NAMESPACE) -> StoreSpace:
+    return store.open(namespace, "a model", block_bytes, 16)
+
+
+def write(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        block_hash = hash_of(number)
+        store.write(space, block_hash, memoryview(payload(block_hash, space.block_bytes)))
+
+
+def read(store: DiskStore, space: StoreSpace, number: int) -> bytes | None:
+    """The bytes of a block, None when it is absent or was found corrupt."""
+    blocks = store.match(space, [hash_of(number)])
+    if not blocks:
+        return None
+    into = bytearray(space.block_bytes)
+    try:
+        store.read(blocks[0], memoryview(into))
+        return bytes(into)
+    except BlockCorrupt:
+        return None
+    finally:
+        store.free(blocks)
+
+
+def read_rightly(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) -> set[int]:
+    """Which of `numbers` are there. Fails on a wrong byte."""
+    there = set()
+    for number in numbers:
+        found = read(store, space, number)
+        if found is not None:
+            assert found == payload(hash_of(number), space.block_bytes), f"wrong bytes for block {number}"
+            there.add(number)
+    return there
+
+
+def crashed(folder: Path, into: Path) -> Path:
+    """The folder as a process that is killed now would leave it."""
+    into.mkdir(parents=True)
+    shutil.copy(folder / DATA_NAME, into / DATA_NAME)
+    return into
+
+
+def start_of(store: DiskStore, space: StoreSpace, number: int) -> int:
+    """Where a block's payload lies in the file."""
+    blocks = store.match(space, [hash_of(number)])
+    start = blocks[0].start * UNIT
+    store.free(blocks)
+    return start
