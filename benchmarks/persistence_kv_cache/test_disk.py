@@ -3,8 +3,8 @@
     python -m benchmarks.persistence_kv_cache.test_disk [--quick] [--json FILE] [--folder DIR]
 
 set is timed until `flush` has returned. The server keeps blocks on disk alone (--disk-only), so that every get comes
-from there, and its I/O is direct, so that no page cache helps. Raw is the best of 1, 4 and 16 threads on a preallocated,
-already written file, with fdatasync at the end. Both have run once before they are timed: memory and file are warm.
+from there, and its I/O is direct, so that no page cache helps. Raw is the best of 1, 4 and 16 threads on a
+preallocated, already written file, with fdatasync at the end. Both have run once before they are timed: memory and file are warm.
 Checksums are on, as always.
 """
 
@@ -72,6 +72,8 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
     def note(name: str, value: float) -> None:
         seconds.setdefault(name, []).append(value)
 
+    folder = folder / shape
+    folder.mkdir()
     with RawFile(folder / "raw", source, target) as raw:
         with DiskServer(folder / "cache", layout, "--disk-only") as disk:
             for repeat in range(repeats + 1):

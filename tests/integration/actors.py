@@ -426,7 +426,7 @@ def _handshakes(rng: random.Random) -> list[tuple[wire.Message, bytes]]:
         (wire.Hello("mutant", rng.randbytes(16), rng.randbytes(16)), b""),
         (wire.Challenge(rng.randbytes(16)), b""),
         (wire.Proof(rng.randbytes(32)), b""),
-        (wire.Welcome("mutant", rng.randbytes(16), rng.randbytes(32), 1 << 20, 1 << 20), b""),
+        (wire.Welcome("mutant", rng.randbytes(16), rng.randbytes(32), 1 << 20, 1 << 20, False), b""),
     ]
 
 

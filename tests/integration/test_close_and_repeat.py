@@ -1,4 +1,4 @@
-"""What once read freed memory or stored wrong bytes: closing a client under a copy, hashes that repeat, storing twice."""
+"""What once gave wrong bytes: closing a client under a copy, hashes that repeat, storing a block twice."""
 
 from __future__ import annotations
 

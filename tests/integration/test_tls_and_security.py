@@ -248,7 +248,7 @@ def test_the_token_itself_never_travels() -> None:
 
 @pytest.mark.parametrize("answers", [(), (wire.Challenge(bytes(16)),)])
 def test_a_server_that_cannot_prove_that_it_knows_the_token_is_not_used(answers: tuple[wire.Message, ...]) -> None:
-    welcome = wire.Welcome("kvtier", bytes(16), bytes(32), 0, 1 << 20)
+    welcome = wire.Welcome("kvtier", bytes(16), bytes(32), 0, 1 << 20, False)
     with contextlib.closing(_FalseServer(*answers, welcome)) as false:
         with pytest.raises(TierRefused, match="did not prove that it knows the token"):
             open_client(false.address, "a token for tests")

@@ -16,7 +16,7 @@ from kvtier.wire.session import ClientSession, ServerSession
 LIMITS = FrameLimits(body_bytes=4096, payload_bytes=1024)
 HASH = bytes(range(32))
 NONCE = bytes(16)
-WELCOME = wire.Welcome("server", NONCE, b"", 0, 1024)
+WELCOME = wire.Welcome("server", NONCE, b"", 0, 1024, True)
 MESSAGES: list[wire.Message] = [
     wire.Hello("client", NONCE, NONCE),
     wire.Challenge(NONCE),

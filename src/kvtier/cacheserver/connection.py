@@ -142,7 +142,9 @@ class Connection:
         config = services.config
         arena_bytes = services.arena.nbytes if self._is_unix else 0
         session = ServerSession(
-            wire.Welcome("kvtier", services.server_id, b"", arena_bytes, config.max_payload_bytes),
+            wire.Welcome(
+                "kvtier", services.server_id, b"", arena_bytes, config.max_payload_bytes, config.folder is not None
+            ),
             None if self._is_unix else config.token,
             FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
         )

@@ -555,10 +555,10 @@ class SingleClient:
     def _set_local(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None
     ) -> list[int]:
-        """Copy and commit by parts: the server's disk writes the first ones while the next are being copied."""
+        """Copy, then commit; by parts if the server has a disk, which writes the first while the next are copied."""
         reservation = self.reserve(hashes, timeout_s=timeout_s)
         wanted = [blocks[position] for position in reservation.positions]
-        step = max(1, _PART_BYTES // self.layout.block_bytes)
+        step = max(1, _PART_BYTES // self.layout.block_bytes) if self._endpoint.has_disk else len(hashes)
 
         def commit_later(first: int, count: int) -> None:
             try:

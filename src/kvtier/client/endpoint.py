@@ -78,6 +78,7 @@ class Endpoint:
         self.address = address
         self.is_local = isinstance(address, UnixAddress)
         self.breaker = Breaker()
+        self.has_disk = False
         self._namespace = namespace
         self._name = name
         self._block_bytes = block_bytes
@@ -260,6 +261,7 @@ class Endpoint:
         try:
             self._map_arena(connection)
             self._has_connected = True
+            self.has_disk = connection.welcome.has_disk
             if self._namespace is not None:
                 request = wire.Open(self._namespace, self._name, self._block_bytes, self._block_tokens)
                 connection.space = connection.call(request, wire.Opened, deadline).space

@@ -82,6 +82,16 @@ class StoredBlock(Block):
     used_at: int
 
 
+@dataclass(slots=True)
+class _WaitingRecord:
+    """A record on its way to the file."""
+
+    offset: int
+    raw: bytes
+    is_done: bool = False
+    error: OSError | None = None
+
+
 class StoreSpace:
     """One namespace's blocks in a store."""
 
@@ -122,6 +132,8 @@ class DiskStore:
         self._spaces: dict[Namespace, StoreSpace] = {}
         self._free_records: deque[int] = deque()
         self._wipe_lock = threading.Lock()
+        self._record_lock = threading.Lock()
+        self._waiting_records: list[_WaitingRecord] = []
         self._to_wipe: list[StoredBlock] = []
         self._touched: dict[StoredBlock, None] = {}
         self._next_sequence = 1
@@ -207,7 +219,7 @@ class DiskStore:
         try:
             self._wipe_evicted()
             self._write_payload(block, payload)
-            self._files.write(self._buffered_fd, _encode(block), self._record_offset(block.record))
+            self._write_record(block)
             with self._lock:
                 was_dropped = not self._pool.commit([block])
             if was_dropped:
@@ -262,8 +274,11 @@ class DiskStore:
                 if not batch:
                     return
                 try:
-                    for block, record in batch:
-                        self._files.write(self._buffered_fd, record, self._record_offset(block.record))
+                    records = [_WaitingRecord(self._record_offset(block.record), raw) for block, raw in batch]
+                    self._write_records(records)
+                    for record in records:
+                        if record.error is not None:
+                            raise record.error
                 finally:
                     with self._lock:
                         for block, _ in batch:
@@ -687,6 +702,38 @@ class DiskStore:
         assert isinstance(block, StoredBlock)
         self._touched.pop(block, None)
         self._to_wipe.append(block)
+
+    def _write_record(self, block: StoredBlock) -> None:
+        """Write a block's record, together with those of all others that wait to be written.
+
+        A buffered write must wait until the direct ones on the file have drained: one for many costs the writers less.
+        """
+        waiting = _WaitingRecord(self._record_offset(block.record), _encode(block))
+        with self._lock:
+            self._waiting_records.append(waiting)
+        with self._record_lock:
+            if not waiting.is_done:
+                with self._lock:
+                    batch, self._waiting_records = self._waiting_records, []
+                self._write_records(batch)
+        if waiting.error is not None:
+            raise waiting.error
+
+    def _write_records(self, batch: list[_WaitingRecord]) -> None:
+        batch.sort(key=lambda waiting: waiting.offset)
+        first = 0
+        for end in range(1, len(batch) + 1):
+            if end < len(batch) and batch[end].offset == batch[end - 1].offset + RECORD_BYTES:
+                continue
+            run = batch[first:end]
+            try:
+                self._files.write(self._buffered_fd, b"".join(waiting.raw for waiting in run), run[0].offset)
+            except OSError as error:
+                for waiting in run:
+                    waiting.error = error
+            for waiting in run:
+                waiting.is_done = True
+            first = end
 
     def _wipe_evicted(self) -> None:
         """Wipe the records of all that was evicted so far, before anything is written where it was."""

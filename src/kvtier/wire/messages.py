@@ -68,6 +68,7 @@ class Welcome(_Message, frozen=True, tag=4):
     mac: bytes
     arena_bytes: int
     max_payload_bytes: int
+    has_disk: bool
 
     def __post_init__(self) -> None:
         _require(self.arena_bytes >= 0 and self.max_payload_bytes > 0, "sizes must not be negative")

@@ -85,6 +85,7 @@ class ServerSession:
                 mac,
                 welcome.arena_bytes,
                 welcome.max_payload_bytes,
+                welcome.has_disk,
             )
         raise RemoteProtocolError(f"{type(message).__name__} is out of order in a handshake")
 

@@ -22,7 +22,9 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
     wire.Hello: st.builds(wire.Hello, texts, st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16)),
     wire.Challenge: st.builds(wire.Challenge, st.binary(min_size=16, max_size=16)),
     wire.Proof: st.builds(wire.Proof, st.binary(max_size=40)),
-    wire.Welcome: st.builds(wire.Welcome, texts, st.binary(max_size=20), st.binary(max_size=40), numbers, positive),
+    wire.Welcome: st.builds(
+        wire.Welcome, texts, st.binary(max_size=20), st.binary(max_size=40), numbers, positive, st.booleans()
+    ),
     wire.Open: st.builds(
         wire.Open, st.binary(min_size=32, max_size=32), texts, st.integers(1, 1 << 40), st.integers(1, 64)
     ),
@@ -183,8 +185,8 @@ def test_a_field_out_of_its_bounds_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        raw(4, "server", b"", b"", -1, 1),
-        raw(4, "server", b"", b"", 1, -1),
+        raw(4, "server", b"", b"", -1, 1, False),
+        raw(4, "server", b"", b"", 1, -1, False),
         raw(45, -1),
         raw(42, b"", b"", 0, 0, -1, ""),
     ],

@@ -10,7 +10,7 @@ from kvtier.wire.messages import Challenge, Done, Failure, Hello, Message, Ping,
 from kvtier.wire.session import ClientSession, ServerSession
 
 LIMITS = FrameLimits(body_bytes=1 << 20, payload_bytes=1 << 20)
-WELCOME = Welcome("server", b"id", b"", 1 << 30, 1 << 20)
+WELCOME = Welcome("server", b"id", b"", 1 << 30, 1 << 20, False)
 TOKEN = b"correct horse"
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_does_not_know_the_token_is_found_out(mac: bytes) -> None:
     here.shake(Challenge(bytes(16)))
 
     with pytest.raises(TierRefused, match="did not prove"):
-        here.shake(Welcome("impostor", b"", mac, 0, 1))
+        here.shake(Welcome("impostor", b"", mac, 0, 1, False))
 
     assert not here.is_open
 
@@ -108,7 +108,7 @@ def test_a_server_cannot_send_the_clients_own_proof_back() -> None:
     assert proof is not None
 
     with pytest.raises(TierRefused, match="did not prove"):
-        here.shake(Welcome("mirror", b"", proof.mac, 0, 1))
+        here.shake(Welcome("mirror", b"", proof.mac, 0, 1, False))
 
 
 def test_a_recorded_proof_opens_no_other_session() -> None:
