@@ -4,8 +4,8 @@
 
 set is timed until `flush` has returned. The server keeps blocks on disk alone (--disk-only), so that every get comes
 from there, and its I/O is direct, so that no page cache helps. Raw is the best of 1, 4 and 16 threads on a
-preallocated, already written file, with fdatasync at the end. Both have run once before they are timed: memory and file are warm.
-Checksums are on, as always.
+preallocated, already written file, with fdatasync at the end. Both have run once before they are timed: memory and
+file are warm. Checksums are on, as always.
 """
 
 from __future__ import annotations
