@@ -25,6 +25,7 @@ from kvtier.sizes import format_size
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _MAX_ENDED_NUMBERS = 4096
+_ROOM_S = 0.5
 
 StoreOn: TypeAlias = Literal["commit", "reuse"]
 
@@ -104,7 +105,7 @@ class Catalog:
         self._keeps_stored = keeps_stored
         self._pool = BlockPool(
             memory_bytes // SLOT_ALIGN_BYTES,
-            LruPolicy() if persistence is None else SafeFirstPolicy(),
+            LruPolicy() if persistence is None else SafeFirstPolicy(evicts_unsafe=keeps_stored),
             make=MemoryBlock,
         )
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
@@ -228,6 +229,8 @@ class Catalog:
             self._check_number(holder, number)
             max_blocks = self._blocks_left(holder, space)
             absent, positions = self._not_only_stored(space, hashes)
+            if not self._keeps_stored:
+                self._wait_for_room(min(len(absent), max_blocks) * space.index.block_units)
             grant = self._pool.reserve(space.index, absent, max_blocks)
             grant = replace(
                 grant,
@@ -342,6 +345,8 @@ class Catalog:
             block.is_stored = block.is_stored or is_stored
             self._pool.let_go(block)
             self._leave_memory([block])
+            if not self._keeps_stored:
+                self._loaded.notify_all()
 
     def end_loading(self, block: MemoryBlock, *, has_arrived: bool) -> None:
         with self._lock:
@@ -481,6 +486,13 @@ class Catalog:
         self._pool.reference(grant.blocks)  # one for whoever asked, one for the reader
         self._persistence.load(loads)
         return grant.blocks
+
+    def _wait_for_room(self, units: int) -> None:
+        """Where memory is only a passage, whoever writes waits for the disk, a moment at a time."""
+        deadline = self._clock() + _ROOM_S
+        wanted = min(units, self._pool.num_units // 2)
+        while self._pool.free_units < wanted and self._loaded.wait(max(0.0, deadline - self._clock())):
+            pass
 
     def _await(self, blocks: Sequence[Block], timeout_s: float) -> int:
         deadline = self._clock() + timeout_s

@@ -14,7 +14,14 @@ _MAX_PASSED_OVER = 256
 
 
 class SafeFirstPolicy(LruPolicy[Block]):
-    """An exact LRU once everything is on disk. Looks past a bounded number of blocks that are not."""
+    """An exact LRU once everything is on disk. Looks past a bounded number of blocks that are not.
+
+    Without `evicts_unsafe`, what is not on disk yet stays.
+    """
+
+    def __init__(self, *, evicts_unsafe: bool) -> None:
+        super().__init__()
+        self._evicts_unsafe = evicts_unsafe
 
     def pop_coldest(self) -> Block | None:
         for passed_over, block in enumerate(self._order):
@@ -23,4 +30,4 @@ class SafeFirstPolicy(LruPolicy[Block]):
                 return block
             if passed_over == _MAX_PASSED_OVER:
                 break
-        return super().pop_coldest()
+        return super().pop_coldest() if self._evicts_unsafe else None
