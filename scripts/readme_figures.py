@@ -1,0 +1,62 @@
+"""Writes the README's figures from benchmarks/results: `python scripts/readme_figures.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = "<!-- figures -->", "<!-- end of figures -->"
+
+ROWS = [
+    ("match + lease + views of 512 blocks, of one memcpy", "server", "shm_views_x", "≤ 0.1"),
+    ("get into own buffers over shared memory, of one memcpy", "server", "shm_get_x", "≤ 1.15"),
+    ("set over shared memory, of one memcpy", "server", "shm_set_x", "≤ 1.2"),
+    ("get over TCP, of a bare socket loop's speed", "server", "tcp_get_of_raw", "≥ 0.9"),
+    ("stream_get over TCP, likewise", "server", "tcp_stream_get_of_raw", "≥ 0.9"),
+    ("set over TCP, likewise", "server", "tcp_set_of_raw", "≥ 0.9"),
+    ("TCP get and set, of the fastest peer's speed (the smaller)", "server", "tcp_over_best_peer", "≥ 1"),
+    ("hash 100,000 tokens, of a bare SHA-256 loop", "server", "hash_x", "≤ 2.5"),
+    ("match 100,000 tokens against a full server, ms", "server", "match_ms", "≤ 10"),
+    ("server with an empty 8 GiB arena, MiB resident", "server", "server_rss_mib", "≤ 100"),
+    ("Python heap per stored block, bytes", "server", "heap_bytes_per_block", "≤ 500"),
+    ("512 blocks onto disk until flushed, of raw direct I/O", "disk", "disk_set_of_raw", "≥ 0.9"),
+    ("512 blocks from disk, of raw direct I/O", "disk", "disk_get_of_raw", "≥ 0.9"),
+    ("stream_get from disk, likewise", "disk", "disk_stream_get_of_raw", "≥ 0.9"),
+    ("hits from memory beside a saturated disk", "disk", "memory_hit_beside_disk", "≥ 0.9"),
+    ("recover 100,000 blocks, s", "disk", "recover_100k_s", "≤ 2"),
+    ("server's arena to GPU, of pinned memory's speed", "gpu_hit", "gpu_hit_of_pinned_Qwen2.5-7B", ""),
+]
+MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
+
+
+def main() -> None:
+    figures = {
+        (machine, name): json.loads(path.read_text())["figures"]
+        for _, machine in MACHINES
+        for name in ("server", "disk", "gpu_hit")
+        if (path := RESULTS / f"{machine}_test_{name}.json").exists()
+    }
+    lines = [
+        "Worst of the shapes of Qwen2.5-7B and Llama-3.1-8B, 512 blocks, server in its own process, medians of 5;",
+        "the files are in `benchmarks/results/`.",
+        "",
+        "| what | aim | " + " | ".join(label for label, _ in MACHINES) + " |",
+        "|---|---|" + "---|" * len(MACHINES),
+    ]
+    for label, name, figure, aim in ROWS:
+        cells = []
+        for _, machine in MACHINES:
+            value = figures.get((machine, name), {}).get(figure)
+            cells.append("" if value is None else f"{value:.3g}")
+        lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
+    readme.write_text(re.sub(f"{START}.*?{END}", lambda _: block, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()
