@@ -3,7 +3,6 @@
     KvtierError
     ├── ConfigError (also ValueError)      a setting, an address or an argument that cannot work
     ├── CapacityError
-    │   ├── PoolExhausted                  a pool of this process has no block to give
     │   └── TierFull                       a tier has no room: all of it is leased, pinned or over a limit
     ├── TierError
     │   ├── TierTimeout                    no answer within the deadline
@@ -31,10 +30,6 @@ class ConfigError(KvtierError, ValueError):
 
 class CapacityError(KvtierError):
     """There is no room."""
-
-
-class PoolExhausted(CapacityError):
-    """A pool of this process has no block to give."""
 
 
 class TierFull(CapacityError):

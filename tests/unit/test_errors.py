@@ -34,7 +34,6 @@ def test_every_error_has_the_parent_it_is_drawn_under() -> None:
     ("error", "parent"),
     [
         (errors.ConfigError, errors.KvtierError),
-        (errors.PoolExhausted, errors.CapacityError),
         (errors.TierFull, errors.CapacityError),
         (errors.TierTimeout, errors.TierError),
         (errors.TierUnavailable, errors.TierError),

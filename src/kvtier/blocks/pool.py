@@ -27,6 +27,10 @@ class Presence(enum.Enum):
     READY = enum.auto()
 
 
+ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
+"""What a lease says of the key that ended its match."""
+
+
 class BlockState(enum.Enum):
     """Where a block is in its life."""
 

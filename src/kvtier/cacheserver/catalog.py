@@ -17,7 +17,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.policies import LruPolicy
-from kvtier.blocks.pool import Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
+from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
 from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence, SpaceLike
 from kvtier.cacheserver.safe_first import SafeFirstPolicy
 from kvtier.errors import TierRefused, TierUnavailable
@@ -458,7 +458,7 @@ class Catalog:
             more = self._pool.match(space.index, hashes[len(blocks) :], max_blocks - len(blocks))
             blocks += more.blocks
             ended = more.ended
-        return blocks, _ENDED[ended]
+        return blocks, ENDED[ended]
 
     def _load(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
         """Slots for the leading hashes that are on disk and not in memory, referenced and being filled."""
@@ -591,9 +591,6 @@ class Catalog:
             return f"this client may hold at most {limit} at once"
         total = format_size(self._pool.num_units * SLOT_ALIGN_BYTES)
         return f"all of the server's {total} is leased, pinned or being written"
-
-
-_ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
 
 
 def _num_ready(blocks: Sequence[Block]) -> int:

@@ -145,10 +145,6 @@ class Persistence:
             self._spawn(f"kvtier-disk-reader-{number}", self._run_reader)
         self._spawn("kvtier-disk-keeper", self._run_keeper)
 
-    @property
-    def is_up(self) -> bool:
-        return self._store is not None
-
     # --- called by the catalog, under its lock: never blocks -------------------------------------------------------
 
     def match(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> tuple[DiskStore, list[StoredBlock]] | None:

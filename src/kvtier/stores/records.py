@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import xxhash
 
@@ -61,9 +61,6 @@ class Superblock:
     chunks: tuple[int, ...]
 
     max_chunks = _MAX_CHUNKS
-
-    def with_chunk(self, start: int) -> Superblock:
-        return replace(self, sequence=self.sequence + 1, chunks=(*self.chunks, start))
 
 
 class UnknownFormat(Exception):

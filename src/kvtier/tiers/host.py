@@ -11,14 +11,12 @@ from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import ENDED, Block, BlockPool, PrefixIndex, Presence
 from kvtier.errors import ConfigError, TierFull
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.sizes import format_size
-
-_ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
 
 
 class HostTier:
@@ -52,13 +50,13 @@ class HostTier:
             match = self._pool.match(self._index, hashes)
         blocks = match.blocks
         if not blocks:
-            return EmptyLease(_ENDED[match.ended])
+            return EmptyLease(ENDED[match.ended])
         return BlockLease(
             self._arena,
             self._offsets(blocks),
             self.layout.block_bytes,
             hashes[: len(blocks)],
-            _ENDED[match.ended],
+            ENDED[match.ended],
             _never_pulled,
             lambda count: count,
             len(blocks),

@@ -315,7 +315,7 @@ class Failure(_Message, frozen=True, tag=48):
     sentence: str
 
 
-FAILURE_KINDS = ("refused", "full", "protocol", "stopping")
+FAILURE_KINDS = ("refused", "full", "protocol")
 
 Handshake: TypeAlias = Hello | Challenge | Proof | Welcome
 Request: TypeAlias = (
