@@ -257,7 +257,7 @@ def measure_recovery(folder: Path, repeats: int) -> float:
     space = store.open(namespace, "benchmark", 4096, 16)
     block = memoryview(mmap.mmap(-1, 4096))
     for number in range(RECOVERED_BLOCKS):
-        store.write(space, BlockHash(number.to_bytes(32, "big")), block)
+        store.write(space, [BlockHash(number.to_bytes(32, "big"))], [block])
     store.close()
     times = []
     for _ in range(repeats):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, TierUnavailable
-from kvtier.stores.disk import MIN_FILE_BYTES
+from kvtier.stores.folder import MIN_FILE_BYTES
 from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.tier_contract import (
     CAPACITY_BLOCKS,

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import xxhash
 
 import kvtier
 from kvtier.cacheserver.config import CacheServerConfig
@@ -22,7 +20,7 @@ from kvtier.cacheserver.server import CacheServer
 from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.stores.disk import DiskStore
-from kvtier.stores.records import SUPERBLOCK_BYTES
+from kvtier.stores.records import HEADER_BYTES, Header, encode_header
 from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
@@ -98,7 +96,7 @@ def _assert_stored(folder: Path, *seeds: int) -> None:
             blocks = store.match(space, chain(seed, 8))
             for block, block_hash in zip(blocks, chain(seed, 8), strict=True):
                 into = bytearray(BLOCK_BYTES)
-                store.read(block, memoryview(into))
+                assert store.read([block], [memoryview(into)]) == [None]
                 assert into == payload(block_hash)
             store.free(blocks)
 
@@ -254,12 +252,9 @@ def test_a_newer_format_is_refused_in_a_sentence_untouched_and_can_be_done_witho
     data = tmp_path / "data"
     with _served(data) as client:
         _set(client, 1)
-    raw = bytearray((data / _DATA_NAME).read_bytes())
-    for first in (0, SUPERBLOCK_BYTES):
-        struct.pack_into("<I", raw, first + 8, 9)
-        body = bytes(raw[first : first + SUPERBLOCK_BYTES - 8])
-        struct.pack_into("<Q", raw, first + SUPERBLOCK_BYTES - 8, xxhash.xxh3_64_intdigest(body))
-    (data / _DATA_NAME).write_bytes(raw)
+    records = data / "records.kvtier"
+    raw = encode_header(Header(9, 256)) + records.read_bytes()[HEADER_BYTES:]
+    records.write_bytes(raw)
 
     with pytest.raises(ConfigError, match="has format version 9, which this kvtier does not know"), _served(data):
         pass
@@ -267,7 +262,7 @@ def test_a_newer_format_is_refused_in_a_sentence_untouched_and_can_be_done_witho
         assert not _is_up(client)
         _set(client, 2)
         _assert_served(client, 2)
-    assert (data / _DATA_NAME).read_bytes() == raw
+    assert records.read_bytes() == raw
 
 
 def test_no_error_reaches_clients_while_the_disk_comes_and_goes(tmp_path: Path) -> None:

@@ -242,7 +242,6 @@ def test_dropped_blocks_are_gone_from_memory_and_disk_also_those_being_written(t
     assert not any(_stored(tmp_path / "data", chain(1, 8) + chain(2, 8)))
 
 
-@pytest.mark.xfail(strict=True, reason="writers store a prompt from its first block on, so that one is the coldest")
 def test_a_prompt_loses_its_end_on_disk_before_its_beginning(tmp_path: Path) -> None:
     with _served(tmp_path / "data", file_bytes=1 << 20, keeps_memory=False) as client:
         hashes = chain(1, 48)

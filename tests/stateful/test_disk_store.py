@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier import BlockHash, Namespace
-from kvtier.errors import TierFull
-from kvtier.stores.disk import MIN_FILE_BYTES, DiskStore, StoreSpace
+from kvtier.stores.disk import DiskStore, StoreSpace, Written
+from kvtier.stores.folder import MIN_FILE_BYTES
 
 _NAMESPACES = [Namespace(bytes([number]) * 32) for number in range(2)]
 _SIZES = [3000, 3 * 4096]
@@ -52,10 +52,10 @@ class DiskStoreMachine(RuleBasedStateMachine):
     def write(self, which: int, number: int) -> None:
         self._generation += 1
         payload = (self._generation.to_bytes(8, "little") * 4096)[: _SIZES[which]]
-        try:
-            if self._store.write(self._spaces[which], _hash(number), memoryview(payload)):
-                self.written[which, number] = payload
-        except TierFull:
+        (outcome,) = self._store.write(self._spaces[which], [_hash(number)], [memoryview(payload)])
+        if outcome is Written.NEW:
+            self.written[which, number] = payload
+        elif outcome is Written.NO_ROOM:
             assert self.pinned, "only pins can keep room from a block"
 
     @rule(which=_which, number=_numbers)
@@ -65,7 +65,7 @@ class DiskStoreMachine(RuleBasedStateMachine):
             assert blocks
         if blocks:
             into = bytearray(_SIZES[which])
-            self._store.read(blocks[0], memoryview(into))
+            assert self._store.read(blocks, [memoryview(into)]) == [None]
             self._store.free(blocks)
             assert into == self.written[which, number]
 
@@ -109,7 +109,8 @@ class DiskStoreMachine(RuleBasedStateMachine):
         saved = self._root / str(self._num_folders + 1)
         self._num_folders += 1
         saved.mkdir()
-        shutil.copy(self._folder / "blocks.kvtier", saved / "blocks.kvtier")
+        for name in ("records.kvtier", "blocks.kvtier"):
+            shutil.copy(self._folder / name, saved / name)
         self._store.close()
         shutil.rmtree(self._folder)
         self._folder = saved
@@ -130,8 +131,8 @@ class DiskStoreMachine(RuleBasedStateMachine):
     @invariant()
     def stays_within_its_bound(self) -> None:
         if hasattr(self, "_store"):
-            status = (self._folder / "blocks.kvtier").stat()
-            assert max(status.st_size, status.st_blocks * 512) <= self._space
+            files = [path.stat() for path in self._folder.iterdir()]
+            assert sum(max(status.st_size, status.st_blocks * 512) for status in files) <= self._space
             assert self._present() <= self.written.keys()
 
     def _present(self) -> set[tuple[int, int]]:

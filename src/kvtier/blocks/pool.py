@@ -34,6 +34,7 @@ ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pendin
 class BlockState(enum.Enum):
     """Where a block is in its life."""
 
+    PRIVATE = enum.auto()  # has no hash yet: only whoever took it knows it
     PENDING = enum.auto()
     LOADING = enum.auto()  # its bytes are on their way from a slower tier: a match may take it and wait
     READY = enum.auto()
@@ -204,6 +205,31 @@ class BlockPool:
         self.free(present)
         return Grant(blocks, positions, len(present), num_pending, len(wanted) - len(blocks))
 
+    def take(self, count: int, size: int) -> list[Block]:
+        """`count` PRIVATE blocks with one reference each, evicting as needed, or none of them."""
+        blocks = self._space.take(count, size, self._make)
+        if len(blocks) < count:
+            self._make_room(count - len(blocks), size)
+            blocks += self._space.take(count - len(blocks), size, self._make)
+        self.referenced_units += len(blocks) * size
+        for block in blocks:
+            block.state = BlockState.PRIVATE
+        if len(blocks) < count:
+            self.free(blocks)
+            return []
+        return blocks
+
+    def name(self, block: Block, index: PrefixIndex, block_hash: BlockHash, *, is_ready: bool) -> bool:
+        """Show a PRIVATE block under a hash, READY or PENDING. If another has that hash: False, and it stays private."""
+        assert block.state is BlockState.PRIVATE, "a block has one name"
+        if block_hash in index.blocks:
+            return False
+        block.hash = block_hash
+        block.index = index
+        block.state = BlockState.READY if is_ready else BlockState.PENDING
+        index.blocks[block_hash] = block
+        return True
+
     def commit(self, blocks: Iterable[Block]) -> int:
         """Make PENDING blocks READY for everyone. Blocks dropped meanwhile stay gone. Returns how many became READY."""
         num_committed = 0
@@ -226,7 +252,7 @@ class BlockPool:
     def free(self, blocks: Sequence[Block]) -> None:
         """Return one reference of each block. The last ones of a prefix become the coldest.
 
-        A PENDING block without references was never finished: it leaves.
+        A PENDING block without references was never finished: it leaves, as does a PRIVATE one.
         """
         for block in reversed(blocks):
             assert block.num_refs > 0, "a reference was returned twice"
@@ -238,7 +264,7 @@ class BlockPool:
                 if not block.is_pinned:
                     self._policy.add(block)
                 continue
-            if block.state is not BlockState.GONE:
+            if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
                 self._forget(block)
             self._give_back(block)
 
@@ -297,19 +323,40 @@ class BlockPool:
         if block.state is BlockState.GONE and not block.num_refs and not block.num_holds:
             self._space.give_back(block)
 
-    def take_raw(self, size: int) -> TakenRegion | None:
-        """Room of `size` units that is no block and is never evicted; None when it cannot be had."""
-        if not (taken := self._space.take(1, size, TakenRegion)):
-            self._make_room(1, size)
-            taken = self._space.take(1, size, TakenRegion)
-        return taken[0] if taken else None
-
     def has_room(self, size: int) -> bool:
         """`size` adjacent units are free: nothing need be evicted for them."""
         return self._space.has_room(size)
 
+    def evict(self, count: int) -> None:
+        """Evict the `count` coldest blocks that may go."""
+        blocked: list[Block] = []
+        while count and (victim := self._policy.pop_coldest()) is not None:
+            if victim.is_held:
+                blocked.append(victim)
+            else:
+                self._evict(victim)
+                count -= 1
+        self._policy.put_back(blocked)
+
     def extend(self, num_units: int) -> None:
         self._space.extend(num_units)
+
+    def shrink(self, num_units: int) -> bool:
+        """Give up the last units, evicting what lies there. False, and nothing changes, when some of it is in use."""
+        end = self.num_units - num_units
+        victims: list[Block] = []
+        for region in self._space.regions_backwards():
+            if region.start + region.size <= end:
+                break
+            if isinstance(region, Block):
+                if not _is_evictable(region):
+                    return False
+                victims.append(region)
+        for block in victims:
+            self._policy.remove(block)
+            self._evict(block)
+        self._space.cut(num_units)
+        return True
 
     def restore(self, num_units: int, regions: Sequence[TakenRegion], cold_to_warm: Iterable[Block]) -> None:
         """Begin with what is there already: `regions` tile no unit twice, the blocks among them are READY."""

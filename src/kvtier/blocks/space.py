@@ -79,6 +79,19 @@ class Space:
         else:
             self._append_free(last if start else None, start, self.num_units)
 
+    def cut(self, num_units: int) -> None:
+        """Take away the last units, which are free."""
+        last = self._last
+        assert last.is_free, "what is cut off must be free"
+        assert num_units <= last.size, "what is cut off must be free"
+        self._remove(last)
+        self.num_units -= num_units
+        last.size -= num_units
+        if last.size:
+            self._put(last)
+        elif last.left is not None:
+            self._link(last.left, None)
+
     def has_room(self, size: int) -> bool:
         """Some free region holds `size` units."""
         return self._find(size) is not None
@@ -117,6 +130,13 @@ class Space:
         while region is not None:
             yield region
             region = region.right
+
+    def regions_backwards(self) -> Iterator[Region]:
+        """All regions from the last unit on."""
+        region: Region | None = self._last
+        while region is not None:
+            yield region
+            region = region.left
 
     def _append_free(self, left: Region | None, start: int, end: int) -> Region:
         free = Region(start, end - start)

@@ -50,6 +50,7 @@ class _Hold:
     blocks: list[Block]
     space: Space
     touched_at: float
+    num_ready: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +117,7 @@ class Catalog:
         self._space_numbers: dict[Namespace, int] = {}
         self._last_space_number = 0
         self._holders: dict[bytes, Holder] = {}
+        self._num_dropping = 0
 
     # --- clients and namespaces ------------------------------------------------------------------------------------
 
@@ -190,15 +192,13 @@ class Catalog:
             hold = holder.leases.get(number)
             if hold is None:
                 return None
-            num_ready = self._await(hold.blocks[:count], timeout_s)
-            while count <= num_ready < len(hold.blocks) and hold.blocks[num_ready].is_ready:
-                num_ready += 1
-            return num_ready
+            hold.num_ready = self._await(hold.blocks, count, timeout_s, hold.num_ready)
+            return hold.num_ready
 
     def await_blocks(self, blocks: Sequence[Block], timeout_s: float) -> int:
         """As `await_lease`, for blocks from `borrow`."""
         with self._lock:
-            return self._await(blocks, timeout_s)
+            return self._await(blocks, len(blocks), timeout_s, 0)
 
     def release(self, holder: Holder, number: int) -> None:
         with self._lock:
@@ -298,10 +298,25 @@ class Catalog:
     def drop(self, space: Space, hashes: Sequence[BlockHash]) -> int:
         """Forget `hashes`, or all of the namespace when there are none, in memory and on disk."""
         with self._lock:
-            num_dropped = self._pool.drop(space.index, hashes or list(space.index.blocks))
-        if self._persistence is None:
-            return num_dropped
-        return max(num_dropped, self._persistence.drop(space, hashes or None))
+            wanted = list(hashes) or list(space.index.blocks)
+            found = [block for block_hash in wanted if (block := space.index.blocks.get(block_hash)) is not None]
+            num_dropped = self._pool.drop(space.index, wanted)
+            if self._persistence is None:
+                return num_dropped
+            self._num_dropping += 1
+            try:  # what is being written to disk right now must be there before it can be dropped there
+                self._loaded.wait_for(lambda: not any(block.is_held for block in found), _ROOM_S)
+            finally:
+                self._num_dropping -= 1
+        num_dropped = max(num_dropped, self._persistence.drop(space, hashes or None))
+        with self._lock:  # whoever has set one of them again meanwhile wants it on disk
+            again = [block for block_hash in wanted if (block := space.index.blocks.get(block_hash)) is not None]
+            for block in again:
+                assert isinstance(block, MemoryBlock)
+                if block.is_stored and block.is_ready and not block.is_queued:
+                    block.is_stored = False
+                    self._persistence.queue(space, [block])
+        return num_dropped
 
     def list_blocks(self, space: Space) -> tuple[list[BlockHash], bytes]:
         """Every hash of a namespace, and where it is: LISTED_ flags."""
@@ -331,41 +346,48 @@ class Catalog:
 
     # --- the disk's threads ----------------------------------------------------------------------------------------
 
-    def begin_storing(self, block: MemoryBlock) -> bool:
+    def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
         with self._lock:
-            if not block.is_ready:
-                block.is_queued = False
-                return False
-            self._pool.hold(block)
-            return True
+            held = []
+            for block in blocks:
+                if block.is_ready:
+                    self._pool.hold(block)
+                    held.append(block)
+                else:
+                    block.is_queued = False
+            return held
 
-    def end_storing(self, block: MemoryBlock, *, is_stored: bool) -> None:
+    def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
         with self._lock:
-            block.is_queued = False  # not before: two writers must never hold one block
-            block.is_stored = block.is_stored or is_stored
-            self._pool.let_go(block)
-            self._leave_memory([block])
-            if not self._keeps_stored:
+            for block, is_stored in zip(blocks, stored, strict=True):
+                block.is_queued = False  # not before: two writers must never hold one block
+                block.is_stored = block.is_stored or is_stored
+                self._pool.let_go(block)
+            self._leave_memory(blocks)
+            if not self._keeps_stored or self._num_dropping:
                 self._loaded.notify_all()
 
-    def end_loading(self, block: MemoryBlock, *, has_arrived: bool) -> None:
+    def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
         with self._lock:
-            if has_arrived:
-                block.is_stored = True
-                self._pool.commit([block])
-            else:
-                self._pool.fail(block)
-            self._free([block])
+            for block, has_arrived in zip(blocks, arrived, strict=True):
+                if has_arrived:
+                    block.is_stored = True
+                    self._pool.commit([block])
+                else:
+                    self._pool.fail(block)
+            self._free(blocks)
             self._loaded.notify_all()
 
     def unstored(self) -> list[tuple[SpaceLike, MemoryBlock]]:
+        """After an outage: what is in memory and was on disk, or was to be. Nothing is on the disk for sure now."""
         with self._lock:
             found: list[tuple[SpaceLike, MemoryBlock]] = []
             for space in self._spaces.values():
                 for block in space.index.blocks.values():
                     assert isinstance(block, MemoryBlock)
+                    is_wanted = self._stores_on == "commit" or block.is_stored or block.was_reused
                     block.is_stored = False
-                    if block.is_ready and not block.is_queued:
+                    if block.is_ready and is_wanted and not block.is_queued:
                         found.append((space, block))
             return found
 
@@ -458,6 +480,8 @@ class Catalog:
             more = self._pool.match(space.index, hashes[len(blocks) :], max_blocks - len(blocks))
             blocks += more.blocks
             ended = more.ended
+        if self._persistence is not None and blocks:
+            self._persistence.note_used(space, hashes[: len(blocks)])
         return blocks, ENDED[ended]
 
     def _load(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
@@ -481,7 +505,7 @@ class Catalog:
         for block, position in zip(grant.blocks, grant.positions, strict=True):
             assert isinstance(block, MemoryBlock)
             assert block.hash == stored[position].hash
-            loads.append(Load(space, block, stored[position], store))
+            loads.append(Load(block, stored[position], store))
         store.free(stored[len(loads) :])
         self._pool.reference(grant.blocks)  # one for whoever asked, one for the reader
         self._persistence.load(loads)
@@ -494,11 +518,13 @@ class Catalog:
         while self._pool.free_units < wanted and self._loaded.wait(max(0.0, deadline - self._clock())):
             pass
 
-    def _await(self, blocks: Sequence[Block], timeout_s: float) -> int:
+    def _await(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
+        """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
         deadline = self._clock() + timeout_s
         while True:
-            num_ready = _num_ready(blocks)
-            is_over = num_ready == len(blocks) or blocks[num_ready].state is not BlockState.LOADING
+            while num_ready < len(blocks) and blocks[num_ready].is_ready:
+                num_ready += 1
+            is_over = num_ready >= min(count, len(blocks)) or blocks[num_ready].state is not BlockState.LOADING
             if is_over or not self._loaded.wait(max(0.0, deadline - self._clock())):
                 return num_ready
 
@@ -524,13 +550,15 @@ class Catalog:
     def _store_reused(self, space: Space, blocks: Sequence[Block]) -> None:
         if self._persistence is None or self._stores_on != "reuse":
             return
-        reused = [
-            block
-            for block in blocks
-            if isinstance(block, MemoryBlock) and block.is_ready and not block.is_stored and not block.is_queued
-        ]
+        reused = []
+        for block in blocks:
+            assert isinstance(block, MemoryBlock)
+            block.was_reused = True
+            if block.is_ready and not block.is_stored and not block.is_queued:
+                reused.append(block)
         if reused:
             self._persistence.queue(space, reused)
+            self._persistence.order(space, [block.hash for block in blocks])
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self._pool.free(blocks)
@@ -568,6 +596,8 @@ class Catalog:
                 del holder.ended_numbers[next(iter(holder.ended_numbers))]
             return
         holder.held_units -= len(hold.blocks) * hold.space.index.block_units
+        if self._persistence is not None and holds is holder.reservations:
+            self._persistence.order(hold.space, [block.hash for block in hold.blocks])
         self._free(hold.blocks)
         self._forget_if_empty(hold.space)
 

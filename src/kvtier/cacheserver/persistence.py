@@ -12,27 +12,29 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
-from kvtier.errors import BlockCorrupt, ConfigError, TierError, TierFull, TierRefused, TierTimeout, TierUnavailable
+from kvtier.errors import ConfigError, TierError, TierRefused, TierTimeout, TierUnavailable
 from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace
+from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace, Written
 from kvtier.stores.files import Files
 
 logger = logging.getLogger(__name__)
 
-_NUM_WRITERS = 8
-_NUM_READERS = 8
+_NUM_WRITERS = 16
+_NUM_READERS = 16
+_BATCH_BYTES = 1 << 20  # what a thread moves in one go: fewer than all of a prompt, more than one small block
+_MAX_RECENT = 1024
 _KEEPER_INTERVAL_S = 1.0
 _LAST_RETRY_S = 30.0
 _REGROWTH_S = 30.0
@@ -41,28 +43,29 @@ _REGROWTH_S = 30.0
 class MemoryBlock(Block):
     """A block in the arena. `is_stored`: the disk has it too. `checksum` is over key and payload, once computed."""
 
-    __slots__ = ("checksum", "is_queued", "is_stored")
+    __slots__ = ("checksum", "is_queued", "is_stored", "was_reused")
 
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
         self.checksum: int | None = None
         self.is_stored = False
         self.is_queued = False
+        self.was_reused = False
 
 
 class BlockOwner(Protocol):
     """What the threads here ask of the catalog. Each takes its lock for a moment."""
 
-    def begin_storing(self, block: MemoryBlock) -> bool:
-        """Hold a block's room while it is written; False when it has gone from memory meanwhile."""
+    def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
+        """Hold the blocks' room while they are written; returns those that have not gone from memory meanwhile."""
         ...
 
-    def end_storing(self, block: MemoryBlock, *, is_stored: bool) -> None: ...
+    def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None: ...
 
-    def end_loading(self, block: MemoryBlock, *, has_arrived: bool) -> None: ...
+    def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None: ...
 
     def unstored(self) -> list[tuple[SpaceLike, MemoryBlock]]:
-        """Everything in memory that is on no disk."""
+        """Everything in memory that should be on disk and is not."""
         ...
 
 
@@ -86,10 +89,38 @@ class SpaceLike(Protocol):
 class Load:
     """A block to bring from disk into its reserved slot."""
 
-    space: SpaceLike
     block: MemoryBlock
     stored: StoredBlock
     store: DiskStore
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.size * SLOT_ALIGN_BYTES
+
+
+class _Task:
+    """Something for the writers to do. Those of one size and space may be done together, up to a batch's bytes."""
+
+    def __init__(self, space: SpaceLike, nbytes: int) -> None:
+        self.space = space
+        self.nbytes = nbytes
+
+
+class _Store(_Task):
+    """A block to be written. `number` is its place in the queue."""
+
+    def __init__(self, number: int, space: SpaceLike, block: MemoryBlock) -> None:
+        super().__init__(space, block.size * SLOT_ALIGN_BYTES)
+        self.number = number
+        self.block = block
+
+
+class _Order(_Task):
+    """Blocks of one prompt, queued before this: once they are written, the first shall be the last to go."""
+
+    def __init__(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
+        super().__init__(space, _BATCH_BYTES)  # it goes alone
+        self.hashes = hashes
 
 
 class Persistence:
@@ -108,11 +139,12 @@ class Persistence:
         self._log = LogLimit(logger)
         self._condition = threading.Condition()
         # Queues hand each item to one thread; a condition would wake all of them for every block.
-        self._queue: SimpleQueue[tuple[int, SpaceLike, MemoryBlock] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._loads: SimpleQueue[Load | None] = SimpleQueue()
         self._unwritten: OrderedDict[int, None] = OrderedDict()
         self._last_number = 0
-        self._num_flushing = 0
+        self._awaited: list[int] = []
+        self._recent: OrderedDict[BlockHash, tuple[SpaceLike, Sequence[BlockHash]]] = OrderedDict()
         self._is_closing = False
         self._threads: list[threading.Thread] = []
         self._owner: BlockOwner
@@ -170,7 +202,20 @@ class Persistence:
                 block.is_queued = True
                 self._last_number += 1
                 self._unwritten[self._last_number] = None
-                self._queue.put((self._last_number, space, block))
+                self._queue.put(_Store(self._last_number, space, block))
+
+    def order(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
+        """Blocks that were queued in this order are one prompt: it shall lose its end before its beginning."""
+        if len(hashes) > 1:
+            self._queue.put(_Order(space, hashes))
+
+    def note_used(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
+        """A prefix was used in memory: the disk's order of eviction hears of it soon, once for many times."""
+        with self._condition:
+            self._recent[hashes[-1]] = (space, hashes)
+            self._recent.move_to_end(hashes[-1])
+            if len(self._recent) > _MAX_RECENT:
+                self._recent.popitem(last=False)
 
     def load(self, loads: Sequence[Load]) -> None:
         with self._condition:
@@ -224,7 +269,7 @@ class Persistence:
         deadline = time.monotonic() + timeout_s
         with self._condition:
             last = self._last_number
-            self._num_flushing += 1
+            self._awaited.append(last)
             try:
                 while self._unwritten and next(iter(self._unwritten)) <= last:
                     if self._store is None:
@@ -232,7 +277,7 @@ class Persistence:
                     if not self._condition.wait(max(0.0, deadline - time.monotonic())):
                         raise TierTimeout("the disk did not keep up within the deadline")
             finally:
-                self._num_flushing -= 1
+                self._awaited.remove(last)
         with self._using() as store:
             if store is None:
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
@@ -281,68 +326,86 @@ class Persistence:
     # --- threads ---------------------------------------------------------------------------------------------------
 
     def _run_writer(self) -> None:
-        while (item := self._queue.get()) is not None:
-            number, space, block = item
-            try:
-                self._write_when_up(space, block)
-            finally:
-                with self._condition:
-                    del self._unwritten[number]
-                    if self._num_flushing:
-                        self._condition.notify_all()
+        for batch in _batches(self._queue, lambda first, other: first.space is other.space):
+            stores = [task for task in batch if isinstance(task, _Store)]
+            if stores:
+                self._write_when_up(stores[0].space, stores)
+            for task in batch:
+                if isinstance(task, _Order):
+                    self._put_in_order(task)
 
-    def _write_when_up(self, space: SpaceLike, block: MemoryBlock) -> None:
-        """Holds on to the block while the disk is down."""
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._store is not None or self._is_closing)
-                if self._store is None:
-                    return
-            with self._using() as store:
-                if store is not None:
-                    self._write(store, space, block)
-                    return
-
-    def _write(self, store: DiskStore, space: SpaceLike, block: MemoryBlock) -> None:
-        if not self._owner.begin_storing(block):
-            self.failures["evicted before it was written"] += 1
-            return
-        is_stored = False
+    def _write_when_up(self, space: SpaceLike, batch: Sequence[_Store]) -> None:
+        """Holds on to the blocks while the disk is down."""
+        with self._condition:
+            while self._store is None and not self._is_closing:
+                self._condition.wait()
+            store = self._store
+            self._num_using += 1
         try:
-            slot = self._slot(block)
-            stored_space = self._space_of(store, space)
+            if store is not None:
+                self._write(store, space, [item.block for item in batch])
+        finally:
+            with self._condition:
+                self._num_using -= 1
+                for item in batch:
+                    del self._unwritten[item.number]
+                if self._awaited and (not self._unwritten or next(iter(self._unwritten)) > min(self._awaited)):
+                    self._condition.notify_all()
+
+    def _write(self, store: DiskStore, space: SpaceLike, wanted: Sequence[MemoryBlock]) -> None:
+        blocks = self._owner.begin_storing(wanted)
+        if len(blocks) < len(wanted):
+            self.failures["evicted before it was written"] += len(wanted) - len(blocks)
+        stored = [False] * len(blocks)
+        try:
+            stored_space = self._space_of(store, space) if blocks else None
             if stored_space is None:
                 return
-            if block.checksum is None:
-                block.checksum = checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
-            store.write(stored_space, block.hash, slot, block.checksum)
-            is_stored = True
-            self.num_written += 1
-        except (TierFull, TierError) as error:
-            self.failures["no room"] += 1
-            self._log.warning("full", "disk store %s: %s", self.folder, error)
+            slots = [self._slot(block) for block in blocks]
+            for block, slot in zip(blocks, slots, strict=True):
+                if block.checksum is None:
+                    block.checksum = checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
+            checksums = [block.checksum for block in blocks if block.checksum is not None]
+            outcomes = store.write(stored_space, [block.hash for block in blocks], slots, checksums)
+            stored = [outcome in (Written.NEW, Written.PRESENT) for outcome in outcomes]
+            self.num_written += outcomes.count(Written.NEW)
+            if Written.NO_ROOM in outcomes:
+                self.failures["no room"] += outcomes.count(Written.NO_ROOM)
+                self._log.warning("full", "disk store %s has no room: all of it is in use or pinned", self.folder)
         except OSError as error:
             self._fail(store, error)
         finally:
-            self._owner.end_storing(block, is_stored=is_stored)
+            self._owner.end_storing(blocks, stored)
+
+    def _put_in_order(self, order: _Order) -> None:
+        with self._using() as store:
+            stored_space = None if store is None else self._space_of(store, order.space)
+            if store is not None and stored_space is not None:
+                store.touch(stored_space, order.hashes)
 
     def _run_reader(self) -> None:
-        while (load := self._loads.get()) is not None:
-            has_arrived = False
-            try:
-                load.store.read(load.stored, self._slot(load.block))
-                load.block.checksum = load.stored.checksum
-                has_arrived = True
-                self.num_read += 1
-            except BlockCorrupt as error:
-                self._log.warning("corrupt", "disk store %s: %s", self.folder, str(error))
-            except OSError as error:
-                self._fail(load.store, error)
-            finally:
-                load.store.free([load.stored])
-                with self._condition:
-                    self._num_using -= 1
-                self._owner.end_loading(load.block, has_arrived=has_arrived)
+        for batch in _batches(self._loads, lambda first, other: first.stored.space is other.stored.space):
+            self._read(batch[0].store, batch)
+
+    def _read(self, store: DiskStore, batch: Sequence[Load]) -> None:
+        arrived = [False] * len(batch)
+        stored = [load.stored for load in batch]
+        try:
+            failures = store.read(stored, [self._slot(load.block) for load in batch])
+            arrived = [failure is None for failure in failures]
+            for load, failure in zip(batch, failures, strict=True):
+                if failure is None:
+                    load.block.checksum = load.stored.checksum
+                else:
+                    self._log.warning("corrupt", "disk store %s: %s", self.folder, str(failure))
+            self.num_read += sum(arrived)
+        except OSError as error:
+            self._fail(store, error)
+        finally:
+            store.free(stored)
+            with self._condition:
+                self._num_using -= len(batch)
+            self._owner.end_loading([load.block for load in batch], arrived)
 
     def _run_keeper(self) -> None:
         retry_s = _KEEPER_INTERVAL_S
@@ -365,12 +428,21 @@ class Persistence:
                 try:
                     if not store.is_in_place():
                         raise OSError(None, "its folder or file was taken away")
+                    self._tell_used(store)
                     store.save_recency()
                 except OSError as error:
                     self._fail(store, error)
                 if time.monotonic() > regrow_at:
                     regrow_at = time.monotonic() + _REGROWTH_S
                     store.try_growing_again()
+
+    def _tell_used(self, store: DiskStore) -> None:
+        with self._condition:
+            recent, self._recent = self._recent, OrderedDict()
+        for space, hashes in recent.values():
+            stored_space = self._space_of(store, space)
+            if stored_space is not None:
+                store.touch(stored_space, hashes)
 
     # --- failing and coming back -----------------------------------------------------------------------------------
 
@@ -382,10 +454,10 @@ class Persistence:
                 return
             self._store, self._failed_store = None, store
             self._losses_before += store.losses
+            logger.warning(
+                "disk store %s failed: %s; going on in memory, it is tried again", self.folder, error.strerror or error
+            )
             self._condition.notify_all()
-        logger.warning(
-            "disk store %s failed: %s; going on in memory, it is tried again", self.folder, error.strerror or error
-        )
 
     def _come_back(self) -> bool:
         with self._condition:
@@ -442,3 +514,33 @@ class Persistence:
         thread = threading.Thread(target=target, name=name, daemon=True)  # type: ignore[arg-type]
         thread.start()
         self._threads.append(thread)
+
+
+class _Job(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_AnyJob = TypeVar("_AnyJob", bound=_Job)
+
+
+def _batches(
+    queue: SimpleQueue[_AnyJob | None], belongs: Callable[[_AnyJob, _AnyJob], bool]
+) -> Iterator[list[_AnyJob]]:
+    """Jobs that wait already and belong to the first, as many as may move in one go; ends with a None in the queue."""
+    following = queue.get()
+    while following is not None:
+        first = following
+        batch = [first]
+        while (len(batch) + 1) * first.nbytes <= _BATCH_BYTES:
+            try:
+                following = queue.get_nowait()
+            except Empty:
+                break
+            if following is None or following.nbytes != first.nbytes or not belongs(first, following):
+                break
+            batch.append(following)
+        is_ahead = following is not batch[-1]
+        yield batch
+        if not is_ahead:
+            following = queue.get()

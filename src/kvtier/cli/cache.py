@@ -16,7 +16,8 @@ from kvtier.cli.cache_server import default_socket, read_token
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.sizes import format_size
-from kvtier.stores.disk import DiskStore, StoreSpace, holds_store
+from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.folder import holds_store
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16

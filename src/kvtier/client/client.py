@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 _SLOWEST_BYTES_PER_S = 64e6
 _FRAME_BYTES = 32 << 20
+_FIRST_PART_BYTES = 2 << 20
 _PART_BYTES = 32 << 20
 
 
@@ -327,33 +328,7 @@ class SingleClient:
         self._check()
         if not self.is_local:
             raise ConfigError("slots can be written in place only on a server of this host (unix:...)")
-        deadline = self._deadline(timeout_s)
-        number = self._endpoint.next_number()
-        try:
-            with self._endpoint.connection(deadline) as connection:
-                reserved = self._reserve(connection, number, hashes, deadline)
-                arena = self._endpoint.arena_of(connection)
-                offsets = self._offsets_in(arena, reserved.offsets)
-                server_id = connection.welcome.server_id
-        except (TierRefused, TierFull):
-            raise
-        except BaseException:  # an interrupt too: the server may have granted it
-            self._close_later(number)
-            raise
-
-        def commit(first: int, count: int) -> int:
-            return self._commit(number, first, count, server_id)
-
-        return Reservation(
-            arena,
-            offsets,
-            self.layout.block_bytes,
-            wire.unpack_numbers(reserved.positions),
-            (reserved.num_ready, reserved.num_pending, reserved.num_refused),
-            commit,
-            lambda: self._end(wire.Close(number), server_id),
-            lambda: self._endpoint.forget(lambda: self._end_now(wire.Close(number), server_id)),
-        )
+        return self._reserve_slots(self._endpoint.next_number(), hashes, timeout_s)[0]
 
     # --- operating -------------------------------------------------------------------------------------------------
 
@@ -552,28 +527,53 @@ class SingleClient:
 
     # --- private: writing ------------------------------------------------------------------------------------------
 
+    def _reserve_slots(
+        self, number: int, hashes: Sequence[BlockHash], timeout_s: float | None
+    ) -> tuple[Reservation, bytes]:
+        """A reservation under `number`, and the id of the server that granted it."""
+        deadline = self._deadline(timeout_s)
+        try:
+            with self._endpoint.connection(deadline) as connection:
+                reserved = self._reserve(connection, number, hashes, deadline)
+                arena = self._endpoint.arena_of(connection)
+                offsets = self._offsets_in(arena, reserved.offsets)
+                server_id = connection.welcome.server_id
+        except (TierRefused, TierFull):
+            raise
+        except BaseException:  # an interrupt too: the server may have granted it
+            self._close_later(number)
+            raise
+
+        def commit(first: int, count: int) -> int:
+            return self._commit(number, first, count, server_id)
+
+        reservation = Reservation(
+            arena,
+            offsets,
+            self.layout.block_bytes,
+            wire.unpack_numbers(reserved.positions),
+            (reserved.num_ready, reserved.num_pending, reserved.num_refused),
+            commit,
+            lambda: self._end(wire.Close(number), server_id),
+            lambda: self._endpoint.forget(lambda: self._end_now(wire.Close(number), server_id)),
+        )
+        return reservation, server_id
+
     def _set_local(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None
     ) -> list[int]:
         """Copy, then commit; by parts if the server has a disk, which writes the first while the next are copied."""
-        reservation = self.reserve(hashes, timeout_s=timeout_s)
+        number = self._endpoint.next_number()
+        reservation, server_id = self._reserve_slots(number, hashes, timeout_s)
         wanted = [blocks[position] for position in reservation.positions]
-        step = max(1, _PART_BYTES // self.layout.block_bytes) if self._endpoint.has_disk else len(hashes)
-
-        def commit_later(first: int, count: int) -> None:
-            try:
-                reservation.commit(first, count)
-            except TierError as error:  # nothing to try again: the slots go back when the reservation is closed
-                self._endpoint.count_failure(error)
-
+        parts = self._parts_to_commit(len(wanted))
         try:
-            for first in range(0, len(wanted), step):
-                part = wanted[first : first + step]
-                reservation.fill(part, first, len(part))
-                if deferred:
-                    self._endpoint.do_later(functools.partial(commit_later, first, len(part)))
-                else:
-                    reservation.commit(first, len(part))
+            if deferred:
+                for part in parts:
+                    reservation.fill(wanted[part], part.start, part.stop - part.start)
+                    self._endpoint.do_later(functools.partial(self._commit_quietly, reservation, part))
+            elif parts:
+                self._fill_and_commit(number, reservation, server_id, wanted, parts)
         except BaseException:
             reservation.close()
             raise
@@ -582,6 +582,47 @@ class SingleClient:
         else:
             reservation.close()
         return list(reservation.positions)
+
+    def _fill_and_commit(
+        self,
+        number: int,
+        reservation: Reservation,
+        server_id: bytes,
+        blocks: Sequence[memoryview],
+        parts: Sequence[slice],
+    ) -> None:
+        """The server hears of a part while the next is copied; its answers are read at the end."""
+        reservation.fill(blocks[parts[0]], parts[0].start, parts[0].stop - parts[0].start)
+        deadline = self._deadline(None, len(blocks) * self.layout.block_bytes)
+        with self._endpoint.connection(deadline) as connection:
+            if connection.welcome.server_id != server_id:
+                raise TierRefused("the server that held this reservation is gone")
+            sent = []
+            for position, part in enumerate(parts):
+                if position:
+                    reservation.fill(blocks[part], part.start, part.stop - part.start)
+                commit = wire.Commit(number, part.start, part.stop - part.start)
+                sent.append(connection.send(commit, deadline=deadline))
+            for request in sent:
+                connection.receive(request, wire.Counted, deadline)
+
+    def _commit_quietly(self, reservation: Reservation, part: slice) -> None:
+        try:
+            reservation.commit(part.start, part.stop - part.start)
+        except TierError as error:  # nothing to try again: the slots go back when the reservation is closed
+            self._endpoint.count_failure(error)
+
+    def _parts_to_commit(self, count: int) -> list[slice]:
+        """All at once, unless there is a disk: then small parts first, so that it begins at once, and larger ones."""
+        parts: list[slice] = []
+        if count and not self._endpoint.has_disk:
+            return [slice(0, count)]
+        first, nbytes = 0, _FIRST_PART_BYTES
+        while first < count:
+            end = min(count, first + max(1, nbytes // self.layout.block_bytes))
+            parts.append(slice(first, end))
+            first, nbytes = end, min(2 * nbytes, _PART_BYTES)
+        return parts
 
     def _set_remote(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _Export: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
-_WAIT_BLOCKS = 32
+_WAIT_BLOCKS = 8
 
 _IN_USE = "views of these blocks are still in use, by an array or another view: drop those first"
 

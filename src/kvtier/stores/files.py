@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+_MAX_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 class Files:
-    """The operating system's files. Every method raises `OSError`; reads and writes are whole or raise."""
+    """The operating system's files. Every method raises `OSError`; reads and writes are whole or raise. Thread-safe."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -15,20 +18,25 @@ class Files:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def write(self, fd: int, data: memoryview | bytes, offset: int) -> None:
-        left = memoryview(data)
-        while left:
-            written = os.pwrite(fd, left, offset)
-            left, offset = left[written:], offset + written
+    def write(self, fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
+        """Write `parts` one after the other from `offset` on."""
+        for first in range(0, len(parts), _MAX_PARTS):
+            left: Sequence[memoryview | bytes] = parts[first : first + _MAX_PARTS]
+            while left:
+                written = os.pwritev(fd, left, offset)
+                left, offset = _without(left, written), offset + written
 
-    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
-        """Fill `into`; returns how much there was, less only at the end of the file."""
+    def read_into(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        """Fill `parts` one after the other; returns how much there was, less only at the end of the file."""
         total = 0
-        while total < len(into):
-            received = os.preadv(fd, [into[total:]], offset + total)
-            if not received:
-                break
-            total += received
+        for first in range(0, len(parts), _MAX_PARTS):
+            left: Sequence[memoryview | bytes] = parts[first : first + _MAX_PARTS]
+            while left:
+                received = os.preadv(fd, left, offset + total)
+                if not received:
+                    return total
+                total += received
+                left = _without(left, received)
         return total
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
@@ -43,3 +51,12 @@ class Files:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+
+def _without(parts: Sequence[memoryview | bytes], nbytes: int) -> Sequence[memoryview | bytes]:
+    """What is left of `parts` after their first `nbytes`."""
+    for position, part in enumerate(parts):
+        if nbytes < len(part):
+            return [memoryview(part)[nbytes:], *parts[position + 1 :]]
+        nbytes -= len(part)
+    return ()

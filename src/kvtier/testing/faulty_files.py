@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,22 +64,22 @@ class FaultyFiles(Files):
             raise OSError(22, os.strerror(22))
         return super().open(path, flags)
 
-    def write(self, fd: int, data: memoryview | bytes, offset: int) -> None:
+    def write(self, fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
         if self.before_write is not None:
-            self.before_write(memoryview(data), offset)
+            self.before_write(memoryview(b"".join(parts)), offset)
         if self.delay_s:
             time.sleep(self.delay_s)
         fault = self._next_fault("write")
         if fault is not None:
-            super().write(fd, memoryview(data)[: fault.torn_bytes], offset)
+            _write_buffered(fd, b"".join(parts)[: fault.torn_bytes], offset)
             raise _error(fault)
-        super().write(fd, data, offset)
+        super().write(fd, parts, offset)
 
-    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
+    def read_into(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
         if self.delay_s:
             time.sleep(self.delay_s)
         self._check("read_into")
-        return super().read_into(fd, into, offset)
+        return super().read_into(fd, parts, offset)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         self._check("allocate")
@@ -112,6 +112,15 @@ class FaultyFiles(Files):
             if not fault.times:
                 del self._faults[operation]
             return fault
+
+
+def _write_buffered(fd: int, data: bytes, offset: int) -> None:
+    """Any number of bytes, also into a file that was opened for direct I/O."""
+    buffered = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(buffered, data, offset)
+    finally:
+        os.close(buffered)
 
 
 def _error(fault: _Fault) -> OSError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from kvtier.blocks.hashing import BlockHash
@@ -17,10 +17,12 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.errors import BlockCorrupt, ConfigError, TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease
-from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.sizes import format_size
+from kvtier.stores.disk import DiskStore, StoredBlock, Written
 from kvtier.stores.files import Files
 
 _NUM_THREADS = 8
+_PART_BYTES = 2 << 20
 
 
 class DiskTier:
@@ -78,22 +80,21 @@ class DiskTier:
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         views = byte_views(blocks, self.layout.block_bytes, writable=False)
-        full: list[TierFull] = []
+        parts = self._parts(len(hashes))
 
-        def write(position: int) -> bool:
-            try:
-                return self.store.write(self._space, hashes[position], views[position])
-            except TierFull as error:
-                full.append(error)
-                return False
+        def write(part: slice) -> list[Written]:
+            return self.store.write(self._space, hashes[part], views[part])
 
+        writes = [self._io.submit(write, part) for part in reversed(parts)]
+        wait(writes)  # all of them: what fails must not go on behind the caller's back
         try:
-            num_written = sum(self._io.map(write, reversed(range(len(hashes)))))
+            outcomes = [outcome for done in writes for outcome in done.result()]
         except OSError as error:
             raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
         self.store.touch(self._space, hashes)  # threads wrote them in any order
-        if full and not num_written:
-            raise full[0]
+        num_written = outcomes.count(Written.NEW)
+        if not num_written and Written.NO_ROOM in outcomes:
+            raise TierFull(f"the disk has no room for a block of {format_size(self.layout.block_bytes)}")
         return num_written
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
@@ -112,14 +113,16 @@ class DiskTier:
     def _read(self, blocks: Sequence[StoredBlock], into: Sequence[memoryview]) -> int:
         """How many leading blocks arrived whole."""
 
-        def read(position: int) -> bool:
-            with contextlib.suppress(BlockCorrupt):  # the store has counted it
-                self.store.read(blocks[position], into[position])
-                return True
-            return False
+        def read(part: slice) -> list[BlockCorrupt | None]:
+            return self.store.read(blocks[part], into[part])  # the store has counted what is corrupt
 
-        arrived = list(self._io.map(read, range(len(blocks))))
-        return arrived.index(False) if False in arrived else len(arrived)
+        failed = [why is not None for part in self._io.map(read, self._parts(len(blocks))) for why in part]
+        return failed.index(True) if True in failed else len(failed)
+
+    def _parts(self, count: int) -> list[slice]:
+        """Blocks by the handful: few enough for all threads to have work, enough for small blocks to be cheap."""
+        step = max(1, min(_PART_BYTES // self.layout.slot_bytes, count // _NUM_THREADS))
+        return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
     def _free_later(self, blocks: Sequence[StoredBlock]) -> None:
         """From the collector, which must not wait for the store's lock."""

@@ -363,3 +363,51 @@ def test_a_dropped_block_is_not_pinned_any_more() -> None:
     pool.drop(index, names("a"))
 
     assert (pool.pinned_units, pool.free_units) == (0, 4)
+
+
+# --- more and less room --------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_shrinks_evicts_what_lies_at_its_end() -> None:
+    gone: list[Block] = []
+    pool, index = BlockPool(6, on_evict=gone.append), PrefixIndex(2)
+    blocks = store(pool, index, "a", "b", "c")
+
+    assert pool.shrink(3)
+
+    assert (pool.num_units, pool.free_units) == (3, 1)
+    assert gone == [blocks[2], blocks[1]]
+    assert present(index, "a", "b", "c") == [True, False, False]
+    pool.extend(3)
+    assert len(pool.reserve(index, names("d", "e")).blocks) == 2
+
+
+def test_a_pool_whose_end_is_in_use_does_not_shrink() -> None:
+    pool, index = BlockPool(3), PrefixIndex(1)
+    store(pool, index, "a", "b", "c")
+    lent = pool.match(index, names("c")).blocks
+
+    assert not pool.shrink(2)
+    assert present(index, "a", "b", "c") == [True, True, True]
+    pool.free(lent)
+    assert pool.pin(index, names("b"), 1) == 1
+    assert not pool.shrink(2)
+    assert pool.shrink(1)
+    assert present(index, "a", "b", "c") == [True, True, False]
+
+
+def test_evict_takes_the_coldest_that_may_go() -> None:
+    pool, index = BlockPool(4), PrefixIndex(1)
+    coldest, *_ = store(pool, index, "d")
+    store(pool, index, "a", "b", "c")
+    pool.hold(coldest)
+    lent = pool.match(index, names("c")).blocks
+
+    pool.evict(1)
+    assert present(index, "a", "b", "c", "d") == [True, False, True, True], "of a prompt, the end goes first"
+    pool.evict(5)
+    assert present(index, "a", "b", "c", "d") == [False, False, True, True]
+    pool.let_go(coldest)
+    pool.evict(1)
+    assert present(index, "c", "d") == [True, False]
+    pool.free(lent)

@@ -97,3 +97,27 @@ def test_a_region_is_found_whenever_a_free_one_holds_it(num_units: int, data: st
             held += taken
         check_tiling(space)
     assert space.free_units + sum(region.size for region in held) == num_units
+
+
+def test_free_units_at_the_end_are_cut_off_and_added_again() -> None:
+    space = Space(12)
+    taken = space.take(3, 3, TakenRegion)
+    space.cut(2)
+    assert (space.num_units, space.free_units) == (10, 1)
+    space.cut(1)
+    check_tiling(space)
+    assert not space.has_room(1)
+    space.extend(4)
+    check_tiling(space)
+    assert starts(space.take(1, 4, TakenRegion)) == [9]
+    space.give_back(taken[2])
+    check_tiling(space)
+
+
+def test_a_space_cut_to_nothing_can_grow_again() -> None:
+    space = Space(5)
+    space.cut(5)
+    assert (space.num_units, space.free_units, space.has_room(1)) == (0, 0, False)
+    space.extend(3)
+    check_tiling(space)
+    assert starts(space.take(3, 1, TakenRegion)) == [0, 1, 2]

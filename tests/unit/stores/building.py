@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvtier import BlockHash, Namespace
-from kvtier.errors import BlockCorrupt
-from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.errors import TierFull
+from kvtier.stores.disk import DiskStore, StoreSpace, Written
 from kvtier.stores.files import Files
 
 DATA_NAME = "blocks.kvtier"
+RECORDS_NAME = "records.kvtier"
 NAMESPACE = Namespace(bytes(range(32)))
 OTHER_NAMESPACE = Namespace(bytes(range(32, 64)))
 UNIT = 4096
@@ -44,10 +45,15 @@ def space_of(store: DiskStore, block_bytes: int = UNIT, namespace: Namespace = N
     return store.open(namespace, "a model", block_bytes, 16)
 
 
-def write(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) -> None:
+def write(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) -> list[Written]:
+    """One after the other. Raises `TierFull` for one that finds no room."""
+    outcomes = []
     for number in numbers:
         block_hash = hash_of(number)
-        store.write(space, block_hash, memoryview(payload(block_hash, space.block_bytes)))
+        outcomes += store.write(space, [block_hash], [memoryview(payload(block_hash, space.block_bytes))])
+        if outcomes[-1] is Written.NO_ROOM:
+            raise TierFull(f"no room for block {number}")
+    return outcomes
 
 
 def read(store: DiskStore, space: StoreSpace, number: int) -> bytes | None:
@@ -57,10 +63,7 @@ def read(store: DiskStore, space: StoreSpace, number: int) -> bytes | None:
         return None
     into = bytearray(space.block_bytes)
     try:
-        store.read(blocks[0], memoryview(into))
-        return bytes(into)
-    except BlockCorrupt:
-        return None
+        return bytes(into) if store.read(blocks, [memoryview(into)]) == [None] else None
     finally:
         store.free(blocks)
 
@@ -79,6 +82,7 @@ def read_rightly(store: DiskStore, space: StoreSpace, numbers: Iterable[int]) ->
 def crashed(folder: Path, into: Path) -> Path:
     """The folder as a process that is killed now would leave it."""
     into.mkdir(parents=True)
+    shutil.copy(folder / RECORDS_NAME, into / RECORDS_NAME)
     shutil.copy(folder / DATA_NAME, into / DATA_NAME)
     return into
 

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
+import mmap
 import os
 import random
-import struct
 import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from kvtier.errors import ConfigError, TierFull, TierRefused
 from kvtier.memory.checksum import checksum_of
-from kvtier.stores.disk import MIN_FILE_BYTES, DiskStore, StoreSpace
-from kvtier.stores.records import (
-    RECORD_BYTES,
-    SUPERBLOCK_BYTES,
-    BlockRecord,
-    Superblock,
-    encode_block,
-    encode_superblock,
-)
+from kvtier.stores.disk import DiskStore, StoreSpace, Written
+from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.stores.records import HEADER_BYTES, BlockRecord, Header, encode_block, encode_header
 from kvtier.testing.faulty_files import FaultyFiles
 from tests.unit.stores.building import (
     DATA_NAME,
     MIB,
     NAMESPACE,
     OTHER_NAMESPACE,
+    RECORDS_NAME,
     UNIT,
     crashed,
     hash_of,
@@ -75,8 +70,54 @@ def test_blocks_of_any_size_come_back_byte_for_byte_also_after_opening_again(tmp
 def test_a_block_is_written_once(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         space = space_of(store)
-        assert store.write(space, hash_of(1), memoryview(payload(hash_of(1), UNIT)))
-        assert not store.write(space, hash_of(1), memoryview(payload(hash_of(1), UNIT)))
+        assert write(store, space, [1, 1]) == [Written.NEW, Written.PRESENT]
+
+
+def test_many_blocks_are_written_and_read_in_one_go_wherever_they_lie(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        space = space_of(store, 3 * UNIT)
+        write(store, space, range(0, 40, 3))
+        store.drop(space, [hash_of(number) for number in range(0, 40, 6)])
+        memory = memoryview(mmap.mmap(-1, 40 * space.slot_bytes))
+        slots = [memory[number * space.slot_bytes : (number + 1) * space.slot_bytes] for number in range(40)]
+        for number in range(40):
+            slots[number][:] = payload(hash_of(number), 3 * UNIT)
+        slots[7:9] = [memoryview(bytes(slot)) for slot in slots[7:9]]  # not aligned, as a caller's own memory
+        hashes = [hash_of(number) for number in range(40)]
+        outcomes = store.write(space, hashes, slots)
+        assert [number for number in range(40) if outcomes[number] is Written.PRESENT] == list(range(3, 40, 6))
+        assert outcomes.count(Written.NEW) == 33
+        assert read_rightly(store, space, range(40)) == set(range(40))
+        into = [memoryview(bytearray(3 * UNIT)) for _ in range(40)]
+        blocks = store.match(space, hashes)
+        assert store.read(blocks, into) == [None] * 40
+        store.free(blocks)
+        assert [bytes(view) for view in into] == [payload(block_hash, 3 * UNIT) for block_hash in hashes]
+
+
+def test_of_many_blocks_the_leading_ones_get_the_room_there_is(tmp_path: Path) -> None:
+    with opened(tmp_path, MIB) as store:
+        space = space_of(store, 16 * UNIT)
+        hashes = [hash_of(number) for number in range(30)]
+        outcomes = store.write(space, hashes, [memoryview(payload(key, 16 * UNIT)) for key in hashes])
+        num_new = outcomes.count(Written.NEW)
+        assert 10 < num_new < 20
+        assert outcomes == [Written.NEW] * num_new + [Written.NO_ROOM] * (30 - num_new)
+        assert read_rightly(store, space, range(30)) == set(range(num_new))
+
+
+def test_small_blocks_get_records_in_a_store_that_large_ones_have_filled(tmp_path: Path) -> None:
+    with opened(tmp_path, 8 * MIB) as store:
+        large, small = space_of(store, 64 * UNIT), space_of(store, UNIT, OTHER_NAMESPACE)
+        write(store, large, range(60))
+        write(store, small, range(1500))
+        assert len(read_rightly(store, small, range(1500))) > 1400
+        read_rightly(store, large, range(60))
+        assert _size(tmp_path) <= 8 * MIB
+        assert store.losses == {}
+    with opened(tmp_path, 8 * MIB) as store:
+        assert len(read_rightly(store, space_of(store, UNIT, OTHER_NAMESPACE), range(1500))) > 1400
+        assert store.losses == {}
 
 
 def test_what_was_written_survives_the_end_of_the_process_without_any_flush(tmp_path: Path) -> None:
@@ -233,7 +274,7 @@ def test_a_saved_recency_survives_a_crash(tmp_path: Path) -> None:
         left = crashed(tmp_path / "store", tmp_path / "left")
     with opened(left, MIB) as store:
         space = space_of(store)
-        write(store, space, range(1000, 1150))
+        write(store, space, range(1000, 1170))
         assert store.levels()["evicted_blocks"] > 20
         assert set(range(10)) <= _there(store, space, range(100))
 
@@ -241,12 +282,16 @@ def test_a_saved_recency_survives_a_crash(tmp_path: Path) -> None:
 def test_a_smaller_budget_evicts_and_the_file_shrinks(tmp_path: Path) -> None:
     with opened(tmp_path, 8 * MIB) as store:
         write(store, space_of(store), range(1500))
+        warm = range(600, 650)
+        for number in warm:
+            _use(store, space_of(store), number)
         assert _size(tmp_path) > 5 * MIB
     with opened(tmp_path, 2 * MIB) as store:
         assert _size(tmp_path) <= 2 * MIB
         there = read_rightly(store, space_of(store), range(1500))
-        assert len(there) > 200
-        assert store.losses.keys() <= {"over the budget"}
+        assert len(there) > 400
+        assert there == set(warm) | set(range(1500 - len(there) + len(warm), 1500)), "the coldest went"
+        assert store.losses == {"over the budget": 1500 - len(there)}
         write(store, space_of(store), range(2000, 2100))
         assert read_rightly(store, space_of(store), range(2000, 2100)) == set(range(2000, 2100))
         assert _size(tmp_path) <= 2 * MIB
@@ -448,25 +493,24 @@ def test_a_device_that_fails_at_opening_leaves_nothing_open(tmp_path: Path) -> N
         assert len(read_rightly(store, space_of(store), range(20))) == 20
 
 
-def _write_version(path: Path, version: int) -> bytes:
-    raw = bytearray(path.read_bytes())
-    for first in (0, SUPERBLOCK_BYTES):
-        copy = raw[first : first + SUPERBLOCK_BYTES]
-        struct.pack_into("<I", copy, 8, version)
-        struct.pack_into("<Q", copy, SUPERBLOCK_BYTES - 8, xxhash.xxh3_64_intdigest(bytes(copy[:-8])))
-        raw[first : first + SUPERBLOCK_BYTES] = copy
+def _write_version(folder: Path, version: int) -> bytes:
+    path = folder / RECORDS_NAME
+    raw = path.read_bytes()
+    raw = encode_header(Header(version, (len(raw) - HEADER_BYTES) // 256)) + raw[HEADER_BYTES:]
     path.write_bytes(raw)
-    return bytes(raw)
+    return raw
 
 
 def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         write(store, space_of(store), range(20))
-    raw = _write_version(tmp_path / DATA_NAME, 7)
+    payloads = (tmp_path / DATA_NAME).read_bytes()
+    raw = _write_version(tmp_path, 7)
     with pytest.raises(ConfigError, match=r"format version 7, which this kvtier does not know; use a newer kvtier or"):
         DiskStore(tmp_path, 4 * MIB)
-    assert (tmp_path / DATA_NAME).read_bytes() == raw
-    assert sorted(os.listdir(tmp_path)) == [DATA_NAME, "lock"]
+    assert (tmp_path / RECORDS_NAME).read_bytes() == raw
+    assert (tmp_path / DATA_NAME).read_bytes() == payloads
+    assert sorted(os.listdir(tmp_path)) == [DATA_NAME, "lock", RECORDS_NAME]
 
 
 def test_an_older_format_is_set_aside_with_a_sentence_and_counts_against_the_bound(
@@ -474,63 +518,44 @@ def test_an_older_format_is_set_aside_with_a_sentence_and_counts_against_the_bou
 ) -> None:
     with opened(tmp_path, 2 * MIB) as store:
         write(store, space_of(store), range(20))
-    raw = _write_version(tmp_path / DATA_NAME, 0)
+    raw = _write_version(tmp_path, 0)
     with opened(tmp_path, 4 * MIB) as store:
-        assert "has an old format and was set aside as blocks.kvtier.version-0" in caplog.text
-        assert (tmp_path / f"{DATA_NAME}.version-0").read_bytes() == raw
+        assert "had format version 0; set aside in version-0" in caplog.text
+        assert (tmp_path / "version-0" / RECORDS_NAME).read_bytes() == raw
+        assert (tmp_path / "version-0" / DATA_NAME).stat().st_size >= 20 * UNIT
         write(store, space_of(store), range(1000))
-        assert _size(tmp_path) <= 4 * MIB
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 4 * MIB
+
+
+def test_an_older_format_that_fills_the_budget_is_removed_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, 4 * MIB) as store:
+        write(store, space_of(store), range(1000))
+    _write_version(tmp_path, 0)
+    with opened(tmp_path, 4 * MIB) as store:
+        assert "had format version 0, too large to keep beside; removed" in caplog.text
+        write(store, space_of(store), range(500))
+        assert len(read_rightly(store, space_of(store), range(500))) == 500
 
 
 @pytest.mark.timeout(60)
 def test_a_hundred_thousand_blocks_are_recovered_in_two_seconds(tmp_path: Path) -> None:
-    """The file is made here: records of blocks whose payloads were never written, and a few that were."""
+    """The files are made here: records of blocks whose payloads were never written, and a few that were."""
     num_blocks = 100_000
-    per_chunk = MIB // RECORD_BYTES
-    num_chunks = -(-num_blocks // per_chunk)
-    first_chunk = 2 * SUPERBLOCK_BYTES // UNIT
-    first_block = first_chunk + num_chunks * MIB // UNIT
-    chunks = tuple(first_chunk + number * MIB // UNIT for number in range(num_chunks))
-    with (tmp_path / DATA_NAME).open("wb") as file:
-        file.write(encode_superblock(Superblock(2, MIB, chunks)))
-        file.write(encode_superblock(Superblock(1, MIB, chunks)))
+    with (tmp_path / RECORDS_NAME).open("wb") as records, (tmp_path / DATA_NAME).open("wb") as payloads:
+        records.write(encode_header(Header(1, num_blocks)))
+        payloads.truncate(num_blocks * UNIT)
         for number in range(num_blocks):
-            checksum = checksum_of(NAMESPACE, hash_of(number), memoryview(payload(hash_of(number), UNIT)))
-            file.write(
-                encode_block(
-                    BlockRecord(
-                        NAMESPACE,
-                        hash_of(number),
-                        first_block + number,
-                        UNIT,
-                        16,
-                        number + 1,
-                        number + 1,
-                        checksum,
-                        "a model",
-                        False,
-                    )
-                )
-                if number % 1000 == 0
-                else encode_block(
-                    BlockRecord(
-                        NAMESPACE,
-                        hash_of(number),
-                        first_block + number,
-                        UNIT,
-                        16,
-                        number + 1,
-                        number + 1,
-                        1,
-                        "a",
-                        False,
-                    )
-                )
-            )
-        file.truncate((first_block + num_blocks) * UNIT)
-        for number in range(0, num_blocks, 1000):
-            file.seek((first_block + number) * UNIT)
-            file.write(payload(hash_of(number), UNIT))
+            checksum = 1
+            if number % 1000 == 0:
+                bytes_of_it = payload(hash_of(number), UNIT)
+                checksum = checksum_of(NAMESPACE, hash_of(number), memoryview(bytes_of_it))
+                payloads.seek(number * UNIT)
+                payloads.write(bytes_of_it)
+            order = number + 1
+            record = BlockRecord(NAMESPACE, hash_of(number), number, UNIT, 16, order, order, checksum, "a", False)
+            records.write(encode_block(record, number))
 
     started_at = time.perf_counter()
     store = DiskStore(tmp_path, 1 << 30)
@@ -645,3 +670,25 @@ def test_threads_never_see_a_wrong_byte_and_never_exceed_the_bound(tmp_path: Pat
             read_rightly(store, space_of(store, 3 * UNIT, OTHER_NAMESPACE), range(300)),
         ] == there
         assert store.losses == {}
+
+
+# --- a smaller budget, and a crash meanwhile ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 20, 100, 200, 300])
+def test_a_crash_while_the_store_is_made_smaller_loses_only_what_had_to_go(tmp_path: Path, after: int) -> None:
+    with opened(tmp_path, 6 * MIB) as store:
+        write(store, space_of(store), range(700))
+        write(store, space_of(store, 3 * UNIT, OTHER_NAMESPACE), range(150))
+        store.pin(space_of(store), [hash_of(number) for number in range(20)])
+    files = FaultyFiles()
+    files.fail("write", errno.EIO, after=after)
+    with contextlib.suppress(OSError):
+        DiskStore(tmp_path, 2 * MIB, files=files).close()
+    with opened(tmp_path, 2 * MIB) as store:
+        assert _size(tmp_path) <= 2 * MIB
+        assert read_rightly(store, space_of(store), range(20)) == set(range(20)), "pinned"
+        others = read_rightly(store, space_of(store, 3 * UNIT, OTHER_NAMESPACE), range(150))
+        assert len(others) > 110
+        assert others == set(range(150 - len(others), 150)), "the coldest went"
+        assert store.losses.keys() <= {"over the budget"}

@@ -1,0 +1,85 @@
+"""A store's folder: one owner at a time, how much of the budget is its own, what an older kvtier left in it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
+from kvtier.stores.files import Files
+from kvtier.stores.payload_file import PAYLOADS_NAME
+from kvtier.stores.record_file import RECORDS_NAME, SMALL_STEP_BYTES, read_version
+from kvtier.stores.records import FORMAT_VERSION, HEADER_BYTES, UNIT_BYTES
+
+logger = logging.getLogger(__name__)
+
+_LOCK_NAME = "lock"
+_OWN_NAMES = (PAYLOADS_NAME, RECORDS_NAME)
+_MAP_SHARE = 256
+MIN_FILE_BYTES = HEADER_BYTES + SMALL_STEP_BYTES + 2 * UNIT_BYTES
+
+
+def holds_store(folder: Path) -> bool:
+    """A store has written into `folder`."""
+    return (folder / RECORDS_NAME).is_file()
+
+
+def take_folder(folder: Path) -> int:
+    """Make the folder this process's own until the returned descriptor is closed. Raises `ConfigError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the KV cache folder {folder} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"the KV cache folder {folder} is in use by another process") from error
+    return fd
+
+
+def room_in(folder: Path, file_space: int) -> int:
+    """The budget less whatever else takes room: other files in the folder, the filesystem's map of a large file."""
+    others = sum(_size_of(path) for path in folder.rglob("*") if path.name not in _OWN_NAMES or path.parent != folder)
+    room = file_space - others
+    if room < MIN_FILE_BYTES:
+        raise ConfigError(
+            f"other files in {folder} take {format_size(others)} of the {format_size(file_space)} allowed"
+        )
+    return (room - max(UNIT_BYTES, room // _MAP_SHARE)) // UNIT_BYTES * UNIT_BYTES
+
+
+def set_aside_old(folder: Path, file_space: int, files: Files) -> None:
+    """Move an older format out of the way, or remove it where it would leave no room. A newer one is refused."""
+    version = read_version(folder / RECORDS_NAME, files)
+    if version is None or version == FORMAT_VERSION:
+        return
+    if version > FORMAT_VERSION:
+        raise ConfigError(
+            f"{folder / RECORDS_NAME} has format version {version}, which this kvtier does not know; "
+            "use a newer kvtier or another folder"
+        )
+    aside = folder / f"version-{version}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in _OWN_NAMES:
+        if (folder / name).exists():
+            os.replace(folder / name, aside / name)
+    if sum(_size_of(path) for path in folder.rglob("*")) > file_space // 2:
+        shutil.rmtree(aside)
+        logger.warning("disk store %s: had format version %d, too large to keep beside; removed", folder, version)
+    else:
+        logger.warning("disk store %s: had format version %d; set aside in %s", folder, version, aside.name)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0
+    return max(status.st_size, status.st_blocks * 512) if path.is_file() else 0

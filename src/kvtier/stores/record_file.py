@@ -1,0 +1,136 @@
+"""`records.kvtier`: a header and a flat array of records, one for each block. Owns the file, not the meaning.
+
+Apart from the payloads' file, so that a buffered write of a record never waits for the direct writes of payloads. It
+grows by steps and only ever shrinks on opening. Writes are whole once they return, for whoever reads after the end of
+this process. Its owner sees to it that nobody writes one record twice at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvtier.stores.files import Files
+from kvtier.stores.records import (
+    DAMAGED,
+    FORMAT_VERSION,
+    FREE_RECORD,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    BlockRecord,
+    DamagedRecord,
+    Header,
+    decode_header,
+    decode_records,
+    encode_block,
+    encode_header,
+)
+
+RECORDS_NAME = "records.kvtier"
+SMALL_STEP_BYTES = 64 << 10
+_LARGE_STEP_BYTES = 1 << 20
+_LARGE_STORE_BYTES = 4 << 30
+
+
+def step_bytes_of(file_space: int) -> int:
+    """By how much the records of a store of this size grow."""
+    return _LARGE_STEP_BYTES if file_space >= _LARGE_STORE_BYTES else SMALL_STEP_BYTES
+
+
+class RecordFile:
+    """Records by number, from 0."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self._files = files
+        self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
+        self.nbytes = files.size(self._fd)
+        self.num_missing = 0
+        self.has_header = False
+
+    @property
+    def num_records(self) -> int:
+        return max(0, self.nbytes - HEADER_BYTES) // RECORD_BYTES
+
+    def read(self) -> tuple[dict[int, BlockRecord], list[int]]:
+        """What is there by number, and the numbers of damaged ones. Says what the file lacks."""
+        header = self._read_header()
+        self.has_header = header is not None
+        if header is not None:
+            self.num_missing = max(0, header.num_records - self.num_records)
+        raw = bytearray(self.num_records * RECORD_BYTES)
+        length = self._files.read_into(self._fd, [memoryview(raw)], HEADER_BYTES)
+        found: dict[int, BlockRecord] = {}
+        damaged: list[int] = []
+        for number, record in enumerate(decode_records(memoryview(raw)[: length // RECORD_BYTES * RECORD_BYTES])):
+            if record is DAMAGED:
+                damaged.append(number)
+            elif record is not None:
+                assert not isinstance(record, DamagedRecord)
+                found[number] = record
+        return found, damaged
+
+    def repair(self) -> None:
+        """Make header and size what they should be, whatever they were."""
+        self.cut(HEADER_BYTES + self.num_records * RECORD_BYTES)
+        self._write_header(self.num_records)
+        self.nbytes = max(self.nbytes, HEADER_BYTES)
+
+    def write(self, records: Iterable[tuple[int, BlockRecord]]) -> None:
+        """Write records, neighbours in one go. If it fails, some of them may be written."""
+        self._write_raw(sorted((number, encode_block(record, number)) for number, record in records))
+
+    def wipe(self, numbers: Iterable[int]) -> None:
+        self._write_raw([(number, FREE_RECORD) for number in sorted(numbers)])
+
+    def grow(self, nbytes: int) -> range:
+        """Add empty records; returns their numbers. Raises `OSError` without room, nothing is added then."""
+        self._files.allocate(self._fd, self.nbytes, nbytes)
+        first = self.num_records
+        last = first + nbytes // RECORD_BYTES
+        self._write_header(last)
+        self.nbytes += nbytes
+        return range(first, last)
+
+    def cut(self, nbytes: int) -> None:
+        """Make the file no larger than this."""
+        if self.nbytes > nbytes:
+            self.nbytes = nbytes
+            self._write_header(self.num_records)
+            self._files.truncate(self._fd, nbytes)
+
+    def sync(self) -> None:
+        self._files.sync(self._fd)
+
+    def close(self) -> None:
+        self._files.close(self._fd)
+
+    def _read_header(self) -> Header | None:
+        raw = bytearray(HEADER_BYTES)
+        length = self._files.read_into(self._fd, [memoryview(raw)], 0)
+        return decode_header(bytes(raw[:length]))
+
+    def _write_header(self, num_records: int) -> None:
+        self._files.write(self._fd, [encode_header(Header(FORMAT_VERSION, num_records))], 0)
+
+    def _write_raw(self, records: Sequence[tuple[int, bytes]]) -> None:
+        first = 0
+        for end in range(1, len(records) + 1):
+            if end == len(records) or records[end][0] != records[end - 1][0] + 1:
+                run = b"".join(raw for _, raw in records[first:end])
+                self._files.write(self._fd, [run], HEADER_BYTES + records[first][0] * RECORD_BYTES)
+                first = end
+
+
+def read_version(path: Path, files: Files) -> int | None:
+    """The format version of a record file; None when there is none or its header is damaged."""
+    if not path.exists():
+        return None
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        raw = bytearray(HEADER_BYTES)
+        length = files.read_into(fd, [memoryview(raw)], 0)
+        header = decode_header(bytes(raw[:length]))
+        return None if header is None else header.version
+    finally:
+        files.close(fd)

@@ -1,0 +1,104 @@
+"""What to believe of the records found on opening, and what to do with them under a smaller budget. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import slot_bytes_of
+from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.space import Space, TakenRegion
+from kvtier.stores.records import HEADER_BYTES, RECORD_BYTES, UNIT_BYTES, BlockRecord
+
+
+def units_of(record: BlockRecord) -> int:
+    return slot_bytes_of(record.block_bytes) // UNIT_BYTES
+
+
+def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, BlockRecord], Counter[str]]:
+    """The records to believe: inside the file, the newest of those that claim one key or room. And losses by kind."""
+    losses: Counter[str] = Counter()
+    keys: dict[tuple[Namespace, BlockHash], BlockRecord] = {}
+    sizes: dict[Namespace, int] = {}
+    kept: list[tuple[int, BlockRecord]] = []
+    for number, record in sorted(found.items(), key=lambda item: item[1].sequence, reverse=True):
+        key = (record.namespace, record.hash)
+        if record.start + units_of(record) > file_units:
+            losses["truncated"] += 1
+        elif (same := keys.get(key)) is not None:
+            losses["replaced"] += same != record  # a copy from moving records is no loss
+        elif sizes.setdefault(record.namespace, record.block_bytes) != record.block_bytes:
+            losses["replaced"] += 1
+        else:
+            keys[key] = record
+            kept.append((number, record))
+    kept.sort(key=lambda item: item[1].start)
+    return dict(_without_overlaps(kept, losses)), +losses
+
+
+def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str]) -> list[tuple[int, BlockRecord]]:
+    """Of two records for the same room the newer is right: the older one's wipe was lost."""
+    chosen: list[tuple[int, BlockRecord]] = []
+    end = 0
+    for number, record in kept:
+        if record.start < end:
+            losses["replaced"] += 1
+            if record.sequence < chosen[-1][1].sequence:
+                continue
+            chosen.pop()
+        chosen.append((number, record))
+        end = record.start + units_of(record)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How to make a store smaller: `kept` stay, `moved` go to new units, `dropped` go, in this order: drop, move, cut.
+
+    `renumbered` are records, of kept and moved blocks, that lie beyond the records' new end: old number to new.
+    """
+
+    kept: dict[int, BlockRecord]
+    moved: dict[int, tuple[BlockRecord, int]]
+    dropped: list[int]
+    renumbered: dict[int, int]
+    data_units: int
+    records_bytes: int
+
+
+def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> Fit:
+    """Keep what is pinned, then the most recently used, as much as fits."""
+    warm_first = sorted(records.items(), key=lambda item: (item[1].is_pinned, item[1].used_at), reverse=True)
+    units = 0
+    wanted: dict[int, BlockRecord] = {}
+    for number, record in warm_first:
+        units += units_of(record)
+        if units * UNIT_BYTES + _records_bytes(len(wanted) + 1, step_bytes) > limit_bytes:
+            break
+        wanted[number] = record
+    records_bytes = _records_bytes(len(wanted), step_bytes)
+    data_units = (limit_bytes - records_bytes) // UNIT_BYTES
+    kept = {number: record for number, record in wanted.items() if record.start + units_of(record) <= data_units}
+    regions = sorted((TakenRegion(record.start, units_of(record)) for record in kept.values()), key=lambda r: r.start)
+    space = Space.restored(data_units, regions)
+    moved: dict[int, tuple[BlockRecord, int]] = {}
+    for number, record in wanted.items():
+        if number not in kept and (taken := space.take(1, units_of(record), TakenRegion)):
+            moved[number] = (record, taken[0].start)
+    staying = kept.keys() | moved.keys()
+    num_records = (records_bytes - HEADER_BYTES) // RECORD_BYTES
+    free = (number for number in range(num_records) if number not in staying)
+    beyond = sorted(number for number in staying if number >= num_records)
+    return Fit(
+        kept,
+        moved,
+        sorted(records.keys() - staying),
+        dict(zip(beyond, free, strict=False)),
+        data_units,
+        records_bytes,
+    )
+
+
+def _records_bytes(num_blocks: int, step_bytes: int) -> int:
+    return HEADER_BYTES + max(1, -(-num_blocks * RECORD_BYTES // step_bytes)) * step_bytes
