@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
-	    --group test --group check --group bench -e ".[terminal,testing]"
+	    --group test --group check --group bench -e ".[engine,terminal,testing]"
 	@touch $(STAMP)
 
 clean:

@@ -12,7 +12,12 @@
     ├── ProtocolError
     │   ├── LocalProtocolError             our bug
     │   └── RemoteProtocolError            the peer's bug, or bytes that are not ours
-    └── LeaseError                         use after release, or release while views are in use
+    ├── LeaseError                         use after release, or release while views are in use
+    ├── EngineStopped                      the engine has failed or was closed: nothing more comes from it
+    └── RequestError                       a request that cannot be served as asked: the caller's to change
+        ├── PromptTooLong                  more tokens than the model or the cache can hold
+        ├── UnknownModel                   no model of that name is served
+        └── InvalidParameter               a sampling parameter out of its range, or of the wrong type
 
 A miss is not an error. A tier's failure never fails a request: whoever asked a tier counts it and goes on.
 """
@@ -80,3 +85,23 @@ class RemoteProtocolError(ProtocolError):
 
 class LeaseError(KvtierError):
     """A lease or reservation was used after its end, or ended while its views are in use."""
+
+
+class EngineStopped(KvtierError):
+    """The engine has failed or was closed; no request is served any more."""
+
+
+class RequestError(KvtierError):
+    """A request cannot be served as it was asked; nothing was changed, and the caller can ask otherwise."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt, or the prompt and what may follow it, exceeds what the model or the cache can hold."""
+
+
+class UnknownModel(RequestError):
+    """No model of that name is served here."""
+
+
+class InvalidParameter(RequestError, ValueError):
+    """A parameter of a request is out of its range or of the wrong type; the sentence names it."""

@@ -1,0 +1,1 @@
+"""The models: configs, layers, one file per family, weight loading, tokenizers. Knows nothing of batches or blocks."""

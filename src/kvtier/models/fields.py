@@ -1,0 +1,108 @@
+"""Typed reads from a JSON object, with one sentence for whatever is wrong in it.
+
+Covers the shape of single fields; what a combination of fields means is for whoever reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in the file at `path`. Raises `ConfigError` when it cannot be read or is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {_kind_of(value)}")
+    return value
+
+
+class Fields:
+    """One JSON object and where it came from. A field that is absent or null takes the default, if there is one."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.wrong(name, "a positive whole number", value)
+        return value
+
+    def index(self, name: str, default: int) -> int:
+        """A whole number from 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.wrong(name, "a whole number from 0", value)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.wrong(name, "a positive number", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false", value)
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(name, "a text", value)
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._get(name, None)
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "a list of texts", value)
+        return tuple(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.wrong(name, "a token id or a list of token ids", value)
+        return tuple(ids)
+
+    def inner(self, name: str) -> Fields:
+        """The object in the field `name`, empty when absent."""
+        value = self._get(name, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "a JSON object", value)
+        return Fields(value, f"{self.where}: {name}")
+
+    def wrong(self, name: str, expected: str, value: object) -> ConfigError:
+        return ConfigError(f"{self.where}: {name} must be {expected}, not {value!r}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        return default
+
+
+def _kind_of(value: object) -> str:
+    return {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a number or a truth value")

@@ -1,0 +1,71 @@
+"""Linear layers in 8-bit floats: weights quantised per output when they are loaded, inputs per token as they come.
+
+A matrix product of float8_e4m3fn values, scaled by row and column. A GPU of the Hopper generation or later has it in
+hardware; elsewhere the same numbers are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import ConfigError
+from kvtier.models.layer import empty_parameter
+from kvtier.models.linear import Linear, LinearShape
+from kvtier.models.slot import Slot, SlotKind
+
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(FP8).max
+_MIN_SCALE = 1e-12  # a row of zeros stays zeros
+_ALIGNMENT = 16
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows` (R, N) as float8 values and float32 scales (R, 1), whose product is `rows` again, nearly."""
+    wide = rows.float()
+    scales = (wide.abs().amax(dim=-1, keepdim=True) / _FP8_MAX).clamp(min=_MIN_SCALE)
+    return (wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(FP8), scales
+
+
+def scaled_matmul(
+    values: Tensor, value_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`(values * value_scales) (weight * weight_scales)^T` for float8 `values` (T, K) and `weight` (N, K)."""
+    if values.is_cuda:
+        # Scaling by row returns bfloat16 only.
+        return torch._scaled_mm(
+            values, weight.t(), scale_a=value_scales, scale_b=weight_scales.t(), out_dtype=torch.bfloat16
+        ).to(dtype)
+    return ((values.float() @ weight.float().t()) * value_scales * weight_scales.t()).to(dtype)
+
+
+class Fp8Linear(Linear):
+    """One byte per weight and one scale per output."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__(shape)
+        if shape.inputs % _ALIGNMENT or shape.outputs % _ALIGNMENT:
+            raise ConfigError(
+                f"fp8 needs linear layers whose sizes are multiples of {_ALIGNMENT}, "
+                f"{shape.parts[0].name} is {shape.outputs} x {shape.inputs}"
+            )
+        self.weight = empty_parameter((shape.outputs, shape.inputs), FP8, shape.device)
+        self.scales = empty_parameter((shape.outputs, 1), torch.float32, shape.device)
+
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+        weight, scales = self.weight[outputs], self.scales[outputs]
+
+        def write(tensor: Tensor) -> None:
+            # Rounded to the computation's dtype first, so that loading in another one changes nothing by itself.
+            values, row_scales = quantize_rows(tensor.to(self.shape.device).to(self.shape.dtype))
+            weight.copy_(values)
+            scales.copy_(row_scales)
+
+        yield Slot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        values, value_scales = quantize_rows(hidden)
+        output = scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype)
+        return output if self.bias is None else output + self.bias

@@ -1,0 +1,134 @@
+"""Linear layers whose weights a GPTQ checkpoint holds in 4 bits, dequantised for each matrix product.
+
+A weight is `(q - zero) * scale`. `qweight` (inputs / 8, outputs) packs eight inputs into an int32, `qzeros`
+(groups, outputs / 8) eight outputs, the lowest bits first; `scales` is (groups, outputs), and `g_idx` (inputs,) is the
+group of each input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtier.errors import ConfigError
+from kvtier.models.layer import empty_parameter
+from kvtier.models.linear import Linear, LinearShape
+from kvtier.models.quantization_config import GptqConfig
+from kvtier.models.slot import Slot, SlotKind
+
+_PER_WORD = 8  # 4-bit numbers in an int32
+_ONE_IN_EACH = 0x11111111
+
+
+def unpack(words: Tensor, dim: int) -> Tensor:
+    """The 4-bit numbers in int32 `words`, as int32: dimension `dim` becomes eight times as long."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    dim %= words.dim()
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = _PER_WORD
+    return ((words.unsqueeze(dim + 1) >> shifts.view(shape)) & 0xF).flatten(dim, dim + 1)
+
+
+def dequantize(qweight: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight (outputs, inputs) in `dtype`, multiplied out in float32; `zeros` are packed and have no offset."""
+    levels = unpack(qweight, 0) - unpack(zeros, 1)[groups]
+    return (levels * scales.float()[groups]).to(dtype).t()
+
+
+class GptqLinear(Linear):
+    """Half a byte per weight, a scale and a zero point per group of inputs and output.
+
+    `zeros` are kept without the offset that the first format has: its writers subtract one from each 4-bit number of a
+    word, with borrow, so adding them back to the whole word is exact even for a zero point of 0.
+    """
+
+    def __init__(self, config: GptqConfig, shape: LinearShape) -> None:
+        super().__init__(shape)
+        self.config = config
+        group_size = config.group_size or shape.inputs
+        for part in shape.parts:
+            if shape.inputs % group_size or shape.inputs % _PER_WORD or part.outputs % _PER_WORD:
+                raise ConfigError(
+                    f"a GPTQ layer needs inputs in whole groups of {group_size} and sizes that are multiples of "
+                    f"{_PER_WORD}, {part.name} is {part.outputs} x {shape.inputs}"
+                )
+        num_groups = shape.inputs // group_size
+        outputs, device = shape.outputs, shape.device
+        self.qweight = empty_parameter((shape.inputs // _PER_WORD, outputs), torch.int32, device)
+        self.zeros = empty_parameter((num_groups, outputs // _PER_WORD), torch.int32, device)
+        # Never bfloat16: checkpoints have float16 scales, and bits lost here are lost in every weight.
+        scale_dtype = torch.float32 if shape.dtype is torch.float32 else torch.float16
+        self.scales = empty_parameter((num_groups, outputs), scale_dtype, device)
+        self.groups = empty_parameter((len(shape.parts), shape.inputs), torch.int32, device)
+        self.groups.copy_(torch.arange(shape.inputs, device=device) // group_size)
+        self.has_one_grouping = True
+
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+        words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)
+        qweight, zeros, scales = self.qweight[:, outputs], self.zeros[:, words], self.scales[:, outputs]
+        offset = _ONE_IN_EACH if self.config.is_zero_stored_less_one else 0
+
+        def write_zeros(tensor: Tensor) -> None:
+            zeros.copy_(tensor).add_(offset)
+
+        yield Slot(f"{name}.qweight", tuple(qweight.shape), SlotKind.PACKED, qweight.copy_)
+        yield Slot(f"{name}.qzeros", tuple(zeros.shape), SlotKind.ZEROS, write_zeros)
+        yield Slot(f"{name}.scales", tuple(scales.shape), SlotKind.SCALES, scales.copy_)
+        yield Slot(
+            f"{name}.g_idx",
+            (self.shape.inputs,),
+            SlotKind.GROUPS,
+            self.groups[number].copy_,
+            is_required=self.config.has_act_order,
+        )
+        if self.bias is None:
+            yield Slot(
+                f"{name}.bias",
+                (outputs.stop - outputs.start,),
+                SlotKind.BIAS,
+                lambda tensor: self._add_bias(tensor, outputs),
+                is_required=False,
+            )
+
+    def settle(self) -> None:
+        """See whether the parts are grouped alike; those that share their inputs nearly always are."""
+        groups = self.groups
+        if int(groups.min()) < 0 or int(groups.max()) >= self.scales.shape[0]:
+            raise ConfigError(
+                f"g_idx of {self.shape.parts[0].name} names groups outside 0 to {self.scales.shape[0] - 1}"
+            )
+        self.has_one_grouping = bool((groups == groups[0]).all())
+
+    def weight(self) -> Tensor:
+        """The weight (outputs, inputs), dequantised."""
+        dtype = self.shape.dtype
+        if self.has_one_grouping:
+            return dequantize(self.qweight, self.zeros, self.scales, self.groups[0], dtype)
+        return torch.cat(
+            [self._part_weight(number, outputs) for number, (_, outputs) in enumerate(self.shape.ranges())]
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight(), self.bias)
+
+    def _part_weight(self, number: int, outputs: slice) -> Tensor:
+        words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)
+        return dequantize(
+            self.qweight[:, outputs],
+            self.zeros[:, words],
+            self.scales[:, outputs],
+            self.groups[number],
+            self.shape.dtype,
+        )
+
+    def _add_bias(self, tensor: Tensor, outputs: slice) -> None:
+        """Some writers give every layer a bias, of zeros where the model has none: only others cost anything."""
+        if not bool(tensor.any()):
+            return
+        if self.bias is None:
+            self.bias = empty_parameter((self.shape.outputs,), self.shape.dtype, self.shape.device)
+            self.bias.zero_()
+        self.bias[outputs].copy_(tensor)

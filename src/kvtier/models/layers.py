@@ -1,0 +1,122 @@
+"""The layers that the families are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtier.models.attention import Attention
+from kvtier.models.layer import Layer, empty_parameter
+from kvtier.models.operations import add_rms_norm, rms_norm, silu_mul
+from kvtier.models.recipe import Recipe
+from kvtier.models.rope import Rope
+from kvtier.models.slot import Slot, SlotKind
+
+
+class Embedding(Layer):
+    """Token ids (T,) to hidden states (T, hidden)."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        config = recipe.config
+        self.weight = empty_parameter((config.vocab_size, config.hidden_size), recipe.dtype, recipe.device)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        yield Slot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.WEIGHT, self.weight.copy_)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.weight)
+
+
+class RmsNorm(Layer):
+    """Root mean square normalisation over the last dimension, of `size`."""
+
+    def __init__(self, recipe: Recipe, size: int) -> None:
+        super().__init__()
+        self.eps = recipe.config.rms_eps
+        self.weight = empty_parameter((size,), recipe.dtype, recipe.device)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        yield Slot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.NORM, self.weight.copy_)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self.eps)
+
+    def add(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The normalised sum and the sum; no residual yet means that `hidden` is the sum."""
+        if residual is None:
+            return rms_norm(hidden, self.weight, self.eps), hidden
+        return add_rms_norm(hidden, residual, self.weight, self.eps)
+
+
+class SelfAttention(Layer):
+    """Projections and rotation around the attention itself."""
+
+    def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
+        super().__init__()
+        config = recipe.config
+        self.layer = layer
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self._rope = (rope,)  # in a tuple: the model owns the table, not each of its layers
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv_proj = recipe.make_linear(
+            config.hidden_size, {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, bias=config.qkv_bias
+        )
+        self.o_proj = recipe.make_linear(query_size, {"o_proj": config.hidden_size}, bias=config.output_bias)
+        self.q_norm = RmsNorm(recipe, config.head_dim) if config.has_qk_norm else None
+        self.k_norm = RmsNorm(recipe, config.head_dim) if config.has_qk_norm else None
+
+    def forward(self, hidden: Tensor, rope_rows: Tensor, attention: Attention) -> Tensor:
+        num_rotated = self.num_heads + self.num_kv_heads
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        query_key, value = heads.split((num_rotated, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = query_key.split((self.num_heads, self.num_kv_heads), dim=1)
+            query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        (rope,) = self._rope
+        query, key = rope.rotate(query_key, rope_rows).split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(attention(self.layer, query, key, value))
+
+
+class GatedMlp(Layer):
+    """`down(silu(gate) * up)`. `is_merged`: the checkpoint itself holds gate and up as one tensor."""
+
+    def __init__(self, recipe: Recipe, *, is_merged: bool = False) -> None:
+        super().__init__()
+        hidden, inner, bias = recipe.config.hidden_size, recipe.config.intermediate_size, recipe.config.mlp_bias
+        parts = {"gate_up_proj": 2 * inner} if is_merged else {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = recipe.make_linear(hidden, parts, bias=bias)
+        self.down_proj = recipe.make_linear(inner, {"down_proj": hidden}, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(Layer):
+    """Attention, then MLP, each on a normalised copy of the residual stream.
+
+    Takes and returns `(hidden, residual)` whose sum is the stream: the sum is taken where the next norm needs it.
+    """
+
+    def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(recipe, recipe.config.hidden_size)
+        self.self_attn = SelfAttention(recipe, rope, layer)
+        self.post_attention_layernorm = RmsNorm(recipe, recipe.config.hidden_size)
+        self.mlp = self.make_mlp(recipe)
+
+    def make_mlp(self, recipe: Recipe) -> GatedMlp:
+        return GatedMlp(recipe)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rope_rows: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, rope_rows, attention)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual

@@ -1,0 +1,86 @@
+"""Linear layers: what all of them share, and the plain one.
+
+One layer may hold several tensors of a checkpoint stacked along its outputs (query, key and value; gate and up), so
+that one matrix product serves them all. Kinds differ in how they keep the weight: see also `fp8` and `gptq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtier.models.layer import Layer, empty_parameter
+from kvtier.models.slot import Slot, SlotKind
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The outputs that come from one tensor: its name beside the layer's, and their number."""
+
+    name: str
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """What a linear layer computes and where; `dtype` is that of its input and output."""
+
+    inputs: int
+    parts: tuple[Part, ...]
+    has_bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    def ranges(self) -> Iterator[tuple[Part, slice]]:
+        """Each part and its place among the outputs."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.outputs)
+            start += part.outputs
+
+
+class Linear(Layer):
+    """`x (T, inputs) -> x W^T + b (T, outputs)`."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.bias = empty_parameter((shape.outputs,), shape.dtype, shape.device) if shape.has_bias else None
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        parent = prefix.rpartition(".")[0]
+        for number, (part, outputs) in enumerate(self.shape.ranges()):
+            name = f"{parent}.{part.name}" if parent else part.name
+            yield from self.weight_slots(name, number, outputs)
+            if self.bias is not None:
+                yield Slot(f"{name}.bias", (part.outputs,), SlotKind.BIAS, self.bias[outputs].copy_)
+
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+        """The slots of the weight of part `number`, `name` being the part's own name in the checkpoint."""
+        raise NotImplementedError
+
+
+LinearKind = Callable[[LinearShape], Linear]
+
+
+class PlainLinear(Linear):
+    """The weight as it is in the checkpoint, in the dtype of the computation."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__(shape)
+        self.weight = empty_parameter((shape.outputs, shape.inputs), shape.dtype, shape.device)
+
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+        rows = self.weight[outputs]
+        yield Slot(f"{name}.weight", tuple(rows.shape), SlotKind.WEIGHT, rows.copy_)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight, self.bias)

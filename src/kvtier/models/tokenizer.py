@@ -1,0 +1,157 @@
+"""Text to token ids and back, with the tokenizer and the chat template of a model folder.
+
+A folder may have no tokenizer: its model then serves token ids, and text is refused. Importing this module imports
+transformers; who handles token ids only has no need to. One thread at a time uses a `TextStream`; a `Tokenizer` may be
+shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from kvtier.errors import ConfigError, InvalidParameter
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_TOKENS = 16
+
+
+class Tokenizer:
+    """The tokenizer of one model folder, or its absence: then text is refused with `InvalidParameter`."""
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        """Raises `ConfigError` when there are tokenizer files that cannot be used."""
+        self._inner: Any = None
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            return
+        try:
+            self._inner = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # its parsers raise whatever they like
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+
+    @property
+    def is_absent(self) -> bool:
+        return self._inner is None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return not self.is_absent and bool(self._inner.chat_template)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end of text, if it names one; a model config may know more of them."""
+        if self.is_absent or self._inner.eos_token_id is None:
+            return ()
+        return (self._inner.eos_token_id,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; the special tokens that some models start with are added unless told otherwise."""
+        return list(self._present().encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(
+            self._present().decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_values: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer; `template_values` are further names for the template."""
+        text = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_values=template_values
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the model's chat template makes of a conversation."""
+        inner = self._present()
+        if not self.has_chat_template:
+            raise InvalidParameter("the model has no chat template: give a prompt rather than messages")
+        try:
+            text = inner.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(template_values or {}),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise InvalidParameter(f"the chat template does not take these messages: {error}") from error
+        return str(text)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for one answer as it grows."""
+        self._present()
+        return TextStream(self, skip_special_tokens=skip_special_tokens)
+
+    def _present(self) -> Any:
+        if self._inner is None:
+            raise InvalidParameter("the model has no tokenizer: give token ids rather than text")
+        return self._inner
+
+
+class TextStream:
+    """Token ids in, text out: the pieces joined are the text of all ids, and no piece ends inside a character.
+
+    Decodes a short window that ends with the newest token. Its start lies a piece back, because tokenizers treat the
+    first token of a text differently (some drop its leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._num_context = 0  # tokens at the window's start whose text is out already
+        self._num_out = 0  # characters of the window's text that are out already
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that `token_ids` complete; what may be half a character waits for more."""
+        pieces = [self._push(token_id) for token_id in token_ids]
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was still waiting, now that no more tokens come; the stream starts anew."""
+        text = self._decode(self._window)[self._num_out :]
+        self._window, self._num_context, self._num_out = [], 0, 0
+        return text
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        whole = text.rstrip(_REPLACEMENT)
+        # A character has at most four bytes: what stays broken for longer is not the start of one.
+        is_old = len(self._window) - self._num_context > _MAX_HELD_TOKENS
+        is_held = whole != text and not is_old
+        piece = (whole if is_held else text)[self._num_out :]
+        if is_held:
+            self._num_out += len(piece)
+        elif piece or is_old:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_out = len(self._decode(self._window))
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

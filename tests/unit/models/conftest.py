@@ -1,0 +1,7 @@
+"""One thread for torch: these models are too small for more."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
