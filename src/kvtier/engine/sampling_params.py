@@ -1,0 +1,129 @@
+"""What a request asks of the sampler, checked once. No torch: the API and the scheduler read it too.
+
+A `SamplingParams` that exists is valid: every way of making one, by hand or decoded from JSON, passes the same checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.errors import InvalidParameter
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this pick the likeliest token: dividing by them would only overflow."""
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+_UINT64 = 1 << 64
+_CHOICE_STEP = 0x9E37_79B9_7F4A_7C15
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen, and when they end.
+
+    `stop` may be given as one string and is a tuple afterwards, which `stop_strings` returns with its type.
+    Raises `InvalidParameter` with the name of the first parameter that cannot work.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_shape_of_distribution()
+        self._check_penalties()
+        self._check_ends()
+        _check_whole("seed", self.seed, low=-_UINT64 // 2, high=_UINT64 - 1, optional=True)
+        _check_whole("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(f"{name} must be true or false, not {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    def choice(self, index: int) -> SamplingParams:
+        """The parameters of one of the `n` answers: a seed of its own, the request's for the first."""
+        if self.n == 1 and index == 0:
+            return self
+        seed = None if self.seed is None else (self.seed + index * _CHOICE_STEP) % _UINT64
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+    def _check_lengths(self) -> None:
+        _check_whole("max_tokens", self.max_tokens, low=1, optional=True)
+        _check_whole("min_tokens", self.min_tokens, low=0)
+        _check_whole("n", self.n, low=1, high=MAX_CHOICES)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                f"min_tokens must not exceed max_tokens, but {self.min_tokens} is more than {self.max_tokens}"
+            )
+
+    def _check_shape_of_distribution(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
+        _check_whole("top_k", self.top_k, low=0)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+
+    def _check_penalties(self) -> None:
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, above_low=True)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+
+    def _check_ends(self) -> None:
+        strings: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(strings, Sequence) or not all(isinstance(one, str) and one for one in strings):
+            raise InvalidParameter(f"stop must be a string or a list of strings, none of them empty, not {self.stop!r}")
+        ids: object = self.stop_token_ids
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+            raise InvalidParameter(f"stop_token_ids must be a list of token ids, not {ids!r}")
+        for token_id in ids:
+            _check_whole("each of stop_token_ids", token_id, low=0)
+        msgspec.structs.force_setattr(self, "stop", tuple(strings))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
+
+
+def _check_whole(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        raise InvalidParameter(f"{name} must be {_range(low, high)}, not {value}")
+
+
+def _check_number(name: str, value: object, *, low: float, high: float | None = None, above_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidParameter(f"{name} must be a finite number, not {value!r}")
+    if value < low or (above_low and value == low) or (high is not None and value > high):
+        raise InvalidParameter(f"{name} must be {_range(low, high, above_low)}, not {value}")
+
+
+def _range(low: float, high: float | None, above_low: bool = False) -> str:
+    least = f"more than {low:g}" if above_low else f"at least {low:g}"
+    return least if high is None else f"{least} and at most {high:g}"

@@ -1,0 +1,64 @@
+"""The entry of the kernels: one call per layer writes the step's KV and attends over the cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtier.kernels import reference
+from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
+from kvtier.kernels.paged_batch import PagedBatch
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write `key` and `value` of the batch's tokens into a layer's `cache`, then attend; `out`, or one as `query`.
+
+    `query` is `(tokens, heads, head_dim)`, `key` and `value` are `(tokens, kv_heads, head_dim)`; each may be a part
+    of a larger tensor as long as its last dimension is dense. Waits for nothing on a GPU, so a graph can hold it.
+    """
+    write_kv_of(batch.backend)(key, value, cache, batch.slots)
+    if batch.backend is Backend.TORCH:
+        return reference.attend_groups(query, cache, batch.plan(window), scale=scale, out=out)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    first_prefill = batch.num_decodes
+    if first_prefill:
+        _attend_rows(query, cache, batch, slice(0, first_prefill), 1, scale=scale, window=window, out=out)
+    if first_prefill < batch.num_rows:
+        rows = slice(first_prefill, batch.num_rows)
+        _attend_rows(query, cache, batch, rows, batch.max_query_tokens, scale=scale, window=window, out=out)
+    return out
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    batch: PagedBatch,
+    rows: slice,
+    max_query_tokens: int,
+    *,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """Some of the rows; their starts still count from the first token of the batch."""
+    paged_attention_of(batch.backend)(
+        query,
+        cache,
+        batch.block_tables[rows],
+        batch.query_starts[rows.start : rows.stop + 1],
+        batch.kv_lengths[rows],
+        scale=scale,
+        window=window,
+        max_query_tokens=max_query_tokens,
+        out=out,
+    )

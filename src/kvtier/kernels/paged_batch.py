@@ -1,0 +1,149 @@
+"""One step's rows as the attention kernels read them: made once per step, used by every layer.
+
+The runner's thread builds it from host numbers with one copy to the device. `DecodeBuffers` holds the same numbers at
+fixed addresses, for CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.kernels import reference
+from kvtier.kernels.backend import Backend
+from kvtier.kernels.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRow:
+    """A request's part of a step: its last `query_tokens` of `kv_tokens` are computed, the rest is in its blocks.
+
+    `block_ids` holds at least enough ids for `kv_tokens`. Of long contexts pass an int32 array, not a list.
+    """
+
+    block_ids: Sequence[int] | npt.NDArray[np.int32]
+    query_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Rows of one step. Rows of one query or none that come first are decoded by their own kernel."""
+
+    block_tables: torch.Tensor
+    """`(rows, blocks)` int32: the block ids of each row; entries past its KV are never read."""
+    query_starts: torch.Tensor
+    """`(rows + 1,)` int32: row r's queries are tokens `query_starts[r]` to `query_starts[r + 1]`."""
+    kv_lengths: torch.Tensor
+    """`(rows,)` int32: tokens of context, this step's included."""
+    slots: torch.Tensor
+    """`(tokens,)` int64: where each token's KV goes; negative for padding."""
+    positions: torch.Tensor
+    """`(tokens,)` int64: each token's place in its context."""
+    max_query_tokens: int
+    num_decodes: int
+    """How many leading rows have at most one query."""
+    block_tokens: int
+    backend: Backend
+    _plans: dict[int | None, reference.RowPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[PagedRow],
+        *,
+        block_tokens: int,
+        device: torch.device,
+        num_padding_rows: int = 0,
+        backend: Backend | None = None,
+    ) -> PagedBatch:
+        """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing."""
+        num_rows = len(rows) + num_padding_rows
+        counts = np.ones(num_rows, np.int64)
+        kv_lengths = np.zeros(num_rows, np.int64)
+        num_blocks = [-(-row.kv_tokens // block_tokens) for row in rows]
+        tables = np.zeros((num_rows, max(num_blocks, default=1) or 1), np.int32)
+        for index, row in enumerate(rows):
+            assert 0 <= row.query_tokens <= row.kv_tokens, row
+            counts[index], kv_lengths[index] = row.query_tokens, row.kv_tokens
+            tables[index, : num_blocks[index]] = row.block_ids[: num_blocks[index]]
+        starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        row_of = np.repeat(np.arange(num_rows), counts)
+        positions = np.arange(starts[-1]) - starts[row_of] + (kv_lengths - counts)[row_of]
+        slots = tables[row_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+        slots[positions < 0] = -1
+        np.maximum(positions, 0, out=positions)
+        is_long = counts > 1
+        on_device = upload([slots, positions, tables, starts, kv_lengths.astype(np.int32)], device)
+        return cls(
+            slots=on_device[0],
+            positions=on_device[1],
+            block_tables=on_device[2],
+            query_starts=on_device[3],
+            kv_lengths=on_device[4],
+            max_query_tokens=int(counts.max(initial=0)),
+            num_decodes=int(is_long.argmax()) if is_long.any() else num_rows,
+            block_tokens=block_tokens,
+            backend=backend or Backend.of(device),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.kv_lengths.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.slots.shape[0])
+
+    def plan(self, window: int | None) -> reference.RowPlan:
+        """The torch twin's plan, made at the first layer that asks for this window."""
+        if window not in self._plans:
+            self._plans[window] = reference.plan_rows(
+                self.block_tables, self.query_starts, self.kv_lengths, block_tokens=self.block_tokens, window=window
+            )
+        return self._plans[window]
+
+
+class DecodeBuffers:
+    """Room for the largest decode batch at fixed addresses: graphs of every size share it.
+
+    Capture a graph of n rows on `batch(n)`; before each replay `fill` it with a batch of exactly n rows, padding
+    included. The runner's thread owns it.
+    """
+
+    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device) -> None:
+        self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._kv_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._block_tokens = block_tokens
+        self._backend = Backend.of(device)
+
+    def batch(self, num_rows: int) -> PagedBatch:
+        """The first rows as a batch of one query each. It reads whatever was filled in last."""
+        return PagedBatch(
+            block_tables=self._block_tables[:num_rows],
+            query_starts=self._query_starts[: num_rows + 1],
+            kv_lengths=self._kv_lengths[:num_rows],
+            slots=self._slots[:num_rows],
+            positions=self._positions[:num_rows],
+            max_query_tokens=1,
+            num_decodes=num_rows,
+            block_tokens=self._block_tokens,
+            backend=self._backend,
+        )
+
+    def fill(self, batch: PagedBatch) -> None:
+        """Copy a batch of one query per row into place, in the current stream's order."""
+        num_rows, num_blocks = batch.block_tables.shape
+        assert batch.num_tokens == num_rows == batch.num_decodes
+        self._block_tables[:num_rows, :num_blocks].copy_(batch.block_tables, non_blocking=True)
+        self._kv_lengths[:num_rows].copy_(batch.kv_lengths, non_blocking=True)
+        self._slots[:num_rows].copy_(batch.slots, non_blocking=True)
+        self._positions[:num_rows].copy_(batch.positions, non_blocking=True)

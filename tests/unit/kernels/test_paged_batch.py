@@ -1,0 +1,80 @@
+"""A batch's tensors are the rows it was built from, and graphs read them at fixed addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvtier.kernels.attention import attend
+from kvtier.kernels.backend import Backend
+from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch, PagedRow
+from tests.unit.kernels.batches import DEVICE, make_case
+
+
+def build(*rows: PagedRow, num_padding_rows: int = 0) -> PagedBatch:
+    return PagedBatch.build(rows, block_tokens=4, device=DEVICE, num_padding_rows=num_padding_rows)
+
+
+def test_slots_and_positions_follow_the_blocks() -> None:
+    batch = build(PagedRow([7, 3], 1, 6), PagedRow([9, 2, 5], 3, 9))
+
+    assert batch.slots.tolist() == [3 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 5 * 4]
+    assert batch.positions.tolist() == [5, 6, 7, 8]
+    assert batch.query_starts.tolist() == [0, 1, 4]
+    assert batch.kv_lengths.tolist() == [6, 9]
+    assert batch.block_tables.tolist() == [[7, 3, 0], [9, 2, 5]]
+    assert (batch.num_tokens, batch.num_rows, batch.max_query_tokens, batch.num_decodes) == (4, 2, 3, 1)
+
+
+def test_dtypes_are_those_kernels_read() -> None:
+    batch = build(PagedRow([0], 1, 1))
+
+    assert batch.slots.dtype == batch.positions.dtype == torch.int64
+    assert batch.block_tables.dtype == batch.query_starts.dtype == batch.kv_lengths.dtype == torch.int32
+
+
+def test_slots_of_a_far_block_do_not_wrap() -> None:
+    assert build(PagedRow([(1 << 31) - 1], 1, 1)).slots.tolist() == [((1 << 31) - 1) * 4]
+
+
+def test_block_ids_may_be_an_array_longer_than_the_context() -> None:
+    block_ids = np.array([4, 6, 8, 1], np.int32)
+
+    assert build(PagedRow(block_ids, 2, 5)).block_tables.tolist() == [[4, 6]]
+
+
+def test_padding_rows_have_one_query_and_no_kv() -> None:
+    batch = build(PagedRow([1], 1, 2), num_padding_rows=2)
+
+    assert batch.slots.tolist() == [5, -1, -1]
+    assert batch.positions.tolist() == [1, 0, 0]
+    assert batch.kv_lengths.tolist() == [2, 0, 0]
+    assert batch.query_starts.tolist() == [0, 1, 2, 3]
+    assert batch.num_decodes == 3
+
+
+def test_an_empty_batch_and_rows_without_queries() -> None:
+    assert build().num_tokens == 0
+    batch = build(PagedRow([], 0, 0), PagedRow([2], 0, 3), PagedRow([1], 2, 2), PagedRow([3], 1, 1))
+    assert batch.slots.tolist() == [4, 5, 12]
+    assert batch.num_decodes == 2
+
+
+def test_buffers_hold_each_batch_at_the_same_addresses() -> None:
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=8, device=DEVICE)
+    captured = buffers.batch(4)
+    addresses = [captured.slots.data_ptr(), captured.block_tables.data_ptr(), captured.kv_lengths.data_ptr()]
+
+    for lengths in ([(1, 40), (1, 3)], [(1, 9), (1, 2), (1, 33)]):
+        case = make_case(lengths)
+        batch = case.batch(Backend.of(DEVICE), num_padding_rows=4 - len(lengths))
+        buffers.fill(batch)
+        query, key, value = (
+            torch.cat((one, one.new_zeros(4 - len(lengths), *one.shape[1:])))
+            for one in (case.query, case.key, case.value)
+        )
+        expected = attend(query, key, value, case.cache.clone(), batch, scale=1.0)
+        found = attend(query, key, value, case.cache.clone(), buffers.batch(4), scale=1.0)
+        torch.testing.assert_close(found, expected)
+
+    assert addresses == [captured.slots.data_ptr(), captured.block_tables.data_ptr(), captured.kv_lengths.data_ptr()]

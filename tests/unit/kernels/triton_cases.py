@@ -1,0 +1,178 @@
+"""The Triton kernels compute what their twins do: on a GPU where there is one, else in Triton's interpreter.
+
+`test_triton.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.kernels import tuning
+from kvtier.kernels.attention import attend
+from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
+from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
+
+MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
+DECODES = [(1, 21), (0, 5), (1, 1), (0, 0), (1, 40)]
+
+
+@pytest.fixture
+def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of a few tokens are split too."""
+    monkeypatch.setattr(tuning, "MIN_SPLIT_TOKENS", 4)
+    monkeypatch.setattr(tuning, "MAX_SPLITS", 8)
+
+
+def both(case: Case, window: int | None, num_padding_rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Triton and the twin return for the same batch; their caches are compared on the way."""
+    attended, caches = [], []
+    for backend in (Backend.TRITON, Backend.TORCH):
+        cache = case.cache.clone()
+        batch = case.batch(backend, num_padding_rows)
+        out = torch.full_like(case.query, NAN)
+        attend(case.query, case.key, case.value, cache, batch, scale=case.scale, window=window, out=out)
+        attended.append(out)
+        caches.append(cache.nan_to_num(7.0))
+    assert torch.equal(*caches)
+    return attended[0], attended[1]
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("lengths", [MIXED, DECODES])
+def test_every_head_dim(head_dim: int, lengths: list[tuple[int, int]]) -> None:
+    found, expected = both(make_case(lengths, Shape(head_dim=head_dim)), None)
+
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("lengths", [[(1, 9), (11, 20)], [(1, 9), (1, 20)]])
+def test_every_number_of_query_heads_per_kv_head(group: int, lengths: list[tuple[int, int]]) -> None:
+    found, expected = both(make_case(lengths, Shape(heads=2 * group, kv_heads=2)), None)
+
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 12, 16, 32, 64])
+@pytest.mark.parametrize("window", [None, 1, 7, 64])
+@pytest.mark.parametrize("lengths", [[(3, 70), (1, 33)], [(1, 70), (1, 5)]])
+def test_every_block_size_and_window(block_tokens: int, window: int | None, lengths: list[tuple[int, int]]) -> None:
+    found, expected = both(make_case(lengths, Shape(block_tokens=block_tokens)), window)
+
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [MIXED, DECODES])
+def test_half_precision(dtype: torch.dtype, lengths: list[tuple[int, int]]) -> None:
+    found, expected = both(make_case(lengths, Shape(heads=6, head_dim=64, dtype=dtype)), None)
+
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.usefixtures("_many_splits")
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_context_in_parts_equals_the_whole(window: int | None) -> None:
+    case = make_case([(1, 300), (1, 3), (0, 9), (1, 65)], Shape(head_dim=80, block_tokens=16))
+
+    found, expected = both(case, window)
+
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("_many_splits")
+def test_padding_rows_get_zeros_and_write_nothing() -> None:
+    case = make_case([(1, 9)])
+    batch = case.batch(Backend.TRITON, num_padding_rows=2)
+    query, key, value = (torch.cat((one, one, one)) for one in (case.query, case.key, case.value))
+    before = case.cache.clone()
+
+    attended = attend(query, key, value, case.cache, batch, scale=case.scale)
+
+    assert torch.equal(attended[1:], torch.zeros_like(attended[1:]))
+    assert ((case.cache == before) | before.isnan()).all()
+    assert (before.isnan() & ~case.cache.isnan()).sum() == key[0].numel() * 2
+
+
+def test_rows_without_queries_alone_write_nothing() -> None:
+    case = make_case([(0, 9), (0, 0)])
+
+    found, _ = both(case, None)
+
+    assert found.shape[0] == 0
+
+
+def test_queries_and_keys_may_be_parts_of_one_projection() -> None:
+    case = make_case(MIXED)
+    heads, kv_heads = case.shape.heads, case.shape.kv_heads
+    fused = torch.cat((case.query, case.key, case.value), dim=1)
+    query, key, value = fused.split((heads, kv_heads, kv_heads), dim=1)
+    cache = case.cache.clone()
+
+    found = attend(query, key, value, cache, case.batch(Backend.TRITON), scale=case.scale)
+
+    assert_close(found, both(case, None)[1], torch.float32)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 50)).map(lambda pair: (min(pair), max(pair))),
+        min_size=1,
+        max_size=5,
+    ),
+    shape=st.builds(
+        lambda kv_heads, group, block_tokens: Shape(kv_heads * group, kv_heads, 32, block_tokens),
+        st.integers(1, 2),
+        st.integers(1, 8),
+        st.sampled_from([8, 16, 24]),
+    ),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    seed=st.integers(0, 1 << 16),
+)
+def test_any_batch(lengths: list[tuple[int, int]], shape: Shape, window: int | None, seed: int) -> None:
+    found, expected = both(make_case(lengths, shape, seed), window)
+
+    assert_close(found, expected, torch.float32)
+
+
+def huge(num_elements: int, folder: Path) -> torch.Tensor:
+    """Memory whose untouched part costs nothing, where the CPU is the device."""
+    if DEVICE.type == "cuda":
+        return torch.empty(num_elements, dtype=torch.float16, device=DEVICE)
+    return torch.from_file(str(folder / "arena"), shared=True, size=num_elements, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("max_query_tokens", [1, 2])
+def test_a_block_beyond_2_to_the_31_elements_is_reached(max_query_tokens: int, tmp_path: Path) -> None:
+    block_tokens, head_dim, block_stride, block_id = 8, 32, 1 << 29, 5
+    arena = huge((block_id + 1) * block_stride, tmp_path)
+    cache = arena.as_strided((block_id + 1, 1, block_tokens, 2 * head_dim), (block_stride, 512, 2 * head_dim, 1))
+    key, value, query = torch.randn(3, 2, 1, head_dim, device=DEVICE).half()
+    slots = torch.tensor([block_id * block_tokens, block_id * block_tokens + 1], device=DEVICE)
+    table, starts, lengths = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in ([[block_id]], [0, 1], [2])
+    )
+
+    write_kv_of(Backend.TRITON)(key, value, cache, slots)
+    attended = [
+        paged_attention_of(backend)(
+            query[:1], cache, table, starts, lengths, scale=0.2, window=None, max_query_tokens=max_query_tokens
+        )
+        for backend in Backend
+    ]
+
+    assert torch.equal(cache[block_id, 0, :2], torch.cat((key, value), -1)[:, 0])
+    assert_close(*attended, torch.float16)
+
+
+def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not() -> None:
+    assert tuning.decode_splits(num_rows=4, kv_heads=8, max_kv_tokens=4096) == 16
+    assert tuning.decode_splits(num_rows=256, kv_heads=8, max_kv_tokens=1 << 20) == 1
+    assert tuning.decode_splits(num_rows=1, kv_heads=1, max_kv_tokens=100) == 1
+    assert tuning.decode_splits(num_rows=1, kv_heads=1, max_kv_tokens=1 << 20) == tuning.MAX_SPLITS
