@@ -1,0 +1,80 @@
+"""Which blocks of the device's pool a request has: what every block manager offers to the scheduler. No torch.
+
+The engine's thread calls everything. Blocks that a step fills count as filled once the step was handed to the device:
+the device runs steps in order, so whoever reads them runs later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from kvtier.blocks.namespace import Namespace
+from kvtier.engine.naive_blocks import HashedBlocks, NaiveBlocks
+from kvtier.engine.request import Request
+from kvtier.engine.shared_blocks import SharedBlocks
+from kvtier.engine.step import BlockCopy
+from kvtier.engine.yoco_blocks import YocoBlocks
+
+BlockManagerName = Literal["naive", "disable_prefix_caching", "prefix_caching", "yoco"]
+
+
+class BlockManager(Protocol):
+    """Owns the ids of the device's blocks."""
+
+    num_blocks: int
+    block_tokens: int
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody references; some of them may be cached."""
+        ...
+
+    def extend(self, request: Request) -> bool:
+        """Give `request` what is cached of its next tokens, and count it as computed. At least one token is left.
+
+        False when the next block is just being computed by another request: wait, and ask again.
+        """
+        ...
+
+    def chunk(self, request: Request, count: int) -> int:
+        """How many of its next `count` tokens to compute in one go: less where cached blocks follow."""
+        ...
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for the first `num_tokens`; False, and nothing changes, when there is no room."""
+        ...
+
+    def note_computed(self, request: Request) -> None:
+        """The KV of its first `num_computed` tokens is there for every later step."""
+        ...
+
+    def free(self, request: Request) -> None:
+        """Take all blocks back; what is computed may stay cached."""
+        ...
+
+    def let_go(self, request: Request) -> None:
+        """Take back what `extend` gave to a request that is not admitted after all. What it waits for is remembered."""
+        ...
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies that must precede the step that is being scheduled."""
+        ...
+
+    def note_submitted(self) -> None:
+        """The step was handed to the device, with its copies."""
+        ...
+
+
+_MANAGERS: dict[str, Callable[[int, int, Namespace], BlockManager]] = {
+    "naive": NaiveBlocks,
+    "disable_prefix_caching": HashedBlocks,
+    "prefix_caching": SharedBlocks,
+    "yoco": YocoBlocks,
+}
+
+
+def make_block_manager(
+    name: BlockManagerName, num_blocks: int, block_tokens: int, namespace: Namespace
+) -> BlockManager:
+    return _MANAGERS[name](num_blocks, block_tokens, namespace)

@@ -1,0 +1,240 @@
+"""Prompts in, tokens out: owns model, KV arena, scheduler and runner, and does one step at a time. One thread.
+
+With `async-N`, up to N steps are with the device while the next one is prepared: a step's tokens are looked at only
+after the following ones were handed over. A request that ends there has computed a few tokens too many; they are
+dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.engine.answer import AnswerText
+from kvtier.engine.block_manager import make_block_manager
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.kv_arena import KvArena
+from kvtier.engine.request import FinishReason, Request, Status
+from kvtier.engine.runner import Runner, Submitted, TokenResult
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.sizing import choose_num_blocks
+from kvtier.errors import ConfigError, InvalidParameter, PromptTooLong
+from kvtier.models.loading import LoadedModel, load_model
+from kvtier.models.tokenizer import TextStream, Tokenizer
+from kvtier.sizes import format_size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a step brought for one request: `text` to show, and whether it is over."""
+
+    request: Request
+    token_ids: list[int]
+    text: str
+    is_finished: bool
+
+
+class Engine:
+    """Everything for one model. Call `step` while `has_requests`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Loads the model and takes the device's memory. Raises `ConfigError` when that cannot work."""
+        self.config = config
+        device = torch.device(_device_of(config.device))
+        if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
+        self.loaded: LoadedModel = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            revision=config.revision,
+            cache_dir=config.cache_dir,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=config.max_model_len,
+        )
+        folder = self.loaded.folder
+        self.tokenizer = None if folder is None else Tokenizer(folder, trust_remote_code=config.trust_remote_code)
+        model_config = self.loaded.config
+        layout = model_config.kv_layout(config.block_size, self.loaded.dtype)
+        num_blocks = choose_num_blocks(config, self.loaded, layout, device)
+        namespace = self.loaded.namespace_fields(layout, salt=config.salt).digest()
+        blocks = make_block_manager(config.block_manager, num_blocks, config.block_size, namespace)
+        # A block is kept spare: yoco copies from one while its request has all others.
+        capacity = (num_blocks - 1) * config.block_size
+        self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
+        self.arena = KvArena(num_blocks, layout, device)
+        self.runner = Runner(
+            self.loaded.model, self.arena, max_num_requests=config.max_num_requests, max_model_len=self.max_model_len
+        )
+        self.scheduler = Scheduler(
+            blocks,
+            max_num_requests=config.max_num_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
+        self._under_way: deque[Submitted] = deque()
+        self._texts: dict[Request, AnswerText] = {}
+        self._requests: dict[str, list[Request]] = {}
+        self.num_steps = 0
+        self.schedule_s = 0.0
+        logger.info(
+            "%s: weights %s, %d KV blocks of %d tokens (%s) left, prompts up to %d tokens",
+            model_config.architecture,
+            format_size(self.loaded.weights_bytes),
+            num_blocks,
+            config.block_size,
+            format_size(self.arena.nbytes),
+            self.max_model_len,
+        )
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests or bool(self._under_way)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises `InvalidParameter` when the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise InvalidParameter("this model has no tokenizer: pass token ids")
+        return self.tokenizer.encode(text)
+
+    def add(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> list[Request]:
+        """Take in a prompt; one request for each of its `n` answers.
+
+        Raises a `RequestError` with one sentence, and nothing changes, when it cannot be served.
+        """
+        if request_id in self._requests:
+            raise InvalidParameter(f"a request with the id {request_id} is being served already")
+        tokens = self.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        if not tokens:
+            raise InvalidParameter("the prompt is empty")
+        if len(tokens) >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
+            )
+        if params.stop_strings and (self.tokenizer is None or self.tokenizer.is_absent):
+            raise InvalidParameter("stop strings need a tokenizer, and this model has none")
+        room = self.max_model_len - len(tokens)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        requests = []
+        for index in range(params.n):
+            request = Request(
+                f"{request_id}-{index}" if params.n > 1 else request_id,
+                tokens,
+                params.choice(index),
+                max_tokens=max_tokens,
+                index=index,
+                group=request_id,
+            )
+            self._texts[request] = AnswerText(self._text_stream(params), params.stop_strings)
+            self.scheduler.add(request)
+            requests.append(request)
+        self._requests[request_id] = requests
+        return requests
+
+    def abort(self, request_id: str) -> list[Progress]:
+        """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
+        return [
+            self._end(request, FinishReason.ABORT)
+            for request in list(self._requests.get(request_id, ()))
+            if request.status is not Status.FINISHED
+        ]
+
+    def requests_of(self, request_id: str) -> list[Request]:
+        """The requests of a prompt, one for each answer, until it is forgotten."""
+        return self._requests[request_id]
+
+    def text_of(self, request: Request) -> str:
+        return self._texts[request].text if request in self._texts else ""
+
+    def step(self) -> list[Progress]:
+        """Prepare and hand over a step, then look at the results of one that is due, if any."""
+        started_at = time.perf_counter()
+        step = self.scheduler.schedule()
+        self.schedule_s += time.perf_counter() - started_at
+        if not step.is_empty:
+            now = time.monotonic()
+            for row in step.rows:
+                if not row.request.times.started_at:
+                    row.request.times.started_at = now
+            self._under_way.append(self.runner.submit(step))
+            started_at = time.perf_counter()
+            self.scheduler.submitted(step)
+            self.schedule_s += time.perf_counter() - started_at
+            self.num_steps += 1
+        elif not self._under_way:
+            assert not self.scheduler.has_requests, "requests wait for nothing"
+            return []
+        if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
+            return self._look_at(self._under_way.popleft())
+        return []
+
+    def _look_at(self, submitted: Submitted) -> list[Progress]:
+        """Give the tokens of a step to their requests."""
+        news = []
+        for row, result in zip(submitted.rows, submitted.wait(), strict=True):
+            request = row.request
+            request.num_in_flight -= 1
+            if request.status is not Status.FINISHED:
+                news.append(self._take(request, result))
+        return news
+
+    def _take(self, request: Request, result: TokenResult) -> Progress:
+        token_id = result.token_id
+        request.tokens.append(token_id)
+        if result.logprobs is not None:
+            request.logprobs.append(result.logprobs)
+        if not request.times.first_token_at:
+            request.times.first_token_at = time.monotonic()
+        text = self._texts[request]
+        params = request.params
+        is_long_enough = request.num_outputs >= params.min_tokens
+        is_end = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+        if (is_end and is_long_enough) or (not is_end and text.push(token_id) and is_long_enough):
+            return self._end(request, FinishReason.STOP, [token_id])
+        if request.num_outputs >= request.max_tokens:
+            return self._end(request, FinishReason.LENGTH, [token_id])
+        return Progress(request, [token_id], text.take(), False)
+
+    def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> Progress:
+        self.scheduler.finish(request, reason)
+        self.runner.forget(request)
+        request.times.finished_at = time.monotonic()
+        text = self._texts[request]
+        text.finish()
+        return Progress(request, list(token_ids), text.take(), True)
+
+    def forget(self, request_id: str) -> None:
+        """Its outputs were read."""
+        for request in self._requests.pop(request_id, ()):
+            self._texts.pop(request, None)
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        vocab_size = self.loaded.config.vocab_size
+        tokens = list(prompt)
+        for token_id in tokens:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
+            if not 0 <= token_id < vocab_size:
+                raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {vocab_size}")
+        return tokens
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None or self.tokenizer.is_absent:
+            return None
+        return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+
+
+def _device_of(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

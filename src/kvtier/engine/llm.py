@@ -1,0 +1,128 @@
+"""The engine for scripts: `LLM(model).generate(prompts)`. The calling thread does the work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.engine.answer import RequestOutput, completion_of
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.engine import Engine
+from kvtier.engine.progress import prompt_progress
+from kvtier.engine.request import Request
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import ConfigError, InvalidParameter, RequestError
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, ready to generate. Use it as a context manager, or `close` it."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """`settings` are those of `EngineConfig`. Raises `ConfigError` with one sentence when this cannot work."""
+        try:
+            config = EngineConfig(model=model, **settings)
+        except TypeError as error:
+            known = set(EngineConfig.__struct_fields__)
+            unknown = ", ".join(sorted(settings.keys() - known)) or str(error)
+            raise ConfigError(
+                f"unknown settings: {unknown}; known are {', '.join(sorted(known - {'model'}))}"
+            ) from error
+        self.engine = Engine(config)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to `prompts`, texts or lists of token ids, in order.
+
+        A prompt that cannot be served has its `error` set; the others are served all the same.
+        """
+        several = _as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(several)
+        else:
+            each = list(params)
+            if len(each) != len(several):
+                raise InvalidParameter(f"{len(each)} sampling parameters for {len(several)} prompts")
+        outputs: list[RequestOutput | None] = [None] * len(several)
+        with prompt_progress(len(several), is_shown=progress) as advance:
+            self._run(several, each, outputs, advance)
+        return [output for output in outputs if output is not None]
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self.__dict__.pop("engine", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        outputs: list[RequestOutput | None],
+        advance: Callable[[int], None],
+    ) -> None:
+        engine = self.engine
+        places: dict[str, tuple[int, list[Request]]] = {}
+        left: dict[str, int] = {}
+        try:
+            for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                request_id = f"request-{next(self._numbers)}"
+                try:
+                    requests = engine.add(request_id, prompt, one)
+                except RequestError as error:
+                    ids = [] if isinstance(prompt, str) else list(prompt)
+                    outputs[place] = RequestOutput(request_id, ids, error=str(error))
+                    advance(1)
+                    continue
+                places[request_id] = (place, requests)
+                left[request_id] = len(requests)
+            while left:
+                for news in engine.step():
+                    if not news.is_finished:
+                        continue
+                    group = news.request.group
+                    left[group] -= 1
+                    if not left[group]:
+                        del left[group]
+                        place, requests = places[group]
+                        outputs[place] = _output(engine, group, requests)
+                        engine.forget(group)
+                        advance(1)
+        except BaseException:  # an interrupt too: the next call must find an idle engine
+            for request_id in left:
+                engine.abort(request_id)
+                engine.forget(request_id)
+            raise
+
+
+def _output(engine: Engine, request_id: str, requests: Sequence[Request]) -> RequestOutput:
+    first = requests[0]
+    return RequestOutput(
+        request_id,
+        first.tokens[: first.prompt_tokens],
+        [completion_of(request, engine.text_of(request)) for request in requests],
+    )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    if several and all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+        return [several]
+    return several

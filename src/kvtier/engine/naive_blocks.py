@@ -1,0 +1,73 @@
+"""Blocks without a prefix cache: a free list, and for each request a plain list of ids. No torch."""
+
+from __future__ import annotations
+
+from kvtier.blocks.hashing import block_hashes
+from kvtier.blocks.namespace import Namespace
+from kvtier.engine.request import Request
+from kvtier.engine.step import BlockCopy
+
+
+class NaiveBlocks:
+    """Nothing is shared, nothing is kept."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._free_ids = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_ids)
+
+    def extend(self, request: Request) -> bool:
+        return True
+
+    def chunk(self, request: Request, count: int) -> int:
+        return count
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        ids = request.blocks.ids
+        missing = -(-num_tokens // self.block_tokens) - len(ids)
+        if missing > len(self._free_ids):
+            return False
+        if missing > 0:
+            ids += reversed(self._free_ids[-missing:])
+            del self._free_ids[-missing:]
+        return True
+
+    def note_computed(self, request: Request) -> None:
+        pass
+
+    def free(self, request: Request) -> None:
+        self._free_ids += reversed(request.blocks.ids)
+        request.blocks.clear()
+
+    def let_go(self, request: Request) -> None:
+        self.free(request)
+
+    def take_copies(self) -> list[BlockCopy]:
+        return []
+
+    def note_submitted(self) -> None:
+        pass
+
+
+class HashedBlocks(NaiveBlocks):
+    """Hashes every full block, as a prefix cache does, and never uses the hashes: what hashing alone costs."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
+        super().__init__(num_blocks, block_tokens, namespace)
+        self._namespace = namespace
+
+    def note_computed(self, request: Request) -> None:
+        extend_hashes(request, self._namespace, self.block_tokens)
+
+
+def extend_hashes(request: Request, namespace: Namespace, block_tokens: int) -> None:
+    """Hash the full blocks of known tokens that are not hashed yet."""
+    hashes = request.blocks.hashes
+    num_hashed = len(hashes) * block_tokens
+    if len(request.tokens) - num_hashed >= block_tokens:
+        parent = hashes[-1] if hashes else None
+        hashes += block_hashes(namespace, request.tokens[num_hashed:], block_tokens, parent=parent)

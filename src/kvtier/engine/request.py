@@ -1,0 +1,149 @@
+"""One prompt on its way through the engine: its tokens, how many of them have KV, and what it still may do. No torch.
+
+The engine's thread owns every request. A token that was sampled is at first only a number on the device: the request
+counts it as `num_in_flight` and learns its id when the step's results are read.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.pool import Block
+from kvtier.engine.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of one clock. Zero until it happened."""
+
+    arrived_at: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+    def ttft_s(self) -> float:
+        return self.first_token_at - self.arrived_at
+
+    def time_per_output_token_s(self, num_tokens: int) -> float:
+        """Of the tokens after the first; zero when there are none."""
+        return (self.finished_at - self.first_token_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """The blocks of one request, in order, as its block manager keeps them.
+
+    `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
+    been shown under their hashes. `version` changes when `ids` are not just longer than before.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_shown: int = 0
+    version: int = 0
+
+    def clear(self) -> None:
+        """No blocks any more; the hashes stay true."""
+        self.ids = []
+        self.blocks = []
+        self.num_shown = 0
+        self.version += 1
+
+
+class Request:
+    """`tokens` are the prompt and every output token whose id is known."""
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "finish_reason",
+        "group",
+        "id",
+        "index",
+        "logprobs",
+        "max_tokens",
+        "num_computed",
+        "num_in_flight",
+        "num_preemptions",
+        "params",
+        "prompt_tokens",
+        "slot",
+        "status",
+        "times",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        index: int = 0,
+        group: str = "",
+        arrived_at: float | None = None,
+    ) -> None:
+        """`max_tokens` is how many may be sampled; `index` numbers the answers to one prompt of the group `group`."""
+        self.id = request_id
+        self.index = index
+        self.group = group or request_id
+        self.tokens = list(tokens)
+        self.prompt_tokens = len(self.tokens)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.num_preemptions = 0
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.blocks = SequenceBlocks()
+        self.slot = 0
+        self.cached_tokens = 0
+        self.was_admitted = False
+        self.logprobs: list[dict[int, float]] = []
+        self.times = Times(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those on the device."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def may_sample(self) -> bool:
+        """Another token may be sampled, as far as is known now."""
+        return self.num_tokens - self.prompt_tokens < self.max_tokens
+
+    def __repr__(self) -> str:
+        return f"<Request {self.id}.{self.index} {self.status.name} {self.num_computed}/{self.num_tokens}>"

@@ -1,0 +1,214 @@
+"""Runs steps on the device: one forward pass over all rows, then sampling. Waits for nothing until results are asked.
+
+Sampled tokens stay on the device and feed the next step, so steps may be handed over before the tokens of the ones
+before are known. Steps run in the order in which they are submitted. The engine's thread owns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.engine.kv_arena import KvArena, attention_scale
+from kvtier.engine.request import Request
+from kvtier.engine.sampler import SampledTokens, Sampler
+from kvtier.engine.sampling_batch import SamplingBatch, SamplingRow
+from kvtier.engine.step import Step, StepRow
+from kvtier.kernels.attention import attend
+from kvtier.kernels.paged_batch import PagedBatch, PagedRow
+from kvtier.kernels.upload import upload
+from kvtier.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class TokenResult:
+    """A sampled token, and the log-probabilities of it and its likeliest alternatives when they were asked for."""
+
+    token_id: int
+    logprobs: dict[int, float] | None
+
+
+class Submitted:
+    """A step on its way. `rows` are those that sample."""
+
+    def __init__(self, rows: list[StepRow], sampled: SampledTokens | None, device: torch.device) -> None:
+        self.rows = rows
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+        self._event: torch.cuda.Event | None = None
+        if sampled is None:
+            return
+        tensors = [sampled.token_ids]
+        if sampled.logprobs is not None:
+            tensors += [sampled.logprobs.sampled, sampled.logprobs.top_token_ids, sampled.logprobs.top]
+        if device.type == "cuda":
+            self._tensors = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._tensors = tensors
+
+    def wait(self) -> list[TokenResult]:
+        """The tokens of `rows`, once the device has them."""
+        if not self._tensors:
+            return []
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids = self._tensors[0].tolist()
+        if len(self._tensors) == 1:
+            return [TokenResult(token_id, None) for token_id in token_ids]
+        _, own, top_ids, top = (tensor.tolist() for tensor in self._tensors)
+        results = []
+        for position, (row, token_id) in enumerate(zip(self.rows, token_ids, strict=True)):
+            wanted = row.request.params.logprobs
+            logprobs = None
+            if wanted is not None:
+                logprobs = dict(zip(top_ids[position][:wanted], top[position][:wanted], strict=True))
+                logprobs[token_id] = own[position]
+            results.append(TokenResult(token_id, logprobs))
+        return results
+
+
+@dataclass(slots=True)
+class _Place:
+    """What the runner knows of the request in a slot."""
+
+    request: Request
+    version: int
+    num_ids: int
+
+
+class _PagedAttention:
+    """One step's attention, as models call it."""
+
+    def __init__(self, arena: KvArena, batch: PagedBatch, scale: float, windows: tuple[int | None, ...]) -> None:
+        self._caches = arena.layers
+        self._batch = batch
+        self._scale = scale
+        self._windows = windows
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = attend(
+            query, key, value, self._caches[layer], self._batch, scale=self._scale, window=self._windows[layer]
+        )
+        return out.reshape(out.shape[0], -1)
+
+
+class Runner:
+    """One model on one device with its KV arena."""
+
+    def __init__(self, model: Model, arena: KvArena, *, max_num_requests: int, max_model_len: int) -> None:
+        self.model = model
+        self.arena = arena
+        self._device = arena.device
+        self._block_tokens = arena.layout.block_tokens
+        max_blocks = -(-max_model_len // self._block_tokens)
+        self._tables = np.zeros((max_num_requests, max_blocks), np.int32)
+        self._places: dict[int, _Place] = {}
+        self._last_tokens = torch.zeros(max_num_requests, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(
+            vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=model.config.eos_token_ids
+        )
+        self._sampling_rows: dict[Request, SamplingRow] = {}
+        self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
+        self._scale = attention_scale(model.config)
+
+    def submit(self, step: Step) -> Submitted:
+        """Hand a step to the device."""
+        with torch.inference_mode():
+            if step.copies:
+                self.arena.copy(step.copies)
+            rows = step.rows
+            batch = PagedBatch.build(
+                [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in rows],
+                block_tokens=self._block_tokens,
+                device=self._device,
+            )
+            sampling = [row for row in rows if row.samples]
+            tokens, last_places, slots = self._upload_tokens(step, sampling)
+            attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows)
+            hidden = self.model(tokens, batch.positions, attention)
+            if not sampling:
+                return Submitted([], None, self._device)
+            if hidden.shape[0] != len(sampling):
+                hidden = hidden[last_places]
+            sampled = self._sampler.sample(self.model.logits(hidden), self._sampling_batch(sampling))
+            self._last_tokens[slots] = sampled.token_ids
+            return Submitted(sampling, sampled, self._device)
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        row = self._sampling_rows.pop(request, None)
+        if row is not None:
+            self._sampler.close(row)
+            self._sampled_before = None
+
+    def _table_of(self, request: Request) -> npt.NDArray[np.int32]:
+        """The request's block ids, of which only new ones are copied."""
+        ids = request.blocks.ids
+        place = self._places.get(request.slot)
+        if place is None or place.request is not request or place.version != request.blocks.version:
+            place = self._places[request.slot] = _Place(request, request.blocks.version, 0)
+        table: npt.NDArray[np.int32] = self._tables[request.slot]
+        if place.num_ids < len(ids):
+            table[place.num_ids : len(ids)] = ids[place.num_ids :]
+            place.num_ids = len(ids)
+        return table
+
+    def _upload_tokens(self, step: Step, sampling: list[StepRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids of all rows; the place of each sampling row's last token; the sampling rows' slots."""
+        tokens = np.zeros(step.num_tokens, np.int64)
+        fed_places: list[int] = []
+        fed_slots: list[int] = []
+        last_places: list[int] = []
+        place = 0
+        for row in step.rows:
+            known = row.request.tokens
+            if row.count == 1:
+                if row.start < len(known):
+                    tokens[place] = known[row.start]
+                else:
+                    fed_places.append(place)
+                    fed_slots.append(row.request.slot)
+            else:
+                tokens[place : place + row.count] = known[row.start : row.start + row.count]
+            place += row.count
+            if row.samples:
+                last_places.append(place - 1)
+        arrays: list[npt.NDArray[np.generic]] = [
+            tokens,
+            np.array(last_places, np.int64),
+            np.array([row.request.slot for row in sampling], np.int64),
+            np.array(fed_places, np.int64),
+            np.array(fed_slots, np.int64),
+        ]
+        on_device = upload(arrays, self._device)
+        if fed_places:
+            on_device[0][on_device[3]] = self._last_tokens[on_device[4]]
+        return on_device[0], on_device[1], on_device[2]
+
+    def _sampling_batch(self, rows: list[StepRow]) -> SamplingBatch:
+        """The last step's, if its rows are the same: it has moved on by one position."""
+        requests = [row.request for row in rows]
+        if self._sampled_before is not None and self._sampled_before[0] == requests:
+            return self._sampled_before[1]
+        batch = self._sampler.batch(
+            [self._sampling_row(request) for request in requests],
+            [request.num_tokens - request.prompt_tokens - 1 for request in requests],
+        )
+        self._sampled_before = (requests, batch)
+        return batch
+
+    def _sampling_row(self, request: Request) -> SamplingRow:
+        row = self._sampling_rows.get(request)
+        if row is None:
+            row = self._sampling_rows[request] = self._sampler.open(
+                request.params, request.tokens[: request.prompt_tokens], request.output_tokens
+            )
+        return row
