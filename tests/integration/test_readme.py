@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there."""
+"""The README's programs run as they stand there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,29 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.servers import cache_server
+from kvtier.testing.tiny_models import save_tiny_model
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_program_of_the_readme_finds_what_it_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def _programs() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_program_for_the_server_finds_what_it_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    program = _programs()[0]
     with cache_server(memory="1GiB") as server:
         exec(compile(program.replace("unix:/tmp/kvtier.sock", server.unix), "README.md", "exec"), {})
 
     assert capsys.readouterr().out == "512 blocks; all\n"
+
+
+def test_the_program_for_the_engine_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = _programs()[1]
+    save_tiny_model(tmp_path, "qwen2", with_tokenizer=True)
+    capsys.readouterr()
+    exec(compile(program.replace("path/to/model", str(tmp_path)), "README.md", "exec"), {})
+
+    out = capsys.readouterr().out
+    assert "{'device': 0}" in out
+    assert "{'device': 4}" in out, "yoco reuses the four tokens that both prompts begin with"

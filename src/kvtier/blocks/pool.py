@@ -220,7 +220,7 @@ class BlockPool:
         return blocks
 
     def name(self, block: Block, index: PrefixIndex, block_hash: BlockHash, *, is_ready: bool) -> bool:
-        """Show a PRIVATE block under a hash, READY or PENDING. If another has that hash: False, and it stays private."""
+        """Show a PRIVATE block under a hash, READY or PENDING; False, and it stays private, if the hash is taken."""
         assert block.state is BlockState.PRIVATE, "a block has one name"
         if block_hash in index.blocks:
             return False

@@ -18,6 +18,7 @@ from kvtier.engine.sampler import SampledTokens, Sampler
 from kvtier.engine.sampling_batch import SamplingBatch, SamplingRow
 from kvtier.engine.step import Step, StepRow
 from kvtier.kernels.attention import attend
+from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import PagedBatch, PagedRow
 from kvtier.kernels.upload import upload
 from kvtier.models.model import Model
@@ -103,8 +104,18 @@ class _PagedAttention:
 class Runner:
     """One model on one device with its KV arena."""
 
-    def __init__(self, model: Model, arena: KvArena, *, max_num_requests: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        arena: KvArena,
+        *,
+        max_num_requests: int,
+        max_model_len: int,
+        backend: Backend | None = None,
+    ) -> None:
+        """`backend` computes attention; the device's own unless told."""
         self.model = model
+        self._backend = backend
         self.arena = arena
         self._device = arena.device
         self._block_tokens = arena.layout.block_tokens
@@ -129,6 +140,7 @@ class Runner:
                 [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in rows],
                 block_tokens=self._block_tokens,
                 device=self._device,
+                backend=self._backend,
             )
             sampling = [row for row in rows if row.samples]
             tokens, last_places, slots = self._upload_tokens(step, sampling)

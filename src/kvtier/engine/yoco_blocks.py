@@ -19,6 +19,7 @@ from kvtier.engine.shared_blocks import SharedBlocks
 from kvtier.engine.step import BlockCopy
 
 _PARTIAL = b"partial block"
+_MIN_COPIED_TOKENS = 4  # for fewer, unless they are all that is left, neither a copy nor waiting for one pays
 
 
 @dataclass(slots=True)
@@ -129,7 +130,8 @@ class YocoBlocks(SharedBlocks):
             is_longer = length > longest
             if is_longer or (length == longest and best is not None and not self._continuations[best].is_ready):
                 best, longest = block, length
-        return best, longest
+        is_worth_it = longest == len(wanted) or longest >= _MIN_COPIED_TOKENS
+        return (best, longest) if is_worth_it else (None, 0)
 
     def _parent(self, request: Request, position: int) -> bytes:
         return request.blocks.hashes[position - 1] if position else self._namespace
