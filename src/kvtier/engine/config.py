@@ -32,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     kv_cache_space: int | None = None
     gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
     salt: str = ""
 
     def __post_init__(self) -> None:

@@ -31,6 +31,8 @@ from kvtier.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
+_MAX_GRAPH_ROWS = 128
+
 
 @dataclass(slots=True)
 class Progress:
@@ -74,7 +76,13 @@ class Engine:
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
         self.arena = KvArena(num_blocks, layout, device)
         self.runner = Runner(
-            self.loaded.model, self.arena, max_num_requests=config.max_num_requests, max_model_len=self.max_model_len
+            self.loaded.model,
+            self.arena,
+            max_num_requests=config.max_num_requests,
+            max_model_len=self.max_model_len,
+            max_graph_rows=min(config.max_num_requests, _MAX_GRAPH_ROWS)
+            if config.cuda_graphs and device.type == "cuda"
+            else 0,
         )
         self.scheduler = Scheduler(
             blocks,
@@ -219,11 +227,16 @@ class Engine:
             self._texts.pop(request, None)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens. Without a loop over them: there may be a million."""
         vocab_size = self.loaded.config.vocab_size
-        tokens = list(prompt)
-        for token_id in tokens:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
+        try:
+            tokens = list(prompt)
+        except TypeError:
+            raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}") from None
+        if tokens and set(map(type, tokens)) != {int}:
+            wrong = next(token_id for token_id in tokens if type(token_id) is not int)
+            raise InvalidParameter(f"a prompt is text or a list of token ids, and {wrong!r} is no token id")
+        for token_id in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {vocab_size}")
         return tokens

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.decode_graphs import DecodeGraphs
 from kvtier.engine.kv_arena import KvArena, attention_scale
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SampledTokens, Sampler
@@ -112,8 +113,9 @@ class Runner:
         max_num_requests: int,
         max_model_len: int,
         backend: Backend | None = None,
+        max_graph_rows: int = 0,
     ) -> None:
-        """`backend` computes attention; the device's own unless told."""
+        """`backend` computes attention; the device's own unless told. Decodes of up to `max_graph_rows` use graphs."""
         self.model = model
         self._backend = backend
         self.arena = arena
@@ -129,6 +131,17 @@ class Runner:
         self._sampling_rows: dict[Request, SamplingRow] = {}
         self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
         self._scale = attention_scale(model.config)
+        self._graphs: DecodeGraphs | None = None
+        if max_graph_rows:
+            self._graphs = DecodeGraphs(
+                self._forward,
+                max_rows=max_graph_rows,
+                max_blocks=max_blocks,
+                block_tokens=self._block_tokens,
+                device=self._device,
+            )
+            with torch.inference_mode():
+                self._graphs.capture_all()
 
     def submit(self, step: Step) -> Submitted:
         """Hand a step to the device."""
@@ -136,16 +149,22 @@ class Runner:
             if step.copies:
                 self.arena.copy(step.copies)
             rows = step.rows
+            graph_rows = None
+            if self._graphs is not None and step.num_tokens == len(rows):
+                graph_rows = self._graphs.size_for(len(rows))
             batch = PagedBatch.build(
                 [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in rows],
                 block_tokens=self._block_tokens,
                 device=self._device,
+                num_padding_rows=0 if graph_rows is None else graph_rows - len(rows),
                 backend=self._backend,
             )
             sampling = [row for row in rows if row.samples]
             tokens, last_places, slots = self._upload_tokens(step, sampling)
-            attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows)
-            hidden = self.model(tokens, batch.positions, attention)
+            if self._graphs is None or graph_rows is None:
+                hidden = self._forward(tokens, batch)
+            else:
+                hidden = self._graphs.run(tokens, batch)
             if not sampling:
                 return Submitted([], None, self._device)
             if hidden.shape[0] != len(sampling):
@@ -160,6 +179,11 @@ class Runner:
         if row is not None:
             self._sampler.close(row)
             self._sampled_before = None
+
+    def _forward(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows)
+        hidden: torch.Tensor = self.model(tokens, batch.positions, attention)
+        return hidden
 
     def _table_of(self, request: Request) -> npt.NDArray[np.int32]:
         """The request's block ids, of which only new ones are copied."""

@@ -1,0 +1,75 @@
+"""Decode steps as CUDA graphs: one launch instead of a thousand. The engine's thread owns it.
+
+A graph reads its inputs from fixed addresses and stands for one number of rows, so steps are padded up to the next
+size; rows of padding read and write nothing. Graphs share their memory: what one returns is gone with the next.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+
+from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch
+
+Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
+"""Hidden states of the tokens of a batch."""
+
+_SMALL_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+_NUM_WARM_UPS = 2
+
+
+class DecodeGraphs:
+    """Graphs for up to `max_rows` rows of up to `max_blocks` blocks."""
+
+    def __init__(
+        self, forward: Forward, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._sizes = sorted({*_SMALL_SIZES, *range(_SIZE_STEP, max_rows + _SIZE_STEP, _SIZE_STEP)})
+        largest = self._sizes[-1]
+        self._buffers = DecodeBuffers(max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, device=device)
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._block_tokens = block_tokens
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def size_for(self, num_rows: int) -> int | None:
+        """How many rows the graph for `num_rows` has; None when there is none that large."""
+        place = bisect.bisect_left(self._sizes, num_rows)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def capture_all(self) -> None:
+        """Make every graph now, the largest first, so that none is made while requests wait."""
+        for size in reversed(self._sizes):
+            self._capture(size)
+
+    def run(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Hidden states of a batch with the number of rows of a graph, padding included."""
+        num_rows = batch.num_rows
+        if num_rows not in self._graphs:
+            self._capture(num_rows)
+        graph, hidden = self._graphs[num_rows]
+        self._buffers.fill(batch)
+        self._tokens[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        graph.replay()
+        return hidden
+
+    def _capture(self, num_rows: int) -> None:
+        padding = PagedBatch.build([], block_tokens=self._block_tokens, device=self._device, num_padding_rows=num_rows)
+        self._buffers.fill(padding)  # warming up must not write into anybody's blocks
+        self._tokens.zero_()
+        tokens, batch = self._tokens[:num_rows], self._buffers.batch(num_rows)
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(_NUM_WARM_UPS):
+                self._forward(tokens, batch)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            hidden = self._forward(tokens, batch)
+        self._graphs[num_rows] = (graph, hidden)
