@@ -472,6 +472,7 @@ class Catalog:
         match = self._pool.match(space.index, hashes, max_blocks)
         blocks, ended = match.blocks, match.ended
         self._store_reused(space, blocks)
+        num_in_memory = len(blocks)
         while self._persistence is not None and ended is Presence.MISS and len(blocks) < max_blocks:
             loading = self._load(space, hashes[len(blocks) : max_blocks])
             if not loading:
@@ -480,7 +481,8 @@ class Catalog:
             more = self._pool.match(space.index, hashes[len(blocks) :], max_blocks - len(blocks))
             blocks += more.blocks
             ended = more.ended
-        if self._persistence is not None and blocks:
+        if self._persistence is not None and (num_in_memory or len(blocks) > 1):
+            # A block that is loaded counts as used on disk by itself, but several in no certain order.
             self._persistence.note_used(space, hashes[: len(blocks)])
         return blocks, ENDED[ended]
 

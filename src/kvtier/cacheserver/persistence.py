@@ -282,6 +282,7 @@ class Persistence:
             if store is None:
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
             try:
+                self._tell_used(store)
                 store.flush(fsync=self._fsync)
             except OSError as error:
                 self._fail(store, error)
