@@ -167,6 +167,37 @@ def test_a_folder_deleted_while_running_is_made_again_with_what_is_in_memory(tmp
     _assert_stored(data, 1, 2)
 
 
+@pytest.mark.parametrize("name", [_DATA_NAME, "records.kvtier", "lock"])
+def test_any_file_deleted_while_running_is_made_again_with_what_is_in_memory(tmp_path: Path, name: str) -> None:
+    data = tmp_path / "data"
+    with _served(data) as client:
+        _set(client, 1)
+        client.flush()
+        (data / name).unlink()
+        wait_until(lambda: (data / name).exists() and _is_up(client))
+        _set(client, 2)
+        client.flush()
+    _assert_stored(data, 1, 2)
+
+
+def test_what_is_dropped_while_the_disk_is_down_does_not_come_back_with_it(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with _served(tmp_path / "data", files) as client:
+        _set(client, 1)
+        _set(client, 2)
+        client.flush()
+        files.fail("write", errno.EIO)
+        _set(client, 3)
+        wait_until(lambda: not _is_up(client))
+        assert client.drop(chain(1, 8)) == 8
+        files.heal()
+        wait_until(lambda: _is_up(client))
+        client.flush()
+        assert not any(client.contains(chain(1, 8)))
+        _assert_served(client, 2)
+        _assert_served(client, 3)
+
+
 def test_a_folder_that_cannot_be_made_again_comes_back_when_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

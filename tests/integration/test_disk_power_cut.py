@@ -14,6 +14,29 @@ from tests.unit.stores.building import MIB, UNIT, crashed, hash_of, payload, rea
 _BLOCK_BYTES = 3 * UNIT
 
 
+def test_what_was_synced_survives_a_power_cut_right_after_a_smaller_budget(tmp_path: Path) -> None:
+    files = PowerCutFiles()
+    store = DiskStore(tmp_path / "store", 6 * MIB, files=files)
+    space = space_of(store, UNIT)
+    for number in range(1000):
+        store.write(space, [hash_of(number)], [memoryview(payload(hash_of(number), UNIT))])
+    store.flush(fsync=True)
+    store.close()
+    store = DiskStore(tmp_path / "store", 2 * MIB, files=files)
+    kept = {block_hash for block_hash, _ in store.blocks(space_of(store, UNIT))}
+    files.cut(random.Random(1))
+    left = crashed(tmp_path / "store", tmp_path / "left")
+    store.close()
+
+    store = DiskStore(left, 2 * MIB)
+    try:
+        assert len(kept) > 350
+        there = {hash_of(number) for number in range(1000) if read(store, space_of(store, UNIT), number) is not None}
+        assert kept <= there
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_what_was_synced_survives_a_power_cut_and_the_rest_is_right_or_absent(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -411,3 +411,25 @@ def test_the_command_itself_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "8 blocks read, 0 corrupt" in done.stdout
+
+
+def test_a_pin_made_before_the_disk_has_the_block_holds_there_too(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with _served(tmp_path / "data", files) as client:
+        files.delay_s = 0.2
+        _set(client, 1)
+        assert client.pin(chain(1, 8)) == 8
+        files.delay_s = 0.0
+        client.flush()
+    with contextlib.closing(DiskStore(tmp_path / "data", 32 << 20)) as store:
+        space = store.open(NAMESPACE, "", BLOCK_BYTES, LAYOUT.block_tokens)
+        assert [is_pinned for _, is_pinned in store.blocks(space)] == [True] * 8
+
+
+def test_a_server_of_disk_alone_forgets_what_its_disk_has_no_room_for(tmp_path: Path) -> None:
+    """Rather than keep it in memory for ever."""
+    with _served(tmp_path / "data", file_bytes=1 << 20, memory_bytes=4 << 20, keeps_memory=False) as client:
+        for seed in range(1, 40):
+            _set(client, seed, num_blocks=32)
+        client.flush()
+        wait_until(lambda: client.stats()["used_bytes"] == 0)

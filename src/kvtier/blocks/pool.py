@@ -18,6 +18,9 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.space import Region, Space, TakenRegion
 
+_MAX_HOPELESS = 1 << 14
+"""How many blocks are looked at in vain before room is said not to be there: the owner's lock is held meanwhile."""
+
 
 class Presence(enum.Enum):
     """The state of one key."""
@@ -399,13 +402,19 @@ class BlockPool:
         """
         fitting = 0
         blocked: list[Block] = []
-        while fitting < count:
+        hopeless: set[Block] = set()
+        while fitting < count and len(hopeless) < _MAX_HOPELESS:
             victim = self._policy.pop_coldest()
             if victim is None:
                 break
-            window = None if victim.is_held else _window_around(victim, size)
-            if window is None:
-                blocked.append(victim)  # so is all that could share a window with it: none of it is touched below
+            if victim in hopeless:
+                blocked.append(victim)
+                continue
+            window = _Window([victim], None) if victim.is_held else _window_around(victim, size)
+            if window.num_gained is None:
+                # None of the blocks between two that must stay: no window of theirs is larger.
+                hopeless.update(window.blocks)
+                blocked.append(victim)
                 continue
             for block in window.blocks:
                 if block is not victim:
@@ -437,14 +446,17 @@ def _is_evictable(region: Region | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Blocks whose eviction makes one free run, and how many more regions of the wanted size fit then."""
+    """Blocks whose eviction makes one free run, and how many more regions of the wanted size fit then.
+
+    `num_gained` is None when not even one fits.
+    """
 
     blocks: list[Block]
-    num_gained: int
+    num_gained: int | None
 
 
-def _window_around(victim: Block, size: int) -> _Window | None:
-    """The smallest window of evictable blocks around `victim` that makes room for `size`, or None.
+def _window_around(victim: Block, size: int) -> _Window:
+    """The smallest window of evictable blocks around `victim` that makes room for `size`, or the largest there is.
 
     Prefixes are written upwards and go cold from their end, so it grows downwards first, but not into a larger block
     than lies on the other side: that may be the one that was last made room for in this way.
@@ -470,4 +482,4 @@ def _window_around(victim: Block, size: int) -> _Window | None:
             blocks.append(right)
             run, right = run + right.size, right.right
         else:
-            return None
+            return _Window(blocks, None)

@@ -357,6 +357,13 @@ class Catalog:
                     block.is_queued = False
             return held
 
+    def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
+        with self._lock:
+            if not self._keeps_stored:  # it would stay in memory for ever
+                for block in blocks:
+                    if block.is_ready:
+                        self._pool.drop(block.index, [block.hash])
+
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
         with self._lock:
             for block, is_stored in zip(blocks, stored, strict=True):

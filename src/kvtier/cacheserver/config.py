@@ -73,6 +73,10 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("the disk needs both a folder (--folder) and a bound (--disk)")
         if self.folder is None and not self.keeps_memory:
             raise ConfigError("a server without memory needs a folder")
+        if self.folder is None and (self.fsync or self.stores_on != "commit"):
+            raise ConfigError("fsync and store-on are about the disk: give a folder (--folder) too")
+        if not self.keeps_memory and self.stores_on == "reuse":
+            raise ConfigError("a server that keeps blocks on disk alone must store them when they are committed")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
             raise ConfigError("max_leased_bytes must be positive")
         if not 0 <= self.max_pinned_share <= 1:

@@ -35,6 +35,9 @@ _NUM_WRITERS = 16
 _NUM_READERS = 16
 _BATCH_BYTES = 1 << 20  # what a thread moves in one go: fewer than all of a prompt, more than one small block
 _MAX_RECENT = 1024
+_ORDER_S = 2.0
+_ROOM_TRIES = 25
+_ROOM_TRY_S = 0.02
 _KEEPER_INTERVAL_S = 1.0
 _LAST_RETRY_S = 30.0
 _REGROWTH_S = 30.0
@@ -58,6 +61,10 @@ class BlockOwner(Protocol):
 
     def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
         """Hold the blocks' room while they are written; returns those that have not gone from memory meanwhile."""
+        ...
+
+    def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
+        """The disk has no room for these."""
         ...
 
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None: ...
@@ -118,8 +125,9 @@ class _Store(_Task):
 class _Order(_Task):
     """Blocks of one prompt, queued before this: once they are written, the first shall be the last to go."""
 
-    def __init__(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
+    def __init__(self, last: int, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
         super().__init__(space, _BATCH_BYTES)  # it goes alone
+        self.last = last
         self.hashes = hashes
 
 
@@ -152,6 +160,7 @@ class Persistence:
         self._store: DiskStore | None = None
         self._failed_store: DiskStore | None = None
         self._num_using = 0
+        self._drops: list[tuple[SpaceLike, Sequence[BlockHash] | None]] = []
 
     def open(self) -> None:
         """Open the folder, before `start`."""
@@ -207,7 +216,8 @@ class Persistence:
     def order(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
         """Blocks that were queued in this order are one prompt: it shall lose its end before its beginning."""
         if len(hashes) > 1:
-            self._queue.put(_Order(space, hashes))
+            with self._condition:
+                self._queue.put(_Order(self._last_number, space, hashes))
 
     def note_used(self, space: SpaceLike, hashes: Sequence[BlockHash]) -> None:
         """A prefix was used in memory: the disk's order of eviction hears of it soon, once for many times."""
@@ -228,13 +238,21 @@ class Persistence:
     def drop(self, space: SpaceLike, hashes: Sequence[BlockHash] | None) -> int:
         with self._using() as store:
             stored_space = None if store is None else self._space_of(store, space)
+            if store is None:
+                self._drop_later(space, hashes)
             if store is None or stored_space is None:
                 return 0
             try:
                 return store.drop(stored_space, hashes)
             except OSError as error:
+                self._drop_later(space, hashes)
                 self._fail(store, error)
                 return 0
+
+    def _drop_later(self, space: SpaceLike, hashes: Sequence[BlockHash] | None) -> None:
+        """When the disk is back, before anybody can see what is on it."""
+        with self._condition:
+            self._drops.append((space, hashes))
 
     def pin(self, space: SpaceLike, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         store = self._store
@@ -304,7 +322,7 @@ class Persistence:
     def losses(self) -> dict[str, int]:
         """Blocks lost and failures, by kind."""
         store = self._store
-        return dict(self._losses_before + self.failures + (store.losses if store is not None else Counter()))
+        return dict(+(self._losses_before + self.failures + (store.losses if store is not None else Counter())))
 
     def close(self) -> None:
         """Write what is queued, as long as the disk works, and let go of the folder."""
@@ -356,7 +374,8 @@ class Persistence:
     def _write(self, store: DiskStore, space: SpaceLike, wanted: Sequence[MemoryBlock]) -> None:
         blocks = self._owner.begin_storing(wanted)
         if len(blocks) < len(wanted):
-            self.failures["evicted before it was written"] += len(wanted) - len(blocks)
+            with self._condition:
+                self.failures["gone before it was written"] += len(wanted) - len(blocks)
         stored = [False] * len(blocks)
         try:
             stored_space = self._space_of(store, space) if blocks else None
@@ -367,18 +386,43 @@ class Persistence:
                 if block.checksum is None:
                     block.checksum = checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
             checksums = [block.checksum for block in blocks if block.checksum is not None]
-            outcomes = store.write(stored_space, [block.hash for block in blocks], slots, checksums)
+            hashes = [block.hash for block in blocks]
+            outcomes = store.write(stored_space, hashes, slots, checksums)
+            for _ in range(_ROOM_TRIES):
+                if Written.NO_ROOM not in outcomes or not store.is_busy:
+                    break
+                time.sleep(_ROOM_TRY_S)  # room that others are writing into can be taken from them once they are done
+                again = store.write(stored_space, hashes, slots, checksums)
+                outcomes = [
+                    old if old is not Written.NO_ROOM else new for old, new in zip(outcomes, again, strict=True)
+                ]
             stored = [outcome in (Written.NEW, Written.PRESENT) for outcome in outcomes]
-            self.num_written += outcomes.count(Written.NEW)
-            if Written.NO_ROOM in outcomes:
-                self.failures["no room"] += outcomes.count(Written.NO_ROOM)
+            pinned = [block.hash for block in blocks if block.is_pinned]
+            if pinned:  # while they were on their way
+                store.pin(stored_space, pinned)
+            refused = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Written.NO_ROOM]
+            with self._condition:
+                self.num_written += outcomes.count(Written.NEW)
+                self.failures["no room"] += len(refused)
+            if refused:
                 self._log.warning("full", "disk store %s has no room: all of it is in use or pinned", self.folder)
+                self._owner.refuse(refused)
         except OSError as error:
             self._fail(store, error)
         finally:
             self._owner.end_storing(blocks, stored)
 
     def _put_in_order(self, order: _Order) -> None:
+        """Once those that are queued before are written: they are with other writers by now."""
+        with self._condition:
+            self._awaited.append(order.last)
+            try:
+                self._condition.wait_for(
+                    lambda: not self._unwritten or next(iter(self._unwritten)) > order.last or self._store is None,
+                    _ORDER_S,
+                )
+            finally:
+                self._awaited.remove(order.last)
         with self._using() as store:
             stored_space = None if store is None else self._space_of(store, order.space)
             if store is not None and stored_space is not None:
@@ -473,15 +517,23 @@ class Persistence:
             self._log.warning("down", "disk store is still down: %s", error)
             return False
         with self._condition:
-            self._store = store
-            # A flush that sees the disk up waits for this number: for what was committed while it was down.
-            self._last_number += 1
-            number = self._last_number
-            self._unwritten[number] = None
+            drops, self._drops = self._drops, []
+        try:
+            for space, hashes in drops:
+                stored_space = self._space_of(store, space)
+                if stored_space is not None:
+                    store.drop(stored_space, hashes)
+        except OSError as error:
+            with self._condition:
+                self._drops = drops + self._drops
+            store.close()
+            self._log.warning("down", "disk store is still down: %s", error)
+            return False
+        # Queued before anybody sees the disk up: a flush that does waits for it.
         for space, block in self._owner.unstored():
             self.queue(space, [block])
         with self._condition:
-            del self._unwritten[number]
+            self._store = store
             self._condition.notify_all()
         logger.info("disk store %s is up again", self.folder)
         return True

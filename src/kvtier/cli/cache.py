@@ -13,11 +13,12 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.cli.cache_server import default_socket, read_token
+from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore, StoreSpace
-from kvtier.stores.folder import holds_store
+from kvtier.stores.folder import holds_store, space_of
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16
@@ -52,34 +53,37 @@ class _ServerCached:
         self.block_bytes = int(str(described["block_bytes"]))
         self.num_blocks = int(str(described["blocks"]))
         self.num_disk_blocks = int(str(described["disk_blocks"]))
+        self._ca_file = ca_file
+
+    def blocks(self) -> list[tuple[BlockHash, int]]:
+        with self._connect() as client:
+            return client.list_blocks()
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        with self._connect() as client:
+            return client.verify(hashes)
+
+    def drop(self) -> int:
+        with self._connect() as client:
+            return client.drop()
+
+    def _connect(self) -> SingleClient:
+        """Only while it is needed: there may be more namespaces than a server has connections."""
         # Any layout of the right size will do: bytes are not looked into.
-        self._layout = KvLayout(
-            layers=1, kv_heads=1, block_tokens=1, head_dim=self.block_bytes // 2, dtype="float8_e4m3fn"
-        )
-        self._client = connect(
-            address,
-            token=token,
-            layout=self._layout,
+        layout = KvLayout(layers=1, kv_heads=1, block_tokens=1, head_dim=self.block_bytes // 2, dtype="float8_e4m3fn")
+        return connect(
+            self._address,
+            token=self._token,
+            layout=layout,
             namespace=Namespace(bytes.fromhex(self.namespace)),
             name=self.name,
-            ca_file=ca_file,
+            ca_file=self._ca_file,
             timeout_s=30.0,
         )
 
-    def close(self) -> None:
-        self._client.close()
-
-    def blocks(self) -> list[tuple[BlockHash, int]]:
-        return self._client.list_blocks()
-
-    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        return self._client.verify(hashes)
-
-    def drop(self) -> int:
-        return self._client.drop()
-
     def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int:
-        return self._client.pin(hashes) if keep else self._client.unpin(hashes)
+        with self._connect() as client:
+            return client.pin(hashes) if keep else client.unpin(hashes)
 
 
 class _FolderCached:
@@ -139,7 +143,9 @@ def _opened(
                     raise ConfigError("give --folder or --server, not both")
                 if not holds_store(folder):
                     raise ConfigError(f"there is no KV cache in {folder}")
-                store = stack.enter_context(contextlib.closing(DiskStore(folder, 1 << 62)))
+                store = stack.enter_context(contextlib.closing(DiskStore(folder, space_of(folder))))
+                for kind, count in store.losses.items():
+                    click.echo(f"lost: {count} ({kind})", err=True)
                 yield [_FolderCached(store, space) for space in store.spaces() if len(space.index)]
                 return
             address = server or f"unix:{default_socket()}"
@@ -147,11 +153,7 @@ def _opened(
             with connect(address, token=token, ca_file=ca_file) as client:
                 described = client.info()["namespaces"]
             assert isinstance(described, list)
-            cached = [
-                stack.enter_context(contextlib.closing(_ServerCached(address, token, ca_file, space)))
-                for space in described
-            ]
-            yield list(cached)
+            yield [_ServerCached(address, token, ca_file, space) for space in described]
     except (KvtierError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

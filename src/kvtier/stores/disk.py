@@ -30,7 +30,7 @@ from kvtier.errors import BlockCorrupt, ConfigError, TierRefused
 from kvtier.memory.checksum import checksum_of
 from kvtier.sizes import format_size
 from kvtier.stores.files import Files
-from kvtier.stores.folder import MIN_FILE_BYTES, room_in, set_aside_old, take_folder
+from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_old, take_folder
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
 from kvtier.stores.records import UNIT_BYTES, BlockRecord
@@ -42,6 +42,7 @@ _MIN_GROWTH_BYTES = 1 << 20
 _MAX_GROWTH_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RECENCY_BATCH = 512
+_SPARE_RECORDS = 1024
 
 
 class Written(enum.Enum):
@@ -228,7 +229,7 @@ class DiskStore:
                     while self._touched and len(batch) < _RECENCY_BATCH:
                         block = next(iter(self._touched))
                         del self._touched[block]
-                        if block.is_ready and not block.is_held:
+                        if block.is_ready:
                             self._pool.hold(block)
                             batch.append(block)
                     records = [(block.record, _record_of(block)) for block in batch]
@@ -246,7 +247,7 @@ class DiskStore:
     def drop(self, space: StoreSpace, hashes: Sequence[BlockHash] | None = None) -> int:
         """Forget blocks, all of the namespace by default."""
         with self._lock:
-            wanted = list(space.index.blocks) if hashes is None else hashes
+            wanted = list(space.index.blocks) if hashes is None else list(dict.fromkeys(hashes))
             gone = [block for block_hash in wanted if (block := space.index.blocks.get(block_hash)) is not None]
             ready = [block for block in gone if isinstance(block, StoredBlock) and block.is_ready]
             # Referenced until their records are wiped: nobody may take their room before.
@@ -256,6 +257,10 @@ class DiskStore:
         try:
             with self._wipe_lock:
                 self._wipe(ready)
+        except BaseException:
+            with self._lock:
+                self._to_wipe += ready  # before their room or their records are used again
+            raise
         finally:
             with self._lock:
                 self._pool.free(ready)
@@ -283,11 +288,14 @@ class DiskStore:
             return [(block.hash, block.is_pinned) for block in space.index.blocks.values() if block.is_ready]
 
     def verify(self, space: StoreSpace, block_hash: BlockHash) -> bool:
-        """Read a block and compare its checksum; one that is wrong is dropped. Does not count as a use."""
+        """Read a block and compare its checksum; False if it is wrong: it is dropped then. Does not count as a use.
+
+        True also for a block that is not there, or not yet.
+        """
         with self._lock:
             block = space.index.blocks.get(block_hash)
-            if not isinstance(block, StoredBlock) or not block.is_ready or block.is_held:
-                return block is not None
+            if not isinstance(block, StoredBlock) or not block.is_ready:
+                return True
             self._pool.hold(block)
         try:
             into = memoryview(bytearray(space.block_bytes))
@@ -325,8 +333,13 @@ class DiskStore:
         }
 
     def is_in_place(self) -> bool:
-        """The file we write is still the one in the folder."""
-        return self._payloads.is_in_place()
+        """The files we write, and the lock, are still those in the folder."""
+        return self._payloads.is_in_place() and self._records.is_in_place() and is_lock_of(self._lock_fd, self.folder)
+
+    @property
+    def is_busy(self) -> bool:
+        """Blocks are being read or written: room that is not there now may be soon."""
+        return self._pool.referenced_units > 0
 
     def try_growing_again(self) -> None:
         """A disk that was full may have room now."""
@@ -378,18 +391,28 @@ class DiskStore:
         if plan.dropped:
             self.losses["over the budget"] += len(plan.dropped)
             self._records.wipe(plan.dropped)
+            self._records.sync()
         if plan.moved:
             logger.info("disk store %s: moving %d blocks into a smaller file", self.folder, len(plan.moved))
         kept = dict(plan.kept)
         for number, (record, start) in plan.moved.items():
             slot_bytes = slot_bytes_of(record.block_bytes)
             payload = memoryview(bytearray(record.block_bytes))
-            self._payloads.read([record.start], [payload], record.block_bytes, slot_bytes)
+            try:
+                self._payloads.read([record.start], [payload], record.block_bytes, slot_bytes)
+            except OSError:
+                self.losses["unreadable"] += 1
+                self._records.wipe([number])
+                continue
             self._payloads.write([start], [payload], record.block_bytes, slot_bytes)
-            kept[number] = record._replace(start=start)
-            self._records.write([(number, kept[number])])
-        self._records.write((there, kept[here]) for here, there in plan.renumbered.items())
-        kept = {plan.renumbered.get(number, number): record for number, record in kept.items()}
+            kept[number] = record._replace(start=start, sequence=self._next_sequence)
+            self._next_sequence += 1
+        self._payloads.sync()
+        self._records.write((number, kept[number]) for number in plan.moved if number in kept)
+        renumbered = {here: there for here, there in plan.renumbered.items() if here in kept}
+        self._records.write((there, kept[here]) for here, there in renumbered.items())
+        self._records.sync()
+        kept = {renumbered.get(number, number): record for number, record in kept.items()}
         self._records.cut(plan.records_bytes)
         return dict(sorted(kept.items(), key=lambda item: item[1].start))
 
@@ -448,6 +471,7 @@ class DiskStore:
         step = max(step // UNIT_BYTES, units)
         # Records come first: once payloads have all the room, more records would cost the payloads at the file's end.
         needed = (self._pool.free_units + min(step, self._growable_units())) // block_units
+        needed += min(needed // 8, _SPARE_RECORDS)  # for what is under way while its victims' records are wiped
         while (
             len(self._free_records) < needed
             and self._growable_units() > self._step_bytes // UNIT_BYTES

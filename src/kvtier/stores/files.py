@@ -53,6 +53,15 @@ class Files:
         return os.fstat(fd).st_size
 
 
+def is_file_of(fd: int, path: Path) -> bool:
+    """The open file is still what the path names."""
+    try:
+        there, ours = os.stat(path), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
 def _without(parts: Sequence[memoryview | bytes], nbytes: int) -> Sequence[memoryview | bytes]:
     """What is left of `parts` after their first `nbytes`."""
     for position, part in enumerate(parts):

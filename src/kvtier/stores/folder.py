@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
-from kvtier.stores.files import Files
+from kvtier.stores.files import Files, is_file_of
 from kvtier.stores.payload_file import PAYLOADS_NAME
 from kvtier.stores.record_file import RECORDS_NAME, SMALL_STEP_BYTES, read_version
 from kvtier.stores.records import FORMAT_VERSION, HEADER_BYTES, UNIT_BYTES
@@ -43,6 +43,11 @@ def take_folder(folder: Path) -> int:
     return fd
 
 
+def is_lock_of(fd: int, folder: Path) -> bool:
+    """The lock file we hold is still the one in the folder: nobody else can take it."""
+    return is_file_of(fd, folder / _LOCK_NAME)
+
+
 def room_in(folder: Path, file_space: int) -> int:
     """The budget less whatever else takes room: other files in the folder, the filesystem's map of a large file."""
     others = sum(_size_of(path) for path in folder.rglob("*") if path.name not in _OWN_NAMES or path.parent != folder)
@@ -52,6 +57,12 @@ def room_in(folder: Path, file_space: int) -> int:
             f"other files in {folder} take {format_size(others)} of the {format_size(file_space)} allowed"
         )
     return (room - max(UNIT_BYTES, room // _MAP_SHARE)) // UNIT_BYTES * UNIT_BYTES
+
+
+def space_of(folder: Path) -> int:
+    """A budget under which a store at rest stays as it is."""
+    used = sum(_size_of(path) for path in folder.rglob("*"))
+    return used + used // (_MAP_SHARE // 2) + MIN_FILE_BYTES
 
 
 def set_aside_old(folder: Path, file_space: int, files: Files) -> None:

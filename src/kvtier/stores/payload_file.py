@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier.memory.copying import address_of
-from kvtier.stores.files import Files
+from kvtier.stores.files import Files, is_file_of
 from kvtier.stores.records import UNIT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,7 @@ class PayloadFile:
 
     def is_in_place(self) -> bool:
         """The file we write is still the one in the folder."""
-        try:
-            there, ours = os.stat(self.path), os.fstat(self._fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return is_file_of(self._fd, self.path)
 
     def close(self) -> None:
         self._files.close(self._fd)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvtier.stores.files import Files
+from kvtier.stores.files import Files, is_file_of
 from kvtier.stores.records import (
     DAMAGED,
     FORMAT_VERSION,
@@ -43,6 +43,7 @@ class RecordFile:
 
     def __init__(self, path: Path, files: Files) -> None:
         self._files = files
+        self._path = path
         self._fd = files.open(path, os.O_RDWR | os.O_CREAT)
         self.nbytes = files.size(self._fd)
         self.num_missing = 0
@@ -98,6 +99,10 @@ class RecordFile:
             self.nbytes = nbytes
             self._write_header(self.num_records)
             self._files.truncate(self._fd, nbytes)
+
+    def is_in_place(self) -> bool:
+        """The file we write is still the one in the folder."""
+        return is_file_of(self._fd, self._path)
 
     def sync(self) -> None:
         self._files.sync(self._fd)

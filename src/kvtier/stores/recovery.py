@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from dataclasses import dataclass
 
@@ -73,19 +74,13 @@ def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> F
     units = 0
     wanted: dict[int, BlockRecord] = {}
     for number, record in warm_first:
-        units += units_of(record)
-        if units * UNIT_BYTES + _records_bytes(len(wanted) + 1, step_bytes) > limit_bytes:
-            break
-        wanted[number] = record
+        nbytes = (units + units_of(record)) * UNIT_BYTES
+        if nbytes + _records_bytes(len(wanted) + 1, step_bytes) <= limit_bytes:
+            units += units_of(record)
+            wanted[number] = record
     records_bytes = _records_bytes(len(wanted), step_bytes)
     data_units = (limit_bytes - records_bytes) // UNIT_BYTES
-    kept = {number: record for number, record in wanted.items() if record.start + units_of(record) <= data_units}
-    regions = sorted((TakenRegion(record.start, units_of(record)) for record in kept.values()), key=lambda r: r.start)
-    space = Space.restored(data_units, regions)
-    moved: dict[int, tuple[BlockRecord, int]] = {}
-    for number, record in wanted.items():
-        if number not in kept and (taken := space.take(1, units_of(record), TakenRegion)):
-            moved[number] = (record, taken[0].start)
+    kept, moved = _place(wanted, data_units)
     staying = kept.keys() | moved.keys()
     num_records = (records_bytes - HEADER_BYTES) // RECORD_BYTES
     free = (number for number in range(num_records) if number not in staying)
@@ -98,6 +93,41 @@ def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> F
         data_units,
         records_bytes,
     )
+
+
+def _place(
+    wanted: dict[int, BlockRecord], data_units: int
+) -> tuple[dict[int, BlockRecord], dict[int, tuple[BlockRecord, int]]]:
+    """Who stays and who moves where. Pinned blocks may take the room of others, who then have to go."""
+    kept: dict[int, BlockRecord] = {}
+    moved: dict[int, tuple[BlockRecord, int]] = {}
+    taken: list[tuple[int, int]] = []
+    for is_pinned in (True, False):
+        some = {number: record for number, record in wanted.items() if record.is_pinned == is_pinned}
+        targets = sorted((start, start + units_of(record)) for record, start in moved.values())
+        for number, record in list(some.items()):
+            if _overlaps(record, targets):
+                del some[number]
+            elif record.start + units_of(record) <= data_units:
+                kept[number] = some.pop(number)
+                taken.append((record.start, units_of(record)))
+            elif record.start < data_units:
+                # It lies across the new end and is read there before it moves: nobody else may write there.
+                taken.append((record.start, data_units - record.start))
+        regions = [TakenRegion(start, size) for start, size in sorted(taken)]
+        space = Space.restored(data_units, regions)
+        for number, record in some.items():
+            if found := space.take(1, units_of(record), TakenRegion):
+                moved[number] = (record, found[0].start)
+                taken.append((found[0].start, units_of(record)))
+    return kept, moved
+
+
+def _overlaps(record: BlockRecord, ranges: list[tuple[int, int]]) -> bool:
+    """Whether it shares a unit with one of the ranges, which are sorted and share none."""
+    end = record.start + units_of(record)
+    place = bisect.bisect_left(ranges, (end, 0))
+    return place > 0 and ranges[place - 1][1] > record.start
 
 
 def _records_bytes(num_blocks: int, step_bytes: int) -> int:

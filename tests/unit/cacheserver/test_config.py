@@ -36,6 +36,12 @@ def test_a_client_may_hold_half_of_the_memory_unless_told_otherwise() -> None:
         ({"token": b"short"}, "too short"),
         ({"tcp": TCP, "token": TOKEN, "tls_key": Path("key")}, "both a certificate and a key"),
         ({"tls_certificate": Path("cert"), "tls_key": Path("key")}, "TLS is for TCP"),
+        ({"fsync": True}, "fsync and store-on are about the disk"),
+        ({"stores_on": "reuse"}, "fsync and store-on are about the disk"),
+        (
+            {"folder": Path("f"), "file_bytes": 1 << 20, "stores_on": "reuse", "keeps_memory": False},
+            "must store them when they are committed",
+        ),
         ({"max_leased_bytes": 0}, "max_leased_bytes must be positive"),
         ({"max_pinned_share": 1.5}, "between 0 and 1"),
         ({"max_pinned_share": -0.1}, "between 0 and 1"),

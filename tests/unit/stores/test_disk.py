@@ -386,6 +386,33 @@ def test_a_dropped_block_is_gone_for_good_and_its_room_is_used_again(tmp_path: P
         assert store.recovery.num_blocks == 0
 
 
+def test_a_hash_that_is_dropped_twice_gives_its_record_back_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        space = space_of(store)
+        write(store, space, range(100))
+        assert store.drop(space, [hash_of(number) for number in range(50)] * 2) == 50
+        write(store, space, range(1000, 1200))
+        left = crashed(tmp_path / "store", tmp_path / "left")
+    with opened(left) as store:
+        expected = {*range(50, 100), *range(1000, 1200)}
+        assert read_rightly(store, space_of(store), range(1200)) == expected, "two blocks had one record"
+
+
+def test_a_drop_that_fails_leaks_no_record_and_is_made_up_for(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with opened(tmp_path, files=files) as store:
+        space = space_of(store)
+        write(store, space, range(20))
+        files.fail("write", errno.EIO, times=1)
+        with pytest.raises(OSError, match="Input/output"):
+            store.drop(space, [hash_of(number) for number in range(10)])
+        assert _there(store, space, range(20)) == set(range(10, 20))
+        write(store, space, range(100, 900))
+    with opened(tmp_path) as store:
+        assert not read_rightly(store, space_of(store), range(10))
+        assert store.losses == {}
+
+
 def test_a_drop_while_recency_is_saved_costs_no_other_block_its_record(tmp_path: Path) -> None:
     files = FaultyFiles()
     with opened(tmp_path / "store", files=files) as store:
@@ -430,6 +457,27 @@ def test_a_drop_while_a_block_is_written_is_not_undone_by_the_end_of_the_write(t
         left = crashed(tmp_path / "store", tmp_path / "left")
     with opened(left) as store:
         assert read_rightly(store, space_of(store), range(6)) == set()
+
+
+def test_what_is_not_there_is_not_corrupt(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert store.verify(space_of(store), hash_of(1))
+        assert store.losses == {}
+
+
+def test_a_pin_of_a_block_that_is_just_being_read_is_written_down(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with opened(tmp_path, files=files) as store:
+        space = space_of(store)
+        write(store, space, range(3))
+        block = store.match(space, [hash_of(1)])[0]
+        store._pool.hold(block)  # as `verify` does
+        store.pin(space, [hash_of(1)])
+        store.save_recency()
+        store._pool.let_go(block)
+        store.free([block])
+    with opened(tmp_path) as store:
+        assert [is_pinned for _, is_pinned in store.blocks(space_of(store))].count(True) == 1
 
 
 def test_verify_finds_what_is_wrong_and_does_not_count_as_a_use(tmp_path: Path) -> None:
@@ -692,3 +740,29 @@ def test_a_crash_while_the_store_is_made_smaller_loses_only_what_had_to_go(tmp_p
         assert len(others) > 110
         assert others == set(range(150 - len(others), 150)), "the coldest went"
         assert store.losses.keys() <= {"over the budget"}
+
+
+def test_a_block_that_cannot_be_read_is_all_that_a_smaller_budget_loses_besides_the_coldest(tmp_path: Path) -> None:
+    with opened(tmp_path, 6 * MIB) as store:
+        write(store, space_of(store), range(1000))
+    files = FaultyFiles()
+    files.fail("read_into", errno.EIO, after=3, times=1)  # the headers and the records come first
+    with opened(tmp_path, 2 * MIB, files) as store:
+        assert store.losses["unreadable"] == 1
+        there = read_rightly(store, space_of(store), range(1000))
+        assert len(there) > 350
+        assert len(set(range(1000 - len(there) - 1, 1000)) - there) == 1
+
+
+def test_one_large_block_among_pinned_small_ones_is_refused_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path, 64 * MIB) as store:
+        small = space_of(store)
+        for first in range(0, 15_000, 500):
+            hashes = [hash_of(number) for number in range(first, first + 500)]
+            store.write(small, hashes, [memoryview(bytes(UNIT))] * 500)
+        store.pin(small, [hash_of(number) for number in range(0, 15_000, 200)])
+        large = space_of(store, 4 * MIB, OTHER_NAMESPACE)
+        started_at = time.perf_counter()
+        with pytest.raises(TierFull):
+            write(store, large, [1])
+        assert time.perf_counter() - started_at < 2.0

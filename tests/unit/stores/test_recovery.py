@@ -60,6 +60,11 @@ def test_what_fits_is_the_warmest_and_lies_where_nothing_else_does(
     assert len(taken) == len(set(taken)), "two blocks in one place"
     assert all(unit < plan.data_units for unit in taken)
     assert plan.data_units * UNIT_BYTES + plan.records_bytes <= limit
+    sources = {
+        unit for record, _ in plan.moved.values() for unit in range(record.start, record.start + units_of(record))
+    }
+    targets = {unit for record, start in plan.moved.values() for unit in range(start, start + units_of(record))}
+    assert not sources & targets, "a block that moves is whole where it was until its record says otherwise"
     num_records = (plan.records_bytes - HEADER_BYTES) // RECORD_BYTES
     numbers = [plan.renumbered.get(number, number) for number in places]
     assert len(set(numbers)) == len(numbers)
