@@ -44,20 +44,26 @@ class AnswerText:
     """The text of one answer as it grows, and where a stop string ends it.
 
     `take` returns what may be shown: the end of the text is held back while it may be the beginning of a stop string.
+    Stop strings in the text of the first `min_tokens` tokens, but for the last of them, are text like any other.
     """
 
-    def __init__(self, source: TextSource | None, stop_strings: tuple[str, ...]) -> None:
+    def __init__(self, source: TextSource | None, stop_strings: tuple[str, ...], *, min_tokens: int = 0) -> None:
         self.text = ""
         self.is_stopped = False
         self._source = source
         self._stop_strings = stop_strings
         self._held = max((len(stop) for stop in stop_strings), default=1) - 1
         self._num_shown = 0
+        self._num_early = max(0, min_tokens - 1)
+        self._searched_from = 0
 
     def push(self, token_id: int) -> bool:
         """Add a token; True when a stop string is complete: the text ends before it."""
         if self._source is not None and not self.is_stopped:
             self._add(self._source.push([token_id]))
+            if self._num_early:
+                self._num_early -= 1
+                self._searched_from = len(self.text)
         return self.is_stopped
 
     def finish(self) -> None:
@@ -76,8 +82,10 @@ class AnswerText:
     def _add(self, piece: str) -> None:
         if not piece:
             return
-        first = max(0, len(self.text) - max((len(stop) for stop in self._stop_strings), default=0))
+        first = max(self._searched_from, len(self.text) - max((len(stop) for stop in self._stop_strings), default=0))
         self.text += piece
+        if self._num_early:
+            return
         ends = [end for stop in self._stop_strings if (end := self.text.find(stop, first)) >= 0]
         if ends:
             self.text = self.text[: min(ends)]

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.engine.answer import Completion, completion_of
-from kvtier.engine.engine import Engine
+from kvtier.engine.engine import Engine, Progress
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineStopped, RequestError
 
@@ -36,7 +36,7 @@ class StreamPiece:
 class AnswerStream:
     """The answers to one prompt as they grow. Iterate in one thread; `abort` from any."""
 
-    def __init__(self, request_id: str, num_answers: int, abort: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, num_answers: int, abort: Callable[[AnswerStream], None]) -> None:
         self.request_id = request_id
         self._num_left = num_answers
         self._pieces: queue.SimpleQueue[StreamPiece | Exception] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class AnswerStream:
 
     def abort(self) -> None:
         """End it; iterating ends with what was computed, and the reason "abort"."""
-        self._abort()
+        self._abort(self)
 
     def wait(self) -> list[Completion]:
         """All answers, in order, once they are complete."""
@@ -79,7 +79,7 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Submission | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submission | AnswerStream | None] = queue.SimpleQueue()
         self._streams: dict[str, AnswerStream] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -96,10 +96,10 @@ class EngineClient:
         """
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._numbers)}"
-        stream = AnswerStream(request_id, params.n, lambda: self._inbox.put(request_id))
+        stream = AnswerStream(request_id, params.n, self._inbox.put)
         with self._lock:
             if self._failure is not None or self._is_closed:
-                raise EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
+                raise EngineStopped(str(self._failure or "the engine was closed"))
             self._inbox.put(_Submission(stream, prompt, params))
         return stream
 
@@ -121,8 +121,7 @@ class EngineClient:
     def _run(self) -> None:
         try:
             while self._read_inbox():
-                for news in self._engine.step():
-                    self._pass_on(news.request.group, news.request.index, news.token_ids, news.text, news.is_finished)
+                self._pass_on(self._engine.step())
             stopped = EngineStopped("the engine was closed")
         except Exception as error:
             logger.exception("the engine failed")
@@ -145,10 +144,10 @@ class EngineClient:
                 return True
             if item is None:
                 return False
-            if isinstance(item, str):
-                self._abort(item)
-            else:
+            if isinstance(item, _Submission):
                 self._add(item)
+            elif self._streams.get(item.request_id) is item:  # neither over nor refused
+                self._pass_on(self._engine.abort(item.request_id))
 
     def _add(self, submission: _Submission) -> None:
         stream = submission.stream
@@ -157,18 +156,18 @@ class EngineClient:
         except RequestError as error:
             stream.put(error)
             return
+        except Exception as error:
+            stream.put(EngineStopped(f"the engine has stopped: {error}"))
+            raise
         self._streams[stream.request_id] = stream
 
-    def _abort(self, request_id: str) -> None:
-        for news in self._engine.abort(request_id):
-            self._pass_on(request_id, news.request.index, news.token_ids, news.text, is_finished=True)
-
-    def _pass_on(self, request_id: str, index: int, token_ids: list[int], text: str, is_finished: bool) -> None:
-        stream = self._streams[request_id]
-        requests = self._engine.requests_of(request_id)
-        request = requests[index]
-        completion = completion_of(request, self._engine.text_of(request)) if is_finished else None
-        stream.put(StreamPiece(index, token_ids, text, completion))
-        if is_finished and all(one.finish_reason is not None for one in requests):
-            del self._streams[request_id]
-            self._engine.forget(request_id)
+    def _pass_on(self, news: list[Progress]) -> None:
+        """To each stream what came for it; prompts whose answers are all complete are forgotten afterwards."""
+        for one in news:
+            request = one.request
+            completion = completion_of(request, self._engine.text_of(request)) if one.is_finished else None
+            self._streams[request.group].put(StreamPiece(request.index, one.token_ids, one.text, completion))
+        for request_id in {one.request.group for one in news if one.is_finished}:
+            if all(request.finish_reason is not None for request in self._engine.requests_of(request_id)):
+                del self._streams[request_id]
+                self._engine.forget(request_id)

@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model and takes the device's memory. Raises `ConfigError` when that cannot work."""
         self.config = config
-        device = torch.device(_device_of(config.device))
+        device = _device_of(config.device)
         if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
         self.loaded: LoadedModel = load_model(
@@ -74,12 +74,14 @@ class Engine:
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
+        self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
         self.arena = KvArena(num_blocks, layout, device)
         self.runner = Runner(
             self.loaded.model,
             self.arena,
             max_num_requests=config.max_num_requests,
             max_model_len=self.max_model_len,
+            eos_token_ids=sorted(self._eos_token_ids),
             max_graph_rows=min(config.max_num_requests, _MAX_GRAPH_ROWS)
             if config.cuda_graphs and device.type == "cuda"
             else 0,
@@ -89,7 +91,6 @@ class Engine:
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
@@ -113,6 +114,10 @@ class Engine:
         """Raises `InvalidParameter` when the model has no tokenizer."""
         if self.tokenizer is None:
             raise InvalidParameter("this model has no tokenizer: pass token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(f"the prompt is no valid text: {error.reason} at character {error.start}") from None
         return self.tokenizer.encode(text)
 
     def add(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> list[Request]:
@@ -143,7 +148,9 @@ class Engine:
                 index=index,
                 group=request_id,
             )
-            self._texts[request] = AnswerText(self._text_stream(params), params.stop_strings)
+            self._texts[request] = AnswerText(
+                self._text_stream(params), params.stop_strings, min_tokens=params.min_tokens
+            )
             self.scheduler.add(request)
             requests.append(request)
         self._requests[request_id] = requests
@@ -230,7 +237,7 @@ class Engine:
         """The prompt's tokens. Without a loop over them: there may be a million."""
         vocab_size = self.loaded.config.vocab_size
         try:
-            tokens = list(prompt)
+            tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         except TypeError:
             raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}") from None
         if tokens and set(map(type, tokens)) != {int}:
@@ -247,7 +254,15 @@ class Engine:
         return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
 
 
-def _device_of(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} is not there: torch finds {torch.cuda.device_count()} GPUs")
+    return device

@@ -122,6 +122,8 @@ def _output(engine: Engine, request_id: str, requests: Sequence[Request]) -> Req
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
     several: list[Any] = list(prompts)
     if several and all(isinstance(one, int) and not isinstance(one, bool) for one in several):
         return [several]

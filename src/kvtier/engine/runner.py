@@ -6,6 +6,7 @@ before are known. Steps run in the order in which they are submitted. The engine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,10 +113,14 @@ class Runner:
         *,
         max_num_requests: int,
         max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
         backend: Backend | None = None,
         max_graph_rows: int = 0,
     ) -> None:
-        """`backend` computes attention; the device's own unless told. Decodes of up to `max_graph_rows` use graphs."""
+        """`backend` computes attention; the device's own unless told. Decodes of up to `max_graph_rows` use graphs.
+
+        None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
+        """
         self.model = model
         self._backend = backend
         self.arena = arena
@@ -125,9 +130,7 @@ class Runner:
         self._tables = np.zeros((max_num_requests, max_blocks), np.int32)
         self._places: dict[int, _Place] = {}
         self._last_tokens = torch.zeros(max_num_requests, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(
-            vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=model.config.eos_token_ids
-        )
+        self._sampler = Sampler(vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=eos_token_ids)
         self._sampling_rows: dict[Request, SamplingRow] = {}
         self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
         self._scale = attention_scale(model.config)

@@ -59,7 +59,7 @@ class Scheduler:
             request = self.running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
-            if remaining == 1:
+            if remaining == 1 and start >= request.prompt_tokens:
                 # The common case: one token, whose successor is sampled.
                 if not request.may_sample:
                     position += 1
@@ -71,7 +71,10 @@ class Scheduler:
                     budget -= 1
                     position += 1
                 continue
-            if not self.blocks.extend(request):
+            is_clear = self.blocks.extend(request)
+            if not request.num_preemptions:
+                request.cached_tokens += request.num_computed - start
+            if not is_clear:
                 position += 1
                 continue
             row = self._row(request, budget)

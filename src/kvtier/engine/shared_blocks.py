@@ -73,10 +73,10 @@ class SharedBlocks:
     def grow(self, request: Request, num_tokens: int) -> bool:
         blocks = request.blocks
         missing = -(-num_tokens // self.block_tokens) - len(blocks.ids)
+        if missing > self.num_free_blocks:
+            return False  # asked for more than there is, the pool would evict what it has all the same
         if missing > 0:
             taken = self._pool.take(missing, 1)
-            if not taken:
-                return False
             blocks.blocks += taken
             blocks.ids += [block.start for block in taken]
         self._claim(request, num_tokens)

@@ -17,6 +17,7 @@ from kvtier.sizes import format_size
 
 _DEFAULT_HOST_BYTES = 1 << 30
 _MIN_BLOCKS = 2
+_PEAK_SLACK = 1.1
 
 
 def choose_num_blocks(config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device) -> int:
@@ -45,19 +46,33 @@ def _free_bytes(config: EngineConfig, loaded: LoadedModel, layout: KvLayout, dev
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    num_tokens = min(config.max_num_batched_tokens, config.max_model_len or loaded.config.max_position_embeddings)
-    num_blocks = -(-num_tokens // layout.block_tokens)
+    step, num_blocks = _largest_step(config, loaded, layout.block_tokens)
     arena = KvArena(num_blocks, layout, device)
-    runner = Runner(loaded.model, arena, max_num_requests=1, max_model_len=num_blocks * layout.block_tokens)
-    request = Request("probe", [0] * num_tokens, SamplingParams(temperature=1.0), max_tokens=1)
-    request.blocks.ids = list(range(num_blocks))
-    request.num_in_flight = 1
-    runner.submit(Step([StepRow(request, 0, num_tokens, True)], [], num_tokens)).wait()
+    runner = Runner(
+        loaded.model, arena, max_num_requests=len(step.rows), max_model_len=num_blocks * layout.block_tokens
+    )
+    runner.submit(step).wait()
     peak = torch.cuda.max_memory_allocated(device) - before - arena.nbytes
-    runner.forget(request)
     del runner, arena
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    used = total - free
-    left: int = int(total * config.gpu_memory_utilization) - used - int(peak * 1.1)
+    left: int = int(total * config.gpu_memory_utilization) - (total - free) - int(peak * _PEAK_SLACK)
     return left
+
+
+def _largest_step(config: EngineConfig, loaded: LoadedModel, block_tokens: int) -> tuple[Step, int]:
+    """As many rows and tokens as a step can have, every row with the dearest sampling; and how many blocks it takes."""
+    num_rows = min(config.max_num_requests, config.max_num_batched_tokens)
+    max_tokens = config.max_model_len or loaded.config.max_position_embeddings
+    count = min(config.max_num_batched_tokens // num_rows, max_tokens)
+    row_blocks = -(-count // block_tokens)
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    step = Step()
+    for slot in range(num_rows):
+        request = Request(f"probe-{slot}", [0] * count, params, max_tokens=1)
+        request.blocks.ids = list(range(slot * row_blocks, (slot + 1) * row_blocks))
+        request.num_in_flight = 1
+        request.slot = slot
+        step.rows.append(StepRow(request, 0, count, True))
+    step.num_tokens = num_rows * count
+    return step, num_rows * row_blocks

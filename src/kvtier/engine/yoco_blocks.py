@@ -58,11 +58,11 @@ class YocoBlocks(SharedBlocks):
     def grow(self, request: Request, num_tokens: int) -> bool:
         if not super().grow(request, num_tokens):
             return False
-        position, offset = divmod(num_tokens, self.block_tokens)
-        if offset and num_tokens == len(request.tokens):
+        if num_tokens == len(request.tokens):
             # All that is known of the request: whoever has the same tokens waits for the end of them too.
+            position = (num_tokens - 1) // self.block_tokens
             block = request.blocks.blocks[position]
-            self._note(block, request, position, offset, is_ready=False)
+            self._note(block, request, position, num_tokens - position * self.block_tokens, is_ready=False)
             self._filling.append(block)
         return True
 

@@ -1,0 +1,217 @@
+"""One engine whose block manager and schedule can be exchanged: all that is compared shares weights and KV memory.
+
+Prompts are random token ids, the answers have a fixed length, and everything is submitted at once.
+
+On a CPU the engine is one thread, and its clock is the CPU time of this process: two threads of torch that wait for
+each other on a shared machine measure the neighbours. On an idle machine that is the time on the wall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.model_configs import MODEL_CONFIGS, model_folder
+from kvtier import LLM, SamplingParams
+from kvtier.engine.answer import Completion
+from kvtier.engine.block_manager import BlockManagerName, make_block_manager
+from kvtier.engine.engine import Engine
+from kvtier.engine.scheduler import Scheduler
+
+MANAGERS: tuple[BlockManagerName, ...] = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
+SCHEDULES = ("sync", "async-2")
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """What seconds are counted by."""
+    return time.perf_counter if device == "cuda" else time.process_time
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the engine."""
+
+    manager: BlockManagerName
+    schedule: str = "async-2"
+
+    @property
+    def name(self) -> str:
+        return f"{self.manager}-{self.schedule}"
+
+
+VARIANTS = tuple(Variant(manager, schedule) for manager in MANAGERS for schedule in SCHEDULES)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What it took to answer all prompts. `cached_share` is that of the prompts' tokens found in the cache."""
+
+    seconds: float
+    wall_s: float
+    schedule_ms: float
+    num_steps: int
+    cached_share: float
+    answers: list[Completion]
+
+    @property
+    def qps(self) -> float:
+        return len(self.answers) / self.seconds
+
+
+class PromptMaker:
+    """New random prompts at every call; the first calls of two makers give the same."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._dice = np.random.default_rng(seed)
+
+    def make(self, count: int, length: int, hit_rate: int = 0) -> list[list[int]]:
+        """`count` prompts whose first `hit_rate` percent are the same, and whose next token is not."""
+        tokens = self._dice.integers(self._vocab_size, size=(count, length))
+        shared = length * hit_rate // 100
+        tokens[:, :shared] = tokens[0, :shared]
+        if shared < length and count <= self._vocab_size:
+            tokens[:, shared] = self._dice.permutation(self._vocab_size)[:count]
+        prompts: list[list[int]] = tokens.tolist()
+        return prompts
+
+
+class Job:
+    """Prompts on their way through an engine, step by step. `seconds` are those of adding them and of all steps."""
+
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float], prompts: Sequence[Sequence[int]], num_outputs: int
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._cached_tokens = 0
+        self._num_tokens = sum(len(prompt) for prompt in prompts)
+        params = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+        started_at = clock()
+        for number, prompt in enumerate(prompts):
+            engine.add(f"prompt-{number}", prompt, params)
+        self.seconds = clock() - started_at
+        self._num_left = len(prompts)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._num_left
+
+    @property
+    def cached_share(self) -> float:
+        return self._cached_tokens / self._num_tokens
+
+    def step(self) -> None:
+        started_at = self._clock()
+        for news in self._engine.step():
+            if news.is_finished:
+                self._num_left -= 1
+                self._cached_tokens += news.request.cached_tokens
+                self._engine.forget(news.request.group)
+        self.seconds += self._clock() - started_at
+
+
+class EngineStand:
+    """An engine with random weights. `use` before `run`."""
+
+    def __init__(self, shape: str, device: str, **settings: Any) -> None:
+        """`settings` are those of `EngineConfig`."""
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(model_folder(shape))
+        self._device = device
+        self._clock = clock_of(device)
+        if device == "cpu":
+            self._stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        self.llm = self._stack.enter_context(LLM(folder, load_format="dummy", device=device, **settings))
+        self.vocab_size = self.llm.engine.loaded.config.vocab_size
+
+    def use(self, variant: Variant) -> None:
+        """Go on with an empty cache, as `variant` says."""
+        engine = self.llm.engine
+        while engine.has_requests:
+            engine.step()
+        config = msgspec.structs.replace(engine.config, block_manager=variant.manager, schedule=variant.schedule)
+        namespace = engine.loaded.namespace_fields(engine.arena.layout, salt=config.salt).digest()
+        engine.config = config
+        engine.scheduler = Scheduler(
+            make_block_manager(variant.manager, engine.arena.num_blocks, config.block_size, namespace),
+            max_num_requests=config.max_num_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> Round:
+        """Answer all prompts, submitted at once, `num_outputs` tokens each. The cache is as the run before left it."""
+        engine = self.llm.engine
+        params = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+        gc.collect()
+        self.synchronize()
+        num_steps, schedule_s = engine.num_steps, engine.schedule_s
+        wall_at, started_at = time.perf_counter(), self._clock()
+        outputs = self.llm.generate(prompts, params, progress=False)
+        seconds, wall_s = self._clock() - started_at, time.perf_counter() - wall_at
+        num_steps = engine.num_steps - num_steps
+        answers = []
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"a prompt was refused: {output.error}")
+            answers += output.outputs
+        if any(len(answer.token_ids) != num_outputs for answer in answers):
+            raise RuntimeError("an answer is shorter than asked for")
+        cached = sum(answer.cached_tokens["device"] for answer in answers)
+        return Round(
+            seconds=seconds,
+            wall_s=wall_s,
+            schedule_ms=1000 * (engine.schedule_s - schedule_s) / num_steps,
+            num_steps=num_steps,
+            cached_share=cached / sum(len(prompt) for prompt in prompts),
+            answers=answers,
+        )
+
+    def start(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> Job:
+        """Take in all prompts; the job's `step` does the work."""
+        return Job(self.llm.engine, self._clock, prompts, num_outputs)
+
+    def settings(self) -> dict[str, object]:
+        engine = self.llm.engine
+        config = engine.config
+        return {
+            "kv_blocks": engine.arena.num_blocks,
+            "block_size": config.block_size,
+            "dtype": engine.loaded.dtype,
+            "weights_bytes": engine.loaded.weights_bytes,
+            "max_num_requests": config.max_num_requests,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+        }
+
+    def synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self._stack.close()
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def kv_bytes_of(shape: str, num_tokens: int, itemsize: int) -> int:
+    """What the KV of `num_tokens` takes in blocks of 16, for `kv_cache_space`."""
+    config: Any = MODEL_CONFIGS[shape]
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * itemsize
+    return int(-(-num_tokens // 16) * 16 * per_token)

@@ -1,0 +1,58 @@
+"""What the benchmarks of the engine take from the command line, and what they say of the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
+
+GPU_SHAPE = "Qwen2.5-7B"
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and repeats")
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
+    parser.add_argument("--repeats", type=int, help="how often each row of a table is measured")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU where there is one, unless told")
+    parser.add_argument(
+        "--model-shape",
+        choices=tuple(MODEL_CONFIGS),
+        help=f"random weights of this shape ({GPU_SHAPE} on a GPU, {SMALL_SHAPE} on a CPU)",
+    )
+    parser.add_argument("--prompts", type=int, help="how many prompts at once")
+    parser.add_argument("--max-num-requests", type=int, help="how many requests run at a time")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="how many tokens one step computes at most")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments, with device and shape filled in."""
+    arguments = parser.parse_args(argv)
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    arguments.model_shape = arguments.model_shape or (GPU_SHAPE if arguments.device == "cuda" else SMALL_SHAPE)
+    return arguments
+
+
+def device_settings(device: str) -> dict[str, object]:
+    """What was measured on, beside what the harness records."""
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
+    if device == "cuda":
+        return {"device": torch.cuda.get_device_name(), **versions}
+    return {"device": "cpu", "torch_threads": 1, "clock": "CPU time of the process", **versions}
+
+
+def is_h200(device: str) -> bool:
+    """The machine on which vLLM was measured for this project."""
+    return device == "cuda" and "H200" in torch.cuda.get_device_name()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
