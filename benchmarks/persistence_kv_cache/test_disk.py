@@ -176,6 +176,7 @@ class DiskServer:
         while self._server.resident_bytes() < memory:  # as in a server that has run for a while
             time.sleep(0.01)
         self._client = self._stack.enter_context(self._connect())
+        self._client.arena.populate(0, memory)  # likewise a client's own map of it
         self._hashes = self._client.hashes(range(NUM_BLOCKS * layout.block_tokens))
 
     def __enter__(self) -> DiskServer:

@@ -123,6 +123,9 @@ class EngineClient:
             while self._read_inbox():
                 self._pass_on(self._engine.step())
             stopped = EngineStopped("the engine was closed")
+            for request_id in self._streams:
+                self._engine.abort(request_id)
+                self._engine.forget(request_id)
         except Exception as error:
             logger.exception("the engine failed")
             stopped = EngineStopped(f"the engine has stopped: {error}")
