@@ -162,6 +162,7 @@ class DiskServer:
     """A running server with a folder."""
 
     def __init__(self, folder: Path, layout: KvLayout, *options: str) -> None:
+        self._folder = folder
         self._layout = layout
         self._namespace = NamespaceFields(layout=layout, weights="benchmark")
         self._stack = contextlib.ExitStack()
@@ -204,6 +205,7 @@ class DiskServer:
 
     def _read(self, source: BlockMemory, target: BlockMemory, act: Callable[[], int]) -> float:
         target.poison()
+        self._settle()
         before = int(str(self._client.stats()["disk_read_blocks"]))
         started_at = time.perf_counter()
         arrived = act()
@@ -212,6 +214,12 @@ class DiskServer:
         assert int(str(self._client.stats()["disk_read_blocks"])) == before + NUM_BLOCKS
         target.expect(source)
         return elapsed
+
+    def _settle(self) -> None:
+        """Let the device finish what was written before, as raw writing does at its end."""
+        fd = os.open(self._folder / "blocks.kvtier", os.O_RDONLY)
+        os.fdatasync(fd)
+        os.close(fd)
 
     def memory_hits_beside_disk(self, source: BlockMemory, target: BlockMemory, repeats: int) -> tuple[float, float]:
         """Median seconds of a get of 64 blocks from memory, with the disk idle and while it writes all the time."""

@@ -188,7 +188,7 @@ class DiskStore:
                 for block_hash, payload in zip(hashes, payloads, strict=True)
             ]
         outcomes: list[Written] = []
-        while len(outcomes) < len(hashes):  # more often than once only where records are short
+        while len(outcomes) < len(hashes):  # more often than once only where records or room are short
             first = len(outcomes)
             numbers = self._take_records(space.index.block_units, len(hashes) - first)
             part = slice(first, first + max(1, len(numbers)))
@@ -548,12 +548,18 @@ class DiskStore:
         checksums: Sequence[int],
         numbers: list[int],
     ) -> list[Written]:
-        """Write blocks for which there are records; `numbers` that are not used go back."""
+        """Write blocks for which there are records; `numbers` that are not used go back.
+
+        Writes none, and returns nothing, when others took the room meanwhile and the file can grow: nothing must be
+        evicted then.
+        """
         outcomes = [Written.PRESENT] * len(hashes)
         blocks: list[StoredBlock] = []
         unwritten: list[StoredBlock] = []  # their records are free afterwards; whoever drops a READY one frees its own
         try:
             with self._lock:
+                if numbers and self._should_grow(len(numbers) * space.index.block_units):
+                    return []
                 grant = self._pool.reserve(space.index, hashes, len(numbers))
                 for block, position in zip(grant.blocks, grant.positions, strict=True):
                     assert isinstance(block, StoredBlock)

@@ -678,6 +678,24 @@ def test_a_write_that_fails_stores_nothing_and_leaks_nothing(tmp_path: Path, aft
         assert store.losses == {}
 
 
+def test_nothing_is_evicted_while_the_file_can_grow_whoever_takes_the_room_first(tmp_path: Path) -> None:
+    """As when another thread takes the room that this one has made the file grow by."""
+    with opened(tmp_path, 64 * MIB) as store:
+        space = space_of(store, 64 * UNIT)
+        while True:
+            write(store, space, [len(space.index)])
+            if not store._pool.has_room(64):
+                break
+        num_blocks = len(space.index)
+        block_hash, number = hash_of(1000), store._free_records.popleft()
+        bytes_of_it = memoryview(payload(block_hash, 64 * UNIT))
+        assert store._write_part(space, [block_hash], [bytes_of_it], [1], [number]) == []
+        assert len(space.index) == num_blocks
+        assert store.levels()["evicted_blocks"] == 0
+        write(store, space, [1000])
+        assert len(read_rightly(store, space, [*range(num_blocks), 1000])) == num_blocks + 1
+
+
 def test_threads_never_see_a_wrong_byte_and_never_exceed_the_bound(tmp_path: Path) -> None:
     failures: list[str] = []
     with opened(tmp_path, MIB) as store:
