@@ -29,6 +29,8 @@ bench: peers
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_server
 	$(BIN)/python -m benchmarks.persistence_kv_cache.test_disk
+	$(BIN)/python -m benchmarks.prefix_caching.baseline --quick
+	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"

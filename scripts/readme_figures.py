@@ -27,6 +27,11 @@ ROWS = [
     ("stream_get from disk, likewise", "disk", "disk_stream_get_of_raw", "≥ 0.9"),
     ("hits from memory beside a saturated disk", "disk", "memory_hit_beside_disk", "≥ 0.9"),
     ("recover 100,000 blocks, s", "disk", "recover_100k_s", "≤ 2"),
+    ("engine without hits: prefix_caching over naive", "baseline", "prefix_over_naive_0", "≥ 0.98"),
+    ("engine without hits: yoco over naive", "baseline", "yoco_over_naive_0", "≥ 0.97"),
+    ("engine with nothing but hits: yoco over prefix_caching", "baseline", "yoco_over_prefix_100", "≥ 0.98"),
+    ("engine: scheduling and hashing a step of 64 requests, ms", "baseline", "schedule_step_ms", "≤ 1"),
+    ("engine: decoding, of the memory's bandwidth", "long_prefill", "decode_of_limit", ""),
     ("server's arena to GPU, of pinned memory's speed", "gpu_hit", "gpu_hit_of_pinned_Qwen2.5-7B", ""),
 ]
 MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
@@ -36,8 +41,8 @@ def main() -> None:
     figures = {
         (machine, name): json.loads(path.read_text())["figures"]
         for _, machine in MACHINES
-        for name in ("server", "disk", "gpu_hit")
-        if (path := RESULTS / f"{machine}_test_{name}.json").exists()
+        for name in ("server", "disk", "gpu_hit", "baseline", "long_prefill")
+        if (path := _path(machine, name)).exists()
     }
     lines = [
         "Worst of the shapes of Qwen2.5-7B and Llama-3.1-8B, 512 blocks, server in its own process, medians of 5;",
@@ -52,10 +57,40 @@ def main() -> None:
             value = figures.get((machine, name), {}).get(figure)
             cells.append("" if value is None else f"{value:.3g}")
         lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
+    lines += ["", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()
     block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
     readme.write_text(re.sub(f"{START}.*?{END}", lambda _: block, text, flags=re.DOTALL))
+
+
+def _path(machine: str, name: str) -> Path:
+    return RESULTS / (f"{machine}_baseline.json" if name == "baseline" else f"{machine}_test_{name}.json")
+
+
+def _engine_lines() -> list[str]:
+    """The engine on a GPU beside vLLM, from rows that hold both."""
+    rows = json.loads(_path("h200", "long_prefill").read_text())["rows"]
+    lines = [
+        "The engine on an H200, Qwen2.5-7B shape, bf16, random weights; vLLM 0.24.0 was measured on the same kind of",
+        "machine at another time. Requests per second, 10 prompts of 10240 tokens, N tokens out:",
+        "",
+        "| N | cold | vLLM | prefix cached on the GPU | vLLM |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["part"] == "long prompts" and row["manager"] == "prefix_caching":
+            cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
+            lines.append("| " + " | ".join(f"{cell:.3g}" for cell in cells) + " |")
+    lines += ["", "1000 tokens in, 24 out, by the share of the prompt that is a common prefix:", ""]
+    sweep = [row for row in json.loads(_path("h200", "baseline").read_text())["rows"] if row["part"] == "sweep"]
+    lines += [
+        "| | " + " | ".join(f"{row['hit %']}%" for row in sweep) + " |",
+        "|---|" + "---|" * len(sweep),
+        f"| kvtier, {sweep[0]['prompts']} prompts | " + " | ".join(f"{row['QPS']:.3g}" for row in sweep) + " |",
+        "| vLLM, 1000 prompts | " + " | ".join(f"{row['vLLM 0.24']:.3g}" for row in sweep) + " |",
+    ]
+    return lines
 
 
 if __name__ == "__main__":

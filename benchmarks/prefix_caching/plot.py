@@ -35,7 +35,7 @@ def draw(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], target:
         raise SystemExit("the result has no QPS over hit rates")
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name, points in lines.items():
-        manager = name.removesuffix("-sync").removesuffix("-async-2")
+        manager = name.partition(",")[0].removesuffix("-sync").removesuffix("-async-2")
         style = "--" if name.endswith("-sync") else ":" if manager not in _COLORS else "-"
         hit_rates, qps = zip(*sorted(points.items()), strict=True)
         axes.plot(hit_rates, qps, style, marker="o", markersize=4, color=_COLORS.get(manager, "black"), label=name)

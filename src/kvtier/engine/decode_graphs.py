@@ -16,8 +16,8 @@ from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch
 Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
 """Hidden states of the tokens of a batch."""
 
-_SMALL_SIZES = (1, 2, 4)
-_SIZE_STEP = 8
+_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
+MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2
 
 
@@ -28,7 +28,7 @@ class DecodeGraphs:
         self, forward: Forward, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device
     ) -> None:
         self._forward = forward
-        self._sizes = sorted({*_SMALL_SIZES, *range(_SIZE_STEP, max_rows + _SIZE_STEP, _SIZE_STEP)})
+        self._sizes = _SIZES[: bisect.bisect_left(_SIZES, max_rows) + 1]
         largest = self._sizes[-1]
         self._buffers = DecodeBuffers(max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ import torch
 from kvtier.engine.answer import AnswerText
 from kvtier.engine.block_manager import make_block_manager
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.decode_graphs import MAX_GRAPH_ROWS
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
@@ -30,8 +31,6 @@ from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.sizes import format_size
 
 logger = logging.getLogger(__name__)
-
-_MAX_GRAPH_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -82,7 +81,7 @@ class Engine:
             max_num_requests=config.max_num_requests,
             max_model_len=self.max_model_len,
             eos_token_ids=sorted(self._eos_token_ids),
-            max_graph_rows=min(config.max_num_requests, _MAX_GRAPH_ROWS)
+            max_graph_rows=min(config.max_num_requests, MAX_GRAPH_ROWS)
             if config.cuda_graphs and device.type == "cuda"
             else 0,
         )
