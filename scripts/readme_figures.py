@@ -89,6 +89,8 @@ def _engine_lines() -> list[str]:
         "|---|" + "---|" * len(sweep),
         f"| kvtier, {sweep[0]['prompts']} prompts | " + " | ".join(f"{row['QPS']:.3g}" for row in sweep) + " |",
         "| vLLM, 1000 prompts | " + " | ".join(f"{row['vLLM 0.24']:.3g}" for row in sweep) + " |",
+        "",
+        "![Requests per second over hit rate](benchmarks/results/h200_baseline.png)",
     ]
     return lines
 
