@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -31,8 +32,7 @@ from kvtier.stores.files import Files
 
 logger = logging.getLogger(__name__)
 
-_NUM_WRITERS = 16
-_NUM_READERS = 16
+_NUM_WRITERS = _NUM_READERS = min(16, 4 * (os.cpu_count() or 1))  # each also computes checksums
 _BATCH_BYTES = 1 << 20  # what a thread moves in one go: fewer than all of a prompt, more than one small block
 _MAX_RECENT = 1024
 _ORDER_S = 2.0
