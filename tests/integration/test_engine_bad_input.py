@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,10 @@ BAD_PROMPTS = {
     "a fraction": ([1, 2.0], "2.0 is no token id"),
     "text among ids": ([1, "2"], "'2' is no token id"),
     "nothing": ([1, None], "None is no token id"),
+    "no prompt": (None, "a prompt is text or a list of token ids, not None"),
+    "a number": (5, "a prompt is text or a list of token ids, not 5"),
+    "an array of no dimension": (np.array(5), "a prompt is text or a list of token ids"),
+    "bytes": (b"abc", "a prompt is text or a list of token ids"),
     "half a character": ("broken \ud800 text", "text"),
 }
 

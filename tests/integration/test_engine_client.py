@@ -96,6 +96,7 @@ def test_many_threads_stream_at_once_and_their_pieces_make_the_answers(folder: P
 
 def llm_over(engine: Engine) -> LLM:
     llm = LLM.__new__(LLM)
+    llm._lock = threading.Lock()
     llm.engine = engine
     llm._numbers = iter(range(10**6))
     return llm

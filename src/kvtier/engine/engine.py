@@ -68,13 +68,15 @@ class Engine:
         model_config = self.loaded.config
         layout = model_config.kv_layout(config.block_size, self.loaded.dtype)
         num_blocks = choose_num_blocks(config, self.loaded, layout, device)
-        namespace = self.loaded.namespace_fields(layout, salt=config.salt).digest()
-        blocks = make_block_manager(config.block_manager, num_blocks, config.block_size, namespace)
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
         self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
-        self.arena = KvArena(num_blocks, layout, device)
+        try:
+            self.arena = KvArena(num_blocks, layout, device)
+        except RuntimeError as error:
+            nbytes = format_size(num_blocks * layout.block_bytes)
+            raise ConfigError(f"the device {device} has no room for {nbytes} of KV: set kv_cache_space") from error
         self.runner = Runner(
             self.loaded.model,
             self.arena,
@@ -85,11 +87,7 @@ class Engine:
             if config.cuda_graphs and device.type == "cuda"
             else 0,
         )
-        self.scheduler = Scheduler(
-            blocks,
-            max_num_requests=config.max_num_requests,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        self.scheduler = self._make_scheduler()
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
@@ -171,7 +169,37 @@ class Engine:
         return self._texts[request].text if request in self._texts else ""
 
     def step(self) -> list[Progress]:
-        """Prepare and hand over a step, then look at the results of one that is due, if any."""
+        """Prepare and hand over a step, then look at the results of one that is due, if any.
+
+        If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
+        between any two lines, and a block that was never filled must not be used.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _start_over(self) -> None:
+        for requests in self._requests.values():
+            for request in requests:
+                if request.status is not Status.FINISHED:
+                    request.status = Status.FINISHED
+                    request.finish_reason = FinishReason.ERROR
+                    self.runner.forget(request)
+        self._under_way.clear()
+        self.scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> Scheduler:
+        config, layout = self.config, self.arena.layout
+        namespace = self.loaded.namespace_fields(layout, salt=config.salt).digest()
+        return Scheduler(
+            make_block_manager(config.block_manager, self.arena.num_blocks, config.block_size, namespace),
+            max_num_requests=config.max_num_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def _step(self) -> list[Progress]:
         started_at = time.perf_counter()
         step = self.scheduler.schedule()
         self.schedule_s += time.perf_counter() - started_at
@@ -225,6 +253,8 @@ class Engine:
         request.times.finished_at = time.monotonic()
         text = self._texts[request]
         text.finish()
+        if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
+            request.finish_reason = FinishReason.STOP
         return Progress(request, list(token_ids), text.take(), True)
 
     def forget(self, request_id: str) -> None:
@@ -235,13 +265,15 @@ class Engine:
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         """The prompt's tokens. Without a loop over them: there may be a million."""
         vocab_size = self.loaded.config.vocab_size
-        try:
-            tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        except TypeError:
-            raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}") from None
+        given: object = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
+            raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}")
+        tokens = list(given)
         if tokens and set(map(type, tokens)) != {int}:
-            wrong = next(token_id for token_id in tokens if type(token_id) is not int)
-            raise InvalidParameter(f"a prompt is text or a list of token ids, and {wrong!r} is no token id")
+            tokens = [token_id.item() if hasattr(token_id, "item") else token_id for token_id in tokens]
+            for token_id in tokens:
+                if type(token_id) is not int:
+                    raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
         for token_id in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {vocab_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,7 @@ class LLM:
                 f"unknown settings: {unknown}; known are {', '.join(sorted(known - {'model'}))}"
             ) from error
         self.engine = Engine(config)
+        self._lock = threading.Lock()
         self._numbers = itertools.count()
 
     def generate(
@@ -41,19 +43,23 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers to `prompts`, texts or lists of token ids, in order.
+        """Answers to `prompts`, texts or lists of token ids, in order. Other threads wait: see `EngineClient`.
 
         A prompt that cannot be served has its `error` set; the others are served all the same.
         """
+        if "engine" not in self.__dict__:
+            raise ConfigError("this LLM is closed")
         several = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(several)
         else:
             each = list(params)
+            if not all(isinstance(one, SamplingParams) for one in each):
+                raise InvalidParameter("params must be SamplingParams, or a list with one for each prompt")
             if len(each) != len(several):
                 raise InvalidParameter(f"{len(each)} sampling parameters for {len(several)} prompts")
         outputs: list[RequestOutput | None] = [None] * len(several)
-        with prompt_progress(len(several), is_shown=progress) as advance:
+        with self._lock, prompt_progress(len(several), is_shown=progress) as advance:
             self._run(several, each, outputs, advance)
         return [output for output in outputs if output is not None]
 
@@ -85,7 +91,7 @@ class LLM:
                 try:
                     requests = engine.add(request_id, prompt, one)
                 except RequestError as error:
-                    ids = [] if isinstance(prompt, str) else list(prompt)
+                    ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
                     outputs[place] = RequestOutput(request_id, ids, error=str(error))
                     advance(1)
                     continue
@@ -125,6 +131,6 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
     several: list[Any] = list(prompts)
-    if several and all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+    if several and all(hasattr(one, "__index__") and not isinstance(one, bool) for one in several):
         return [several]
     return several

@@ -85,13 +85,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def _check_shape_of_distribution(self) -> None:
-        _check_number("temperature", self.temperature, low=0.0)
+        _check_number("temperature", self.temperature, low=0.0, high=1000.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
         _check_whole("top_k", self.top_k, low=0)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
 
     def _check_penalties(self) -> None:
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, above_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.001, high=1000.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
 

@@ -122,7 +122,10 @@ class YocoBlocks(SharedBlocks):
         """The block that agrees longest with the request's next tokens, and how long; at least one token is left."""
         position = request.num_computed // self.block_tokens
         first = request.num_computed
-        wanted = request.tokens[first : min(first + self.block_tokens, len(request.tokens) - 1)]
+        # Less than a block: a whole one would be shared under its hash, not copied.
+        wanted = request.tokens[first : min(first + self.block_tokens, len(request.tokens)) - 1]
+        if not wanted:
+            return None, 0
         best: Block | None = None
         longest = 0
         for block in self._by_first.get((self._parent(request, position), wanted[0]), ()):

@@ -7,6 +7,7 @@ import pytest
 from kvtier.engine.block_manager import BlockManagerName, make_block_manager
 from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.yoco_blocks import YocoBlocks
 from tests.engine_building import (
     CACHING_MANAGERS,
     MANAGERS,
@@ -326,3 +327,38 @@ def test_shared_blocks_outlive_the_request_that_computed_them(manager: BlockMana
     engine.run()
 
     assert sharer.num_outputs == 6
+
+
+def test_a_copy_that_was_never_made_is_shown_to_nobody() -> None:
+    """A block is preempted after it was promised a copy of a whole block, and before the step."""
+    blocks = YocoBlocks(6, 4, NAMESPACE)
+    prompt = list(range(1, 9))
+
+    def request(name: str, tokens: list[int]) -> Request:
+        return Request(name, tokens, SamplingParams(), max_tokens=9)
+
+    def compute(one: Request) -> None:
+        assert blocks.extend(one)
+        assert blocks.grow(one, len(one.tokens))
+        one.num_computed = len(one.tokens)
+        blocks.take_copies()
+        blocks.note_computed(one)
+        blocks.note_submitted()
+
+    first = request("first", prompt)
+    compute(first)
+    blocks.free(first)
+    twin = request("twin", prompt)
+    compute(twin)  # has a block of its own with the same tokens as the cached one
+    large = request("large", [77] * 16)
+    compute(large)  # for which the cached one is evicted
+    blocks.free(large)
+    longer = request("longer", prompt + [9] * 4)
+    assert blocks.extend(longer)
+    blocks.take_copies()
+    blocks.note_computed(longer)
+    blocks.free(longer)  # preempted: the copy is not made
+
+    last = request("last", prompt + [9] * 4)
+    assert blocks.extend(last)
+    assert last.num_computed <= 7, "the second block of the prompt is in nobody's cache"

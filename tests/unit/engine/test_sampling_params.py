@@ -17,7 +17,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("temperature", -0.1, "temperature must be at least 0, not -0.1"),
+        ("temperature", -0.1, "temperature must be at least 0 and at most 1000, not -0.1"),
         ("temperature", NAN, "temperature must be a finite number, not nan"),
         ("temperature", float("inf"), "temperature must be a finite number, not inf"),
         ("temperature", "hot", "temperature must be a finite number, not 'hot'"),
@@ -30,7 +30,7 @@ NAN = float("nan")
         ("top_k", 2.0, "top_k must be a whole number, not 2.0"),
         ("top_k", True, "top_k must be a whole number, not True"),
         ("min_p", 1.01, "min_p must be at least 0 and at most 1, not 1.01"),
-        ("repetition_penalty", 0, "repetition_penalty must be more than 0, not 0"),
+        ("repetition_penalty", 0, "repetition_penalty must be at least 0.001 and at most 1000, not 0"),
         ("presence_penalty", 2.5, "presence_penalty must be at least -2 and at most 2, not 2.5"),
         ("frequency_penalty", -3, "frequency_penalty must be at least -2 and at most 2, not -3"),
         ("seed", 1.0, "seed must be a whole number, not 1.0"),
