@@ -14,7 +14,7 @@ import pytest
 
 import kvtier
 from kvtier.client.client import CacheClient, SingleClient
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.integration.actors import (
     LAYOUT,
@@ -311,3 +311,25 @@ def _median_s(call: Callable[[], object]) -> float:
 def _num_arenas_open() -> int:
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum("kvtier-arena" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def test_a_flush_that_waits_for_deferred_work_ends_when_the_server_dies() -> None:
+    """At once, not at its deadline of a minute."""
+    ended: list[Exception] = []
+    with _served("unix", 20.0) as (server, client):
+
+        def flush() -> None:
+            try:
+                client.flush()
+            except TierError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=flush)
+        with hung(server):
+            client._endpoint.do_later(client.ping)  # stuck, as a deferred commit would be
+            thread.start()
+            time.sleep(0.3)
+            server.kill()
+        thread.join(5.0)
+        assert not thread.is_alive(), "it waits for a server that is gone"
+        assert isinstance(ended[0], TierUnavailable)

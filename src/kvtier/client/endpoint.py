@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
+_CHORE_LOOK_S = 0.05  # how soon whoever waits for chores notices that the server is down
 _CONNECT_S = 2.0
 
 
@@ -167,15 +168,21 @@ class Endpoint:
         self._chores.append(chore)
 
     def wait_for_chores(self, deadline: float) -> None:
-        """Until what was put off before is done. Raises `TierTimeout`."""
+        """Until what was put off before is done. Raises `TierTimeout`, or `TierUnavailable` once the server is down."""
         if self._is_closed:
             raise TierUnavailable("this client is closed")
-        if self.breaker.is_open:
-            raise TierUnavailable(f"cache server {self.address} is down; it is tried again in the background")
         done = threading.Event()
-        self.do_later(done.set)
-        if not done.wait(max(0.0, deadline - time.monotonic())):
-            raise TierTimeout("deferred work is not done within the deadline")
+        is_asked = False
+        while not done.is_set():
+            if self.breaker.is_open:
+                raise TierUnavailable(f"cache server {self.address} is down; it is tried again in the background")
+            if not is_asked:
+                self.do_later(done.set)
+                is_asked = True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TierTimeout("deferred work is not done within the deadline")
+            done.wait(min(left, _CHORE_LOOK_S))
 
     def close(self) -> None:
         """Finish what was put off, give everything back and disconnect. Safe to call twice."""
