@@ -45,7 +45,7 @@ def main() -> None:
         if (path := _path(machine, name)).exists()
     }
     lines = [
-        "Worst of the shapes of Qwen2.5-7B and Llama-3.1-8B, 512 blocks, server in its own process, medians of 5;",
+        "Worst of the shapes of Qwen2.5-7B and Llama-3.1-8B, 512 blocks, server in its own process, medians of 3 or 5;",
         "the files are in `benchmarks/results/`.",
         "",
         "| what | aim | " + " | ".join(label for label, _ in MACHINES) + " |",

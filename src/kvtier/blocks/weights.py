@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from kvtier.errors import ConfigError
 
@@ -57,27 +58,35 @@ def weights_identity_of_folder(folder: Path) -> str:
     return weights_identity(tensor for path in paths for tensor in _samples_of_file(path))
 
 
+def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of its tensors, by name, and where their bytes begin. Raises `ValueError`."""
+    first = file.read(8)
+    if len(first) < 8:
+        raise ValueError("it is shorter than 8 bytes")
+    (header_bytes,) = struct.unpack("<Q", first)
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {header_bytes} bytes")
+    raw = file.read(header_bytes)
+    if len(raw) != header_bytes:
+        raise ValueError("it ends inside its header")
+    entries: dict[str, Any] = json.loads(raw)
+    entries.pop("__metadata__", None)
+    return entries, 8 + header_bytes
+
+
 def _samples_of_file(path: Path) -> Iterable[TensorSample]:
     try:
         with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"header of {header_bytes} bytes")
-            raw = file.read(header_bytes)
-            if len(raw) != header_bytes:
-                raise ValueError("the file ends inside its header")
-            header = json.loads(raw)
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
+            entries, first_byte = read_safetensors_header(file)
+            for name, entry in entries.items():
                 start, end = entry["data_offsets"]
                 samples = []
                 for offset, length in sample_ranges(end - start):
-                    file.seek(8 + header_bytes + start + offset)
+                    file.seek(first_byte + start + offset)
                     samples.append(file.read(length))
                     if len(samples[-1]) != length:
                         raise ValueError(f"the file ends inside {name}")
                 first, middle, last = samples
                 yield TensorSample(name, entry["dtype"], tuple(entry["shape"]), (first, middle, last))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error

@@ -204,10 +204,6 @@ class Engine:
         step = self.scheduler.schedule()
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
-            now = time.monotonic()
-            for row in step.rows:
-                if not row.request.times.started_at:
-                    row.request.times.started_at = now
             self._under_way.append(self.runner.submit(step))
             started_at = time.perf_counter()
             self.scheduler.submitted(step)

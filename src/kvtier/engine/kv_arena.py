@@ -8,7 +8,6 @@ import torch
 from kvtier.blocks.layout import KvLayout
 from kvtier.engine.step import BlockCopy
 from kvtier.kernels.upload import upload
-from kvtier.models.config import ModelConfig
 
 
 class KvArena:
@@ -30,7 +29,3 @@ class KvArena:
         pairs = np.array([(copy.source, copy.target) for copy in copies], np.int64)
         sources, targets = upload([pairs[:, 0].copy(), pairs[:, 1].copy()], self.device)
         self.blocks[targets] = self.blocks[sources]
-
-
-def attention_scale(config: ModelConfig) -> float:
-    return float(config.head_dim**-0.5)

@@ -38,7 +38,6 @@ class Times:
     """Seconds of one clock. Zero until it happened."""
 
     arrived_at: float = 0.0
-    started_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
 

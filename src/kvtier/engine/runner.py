@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.engine.decode_graphs import DecodeGraphs
-from kvtier.engine.kv_arena import KvArena, attention_scale
+from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import SampledTokens, Sampler
 from kvtier.engine.sampling_batch import SamplingBatch, SamplingRow
@@ -133,7 +133,7 @@ class Runner:
         self._sampler = Sampler(vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=eos_token_ids)
         self._sampling_rows: dict[Request, SamplingRow] = {}
         self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
-        self._scale = attention_scale(model.config)
+        self._scale = float(model.config.head_dim**-0.5)
         self._graphs: DecodeGraphs | None = None
         if max_graph_rows:
             self._graphs = DecodeGraphs(

@@ -30,11 +30,6 @@ class SharedBlocks:
     def num_free_blocks(self) -> int:
         return self.num_blocks - self._pool.referenced_units
 
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that hold a prefix, in use or not."""
-        return len(self._index)
-
     def extend(self, request: Request) -> bool:
         """Only at a block's boundary: within a block the request has the block to itself."""
         awaited = self._awaited.get(request)

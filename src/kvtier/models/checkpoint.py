@@ -6,9 +6,7 @@ Headers are read and checked first, so that a missing shard or a cut file is tol
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvtier.blocks.weights import read_safetensors_header
 from kvtier.errors import ConfigError
 from kvtier.models.fields import Fields, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 << 20
 _ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
     name: bits for bits in (8, 16, 32, 64) for name in (f"I{bits}", f"U{bits}")
 }
@@ -102,22 +100,13 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> list[StoredTensor]:
     try:
         with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {header_bytes} bytes")
-            raw = file.read(header_bytes)
-            if len(raw) != header_bytes:
-                raise ValueError("it ends inside its header")
-            entries = json.loads(raw)
-            entries.pop("__metadata__", None)
+            entries, first_byte = read_safetensors_header(file)
             tensors = [_tensor(name, entry, path) for name, entry in entries.items()]
-            found = path.stat().st_size - 8 - header_bytes
+            found = path.stat().st_size - first_byte
             expected = max((tensor.start + tensor.nbytes for tensor in tensors), default=0)
             if found != expected:
                 raise ValueError(f"it should hold {expected} bytes of tensors and holds {found}")
             return tensors
-    except struct.error as error:
-        raise ConfigError(f"{path} cannot be read as safetensors: it is shorter than 8 bytes") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
 
