@@ -403,7 +403,7 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
         with sock, contextlib.suppress(ConnectionError):
             if rng.random() < 0.9:
                 handshaken(sock, token)
-                sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES, 16))))
+                sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES, 16, ""))))
                 opened = receive_message(sock)
                 assert isinstance(opened, wire.Opened)
                 mutants = [_mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(24)]
@@ -434,13 +434,16 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
     hashes = b"".join(chain(rng.randrange(8), rng.randrange(1, 4)))
     number = rng.randrange(4)
     return [
-        (wire.Open(rng.choice((OTHER_NAMESPACE, Namespace(rng.randbytes(32)))), "mutant", BLOCK_BYTES, 16), b""),
+        (wire.Open(rng.choice((OTHER_NAMESPACE, Namespace(rng.randbytes(32)))), "mutant", BLOCK_BYTES, 16, "{}"), b""),
         (wire.MatchRequest(space, hashes, number), b""),
         (wire.ReserveRequest(space, hashes, number), b""),
         (wire.GetRequest(space, hashes, 2), b""),
         (wire.ContainsRequest(space, hashes), b""),
         (wire.PinRequest(space, hashes, False), b""),
         (wire.DropRequest(space, hashes), b""),
+        (wire.PresenceRequest(rng.choice((OTHER_NAMESPACE, NAMESPACE)), hashes), b""),
+        (wire.NoteRequest(f"mutant-{number}", "{}"), b""),
+        (wire.NotedRequest(f"mutant-{number}"), b""),
         (wire.Release(number), b""),
         (wire.Fill(number, 0, 1), bytes(BLOCK_BYTES) if rng.random() < 0.3 else b""),
         (wire.Commit(number, 0, 1), b""),

@@ -161,7 +161,7 @@ def test_a_get_under_way_at_sigterm_is_answered_whole() -> None:
             assert reservation.commit() == 64
         with raw_socket(server.tcp) as sock:
             handshaken(sock, server.token)
-            sock.sendall(encode_frame(1, wire.encode(wire.Open(NAMESPACE, "", layout.block_bytes, 16))))
+            sock.sendall(encode_frame(1, wire.encode(wire.Open(NAMESPACE, "", layout.block_bytes, 16, ""))))
             opened = receive_message(sock)
             assert isinstance(opened, wire.Opened)
             sock.sendall(encode_frame(2, wire.encode(wire.GetRequest(opened.space, join_hashes(hashes), 64))))
@@ -186,7 +186,7 @@ def test_a_get_under_way_at_sigterm_is_answered_whole() -> None:
 def test_sigterm_in_the_middle_of_a_payload_ends_with_status_0() -> None:
     with cache_server(tcp=True) as server, raw_socket(server.tcp) as sock:
         handshaken(sock, server.token)
-        sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "", BLOCK_BYTES, 16))))
+        sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "", BLOCK_BYTES, 16, ""))))
         opened = receive_message(sock)
         assert isinstance(opened, wire.Opened)
         sock.sendall(encode_frame(2, wire.encode(wire.ReserveRequest(opened.space, join_hashes(chain(1, 4)), 1))))

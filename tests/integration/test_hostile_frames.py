@@ -86,7 +86,7 @@ def _opened(server: ServerProcess, transport: str) -> tuple[socket.socket, int]:
     """A raw connection past the handshake, and the number of a namespace of its own."""
     sock = raw_socket(getattr(server, transport))
     handshaken(sock, server.token if transport == "tcp" else None)
-    opened = _ask(sock, wire.Open(OTHER_NAMESPACE, "raw", BLOCK_BYTES, 16))
+    opened = _ask(sock, wire.Open(OTHER_NAMESPACE, "raw", BLOCK_BYTES, 16, ""))
     assert isinstance(opened, wire.Opened)
     return sock, opened.space
 

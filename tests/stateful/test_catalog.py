@@ -25,6 +25,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, Presence
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.errors import TierRefused
+from kvtier.wire.messages import ending_of
 
 NUM_UNITS = 14
 LEASED_UNITS = 10
@@ -72,7 +73,10 @@ class Client:
 
 
 class CatalogAgainstModel(RuleBasedStateMachine):
-    """`loans` are references beside the holds: blocks being sent (`borrow`) or received into (`fill`)."""
+    """`loans` are references beside the holds: blocks being sent (`borrow`) or received into (`fill`).
+
+    `evicted` are hashes that left without being dropped; in this test they mean the same in every namespace.
+    """
 
     clients = Bundle("clients")
     borrowed = Bundle("borrowed")
@@ -91,6 +95,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         self.everyone: list[Client] = []
         self.opened: dict[Namespace, tuple[Space, int]] = {}
         self.loans: Counter[Block] = Counter()
+        self.ready: set[tuple[int, BlockHash]] = set()
+        self.evicted: set[BlockHash] = set()
 
     # --- clients and namespaces ------------------------------------------------------------------------------------
 
@@ -176,8 +182,11 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         if num_ready == len(hashes):
             assert outcome.ended == ("all" if len(outcome.blocks) == len(hashes) else "limit")
         elif num_ready <= room:
-            is_pending = space.index.presence(hashes[num_ready]) is Presence.PENDING
-            assert outcome.ended == ("pending" if is_pending else "miss")
+            ender = hashes[num_ready]
+            is_pending = space.index.presence(ender) is Presence.PENDING
+            assert outcome.ended == ("pending" if is_pending else "evicted" if ender in self.evicted else "miss")
+            flags = self.catalog.presence(space.namespace, [ender])[0]
+            assert ending_of(flags) == outcome.ended
         self._granted(client, client.leases, number, outcome.blocks)
 
     @rule(client=clients, data=st.data())
@@ -311,6 +320,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         known = [name for name in hashes or NAMES if name in space.index.blocks]
         assert self.catalog.drop(space, hashes) == len(known)
         assert not any(name in space.index.blocks for name in known)
+        self.ready -= {(space.number, name) for name in known}
+        self.evicted -= {*hashes, *known}
 
     @rule(seconds=st.sampled_from([0.5, 5.0, LEASE_TIMEOUT_S, LEASE_TIMEOUT_S + 1]))
     def time_passes(self, seconds: float) -> None:
@@ -327,6 +338,18 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
         for space in self.catalog._spaces.values():
             assert space.num_users or len(space.index), "a namespace that is empty and unused is still listed"
+
+    @invariant()
+    def what_was_ready_and_was_not_dropped_was_evicted(self) -> None:
+        """Keeps the model; the law is checked by `lease`."""
+        before = self.ready
+        self.ready = {
+            (space.number, block.hash)
+            for space in self.catalog._spaces.values()
+            for block in space.index.blocks.values()
+            if block.is_ready
+        }
+        self.evicted |= {block_hash for _, block_hash in before - self.ready}
 
     # --- laws ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ MESSAGES: list[wire.Message] = [
     wire.Challenge(NONCE),
     wire.Proof(bytes(32)),
     WELCOME,
-    wire.Open(HASH, "name", 4096, 16),
+    wire.Open(HASH, "name", 4096, 16, ""),
     wire.MatchRequest(1, HASH * 3, 7),
     wire.ReserveRequest(1, HASH * 3, 8),
     wire.GetRequest(1, HASH, 4),

@@ -41,6 +41,15 @@ class NamespaceFields:
 
     def digest(self) -> Namespace:
         """Stable over processes, restarts, machines and Python versions."""
+        return Namespace(hashlib.sha256(self._text().encode()).digest())
+
+    def document(self) -> dict[str, object]:
+        """What the digest covers, as plain JSON values; but of the salt a digest, for it may be a tenant's secret."""
+        document: dict[str, object] = json.loads(self._text())
+        document["salt"] = hashlib.sha256(self.salt.encode()).hexdigest()[:16] if self.salt else ""
+        return document
+
+    def _text(self) -> str:
         layout = self.layout
         fields = {
             "format": FORMAT_VERSION,
@@ -58,12 +67,31 @@ class NamespaceFields:
             "salt": self.salt,
         }
         try:
-            text = json.dumps(
+            return json.dumps(
                 fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_as_dict
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model_config must hold plain JSON values only: {error}") from error
-        return Namespace(hashlib.sha256(text.encode()).digest())
+
+
+def namespace_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """The fields in which two documents differ, in alphabetical order, inner ones with dots: `model_config.rope.theta`.
+
+    The lists of one field are compared as a whole.
+    """
+    found: list[str] = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += [f"{name}.{inner}" for inner in namespace_differences(one, other)]
+        elif (name in ours) != (name in theirs) or _written(one) != _written(other):
+            found.append(name)
+    return found
+
+
+def _written(value: object) -> str:
+    """As the digest sees it: 1, 1.0 and true are three."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _as_dict(value: object) -> dict[object, object]:

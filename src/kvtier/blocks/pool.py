@@ -233,6 +233,12 @@ class BlockPool:
         index.blocks[block_hash] = block
         return True
 
+    def unname(self, block: Block) -> None:
+        """A PENDING block is private again: nobody need wait for it."""
+        if block.state is BlockState.PENDING:
+            self._forget(block)
+            block.state = BlockState.PRIVATE
+
     def commit(self, blocks: Iterable[Block]) -> int:
         """Make PENDING blocks READY for everyone. Blocks dropped meanwhile stay gone. Returns how many became READY."""
         num_committed = 0

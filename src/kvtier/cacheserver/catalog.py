@@ -13,16 +13,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
+from kvtier.cacheserver.known_fields import KnownFields
 from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence, SpaceLike
 from kvtier.cacheserver.safe_first import SafeFirstPolicy
 from kvtier.errors import TierRefused, TierUnavailable
 from kvtier.sizes import format_size
-from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
+from kvtier.wire.messages import (
+    LISTED_DISK,
+    LISTED_DOWN,
+    LISTED_EVICTED,
+    LISTED_MEMORY,
+    LISTED_PENDING,
+    LISTED_PINNED,
+)
 
 _MAX_ENDED_NUMBERS = 4096
 _ROOM_S = 0.5
@@ -104,10 +113,13 @@ class Catalog:
         self._persistence = persistence
         self._stores_on = stores_on
         self._keeps_stored = keeps_stored
+        self._ghosts = Ghosts()
+        self._known_fields = KnownFields()
         self._pool = BlockPool(
             memory_bytes // SLOT_ALIGN_BYTES,
             LruPolicy() if persistence is None else SafeFirstPolicy(evicts_unsafe=keeps_stored),
             make=MemoryBlock,
+            on_evict=self._note_evicted,
         )
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
@@ -145,8 +157,11 @@ class Catalog:
         with self._lock:
             self._end(holder)
 
-    def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> Space:
-        """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has."""
+    def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int, fields: str = "") -> Space:
+        """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has.
+
+        `fields` is the JSON of what the namespace covers, for whoever looks at it; empty when it is not known.
+        """
         with self._lock:
             number = self._space_numbers.get(namespace)
             if number is None:
@@ -165,6 +180,8 @@ class Catalog:
                     f"bytes here; this client says {block_bytes}"
                 )
             space.num_users += 1
+            if fields:
+                self._known_fields.keep(namespace, fields)
             return space
 
     def close(self, space: Space) -> None:
@@ -219,6 +236,25 @@ class Catalog:
             if self._persistence is not None:
                 stored = self._persistence.contains(space, hashes)
                 flags = [here or there for here, there in zip(flags, stored, strict=True)]
+            return bytes(flags)
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> bytes:
+        """Where each of `hashes` is, or why it is not there: LISTED_ flags. Uses nothing, opens nothing."""
+        with self._lock:
+            number = self._space_numbers.get(namespace)
+            blocks = {} if number is None else self._spaces[number].index.blocks
+            persistence = self._persistence
+            flags = [0] * len(hashes) if persistence is None else persistence.presence(namespace, hashes)
+            for position, block_hash in enumerate(hashes):
+                block = blocks.get(block_hash)
+                if block is None:
+                    if block_hash in self._ghosts and not flags[position] & LISTED_DISK:
+                        flags[position] = LISTED_EVICTED
+                elif block.is_ready:
+                    on_disk = flags[position] & LISTED_DISK
+                    flags[position] = on_disk | LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
+                elif block.state is BlockState.PENDING:
+                    flags[position] = LISTED_PENDING
             return bytes(flags)
 
     # --- writing ---------------------------------------------------------------------------------------------------
@@ -301,6 +337,8 @@ class Catalog:
             wanted = list(hashes) or list(space.index.blocks)
             found = [block for block_hash in wanted if (block := space.index.blocks.get(block_hash)) is not None]
             num_dropped = self._pool.drop(space.index, wanted)
+            for block_hash in wanted:
+                self._ghosts.discard(block_hash)
             if self._persistence is None:
                 return num_dropped
             self._num_dropping += 1
@@ -363,6 +401,7 @@ class Catalog:
                 for block in blocks:
                     if block.is_ready:
                         self._pool.drop(block.index, [block.hash])
+                        self._ghosts.add(block.hash)
 
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
         with self._lock:
@@ -382,6 +421,7 @@ class Catalog:
                     self._pool.commit([block])
                 else:
                     self._pool.fail(block)
+                    self._ghosts.discard(block.hash)  # it was stored again since, and is lost now
             self._free(blocks)
             self._loaded.notify_all()
 
@@ -417,6 +457,8 @@ class Catalog:
                         num_ended += 1
             for space in list(self._spaces.values()):
                 self._forget_if_empty(space)
+            stored = [] if self._persistence is None else self._persistence.spaces()
+            self._known_fields.forget_all_but({*self._space_numbers, *(space.namespace for space in stored)})
             return num_ended
 
     def levels(self) -> dict[str, float]:
@@ -472,6 +514,14 @@ class Catalog:
                 known["disk_blocks"] = len(stored.index)
             return list(found.values())
 
+    def spaces_with_fields(self) -> list[dict[str, object]]:
+        """As `spaces`, each with what its namespace covers, or None where nobody has said it."""
+        spaces = self.spaces()
+        with self._lock:
+            for space in spaces:
+                space["fields"] = self._known_fields.get(Namespace(bytes.fromhex(str(space["namespace"]))))
+        return spaces
+
     # --- private, under the lock -----------------------------------------------------------------------------------
 
     def _find(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], str]:
@@ -491,7 +541,23 @@ class Catalog:
         if self._persistence is not None and (num_in_memory or len(blocks) > 1):
             # A block that is loaded counts as used on disk by itself, but several in no certain order.
             self._persistence.note_used(space, hashes[: len(blocks)])
+        if ended is Presence.MISS:
+            return blocks, self._why_absent(space, hashes[len(blocks)])
         return blocks, ENDED[ended]
+
+    def _why_absent(self, space: Space, block_hash: BlockHash) -> str:
+        """What a lease says of a hash that is not in memory."""
+        flags = 0 if self._persistence is None else self._persistence.presence(space.namespace, [block_hash])[0]
+        if flags & LISTED_DISK:
+            return "limit"  # it is on disk, and there is no more memory to load it into
+        if flags & LISTED_EVICTED or block_hash in self._ghosts:
+            return "evicted"
+        return "down" if flags & LISTED_DOWN else "miss"
+
+    def _note_evicted(self, block: Block) -> None:
+        assert isinstance(block, MemoryBlock)
+        if not block.is_stored:  # else the disk knows what becomes of it
+            self._ghosts.add(block.hash)
 
     def _load(self, space: Space, hashes: Sequence[BlockHash]) -> list[Block]:
         """Slots for the leading hashes that are on disk and not in memory, referenced and being filled."""

@@ -20,6 +20,8 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.known_fields import read_fields
+from kvtier.cacheserver.notes import Notes
 from kvtier.cacheserver.persistence import MemoryBlock
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.errors import (
@@ -73,6 +75,7 @@ class Services:
         self.server_id = server_id
         self.describe = describe
         self.count_up = count_up
+        self.notes = Notes()
         self.is_stopping = threading.Event()
         self.log = LogLimit(logger)
 
@@ -258,6 +261,13 @@ class Connection:
                 return wire.Listed(join_hashes(hashes[:_MAX_LISTED]), flags[:_MAX_LISTED])
             case wire.VerifyRequest():
                 return wire.Contained(catalog.verify(self._space(request.space), split_hashes(request.hashes)))
+            case wire.PresenceRequest():
+                return wire.Contained(catalog.presence(Namespace(request.namespace), split_hashes(request.hashes)))
+            case wire.NoteRequest():
+                services.notes.put(request.request_id, request.text)
+                return wire.Done()
+            case wire.NotedRequest():
+                return wire.Document(services.notes.get(request.request_id))
             case wire.Open():
                 return self._open(request)
             case wire.InfoRequest():
@@ -278,8 +288,10 @@ class Connection:
             raise TierRefused(f"a block of {request.block_bytes} bytes is over the frame limit of this server")
         if len(self._spaces) >= _MAX_SPACES:
             raise TierRefused(f"a connection may use at most {_MAX_SPACES} namespaces")
+        if request.fields:
+            read_fields(request.fields)
         space = self._services.catalog.open(
-            Namespace(request.namespace), request.name, request.block_bytes, request.block_tokens
+            Namespace(request.namespace), request.name, request.block_bytes, request.block_tokens, request.fields
         )
         if space.number in self._spaces:
             self._services.catalog.close(space)
@@ -413,6 +425,9 @@ _OPERATIONS = {
     wire.DropRequest: "drop",
     wire.ListRequest: "list",
     wire.VerifyRequest: "verify",
+    wire.PresenceRequest: "presence",
+    wire.NoteRequest: "note",
+    wire.NotedRequest: "noted",
     wire.Release: "release",
     wire.Fill: "fill",
     wire.Commit: "commit",

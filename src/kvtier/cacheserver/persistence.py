@@ -29,6 +29,7 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace, Written
 from kvtier.stores.files import Files
+from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,18 @@ class Persistence:
         if store is None or stored_space is None:
             return [False] * len(hashes)
         return store.contains(stored_space, hashes)
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
+        """Of each hash whether it is here, was evicted from here, or cannot be known: LISTED_ flags."""
+        store = self._store
+        if store is None:
+            return [LISTED_DOWN] * len(hashes)
+        space = store.find(namespace)
+        stored = [False] * len(hashes) if space is None else store.contains(space, hashes)
+        return [
+            LISTED_DISK if is_here else LISTED_EVICTED if was_here else 0
+            for is_here, was_here in zip(stored, store.was_evicted(hashes), strict=True)
+        ]
 
     def queue(self, space: SpaceLike, blocks: Sequence[MemoryBlock]) -> None:
         """Blocks to be written when a writer comes to it."""

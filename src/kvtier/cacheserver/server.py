@@ -166,7 +166,7 @@ class CacheServer:
                 "payload_bytes": config.max_payload_bytes,
                 "leased_bytes_per_client": config.leased_bytes_per_client,
             },
-            "namespaces": self._catalog.spaces(),
+            "namespaces": self._catalog.spaces_with_fields(),
         }
 
     def _count_up(self) -> dict[str, object]:

@@ -13,6 +13,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.cli.cache_server import default_socket, read_token
+from kvtier.cli.connection_options import connection_options
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
@@ -51,6 +52,7 @@ class _ServerCached:
         self.namespace = str(described["namespace"])
         self.name = str(described["name"])
         self.block_bytes = int(str(described["block_bytes"]))
+        self._block_tokens = int(str(described["block_tokens"]))
         self.num_blocks = int(str(described["blocks"]))
         self.num_disk_blocks = int(str(described["disk_blocks"]))
         self._ca_file = ca_file
@@ -69,8 +71,10 @@ class _ServerCached:
 
     def _connect(self) -> SingleClient:
         """Only while it is needed: there may be more namespaces than a server has connections."""
-        # Any layout of the right size will do: bytes are not looked into.
-        layout = KvLayout(layers=1, kv_heads=1, block_tokens=1, head_dim=self.block_bytes // 2, dtype="float8_e4m3fn")
+        # Any layout of the right size will do: bytes are not looked into. The server shows the tokens to others.
+        tokens = self._block_tokens if self.block_bytes % (2 * self._block_tokens) == 0 else 1
+        head_dim = self.block_bytes // tokens // 2
+        layout = KvLayout(layers=1, kv_heads=1, block_tokens=tokens, head_dim=head_dim, dtype="float8_e4m3fn")
         return connect(
             self._address,
             token=self._token,
@@ -113,22 +117,10 @@ class _FolderCached:
 
 def _where(command: _Command) -> _Command:
     """The options that say where to look."""
-    for option in (
-        click.option(
-            "--ca-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Who signed, for TLS."
-        ),
-        click.option(
-            "--token-file",
-            type=click.Path(path_type=Path, exists=True, dir_okay=False),
-            help="Token, for a TCP server.",
-        ),
-        click.option("--server", default=None, help=f"A running server.  [default: unix:{default_socket()}]"),
-        click.option(
-            "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder no server is on."
-        ),
-    ):
-        command = option(command)
-    return command
+    folder = click.option(
+        "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder no server is on."
+    )
+    return folder(connection_options(command))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import click
 
 from kvtier.cli.cache import cache
 from kvtier.cli.cache_server import cache_server
+from kvtier.cli.explain import explain_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,3 +17,4 @@ def main() -> None:
 
 main.add_command(cache_server)
 main.add_command(cache)
+main.add_command(explain_command)

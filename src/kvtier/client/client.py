@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.connection import Connection
 from kvtier.client.endpoint import Endpoint
+from kvtier.client.known_namespace import KnownNamespace, read_namespaces
 from kvtier.client.workers import Workers
 from kvtier.errors import (
     BlockCorrupt,
@@ -52,6 +54,7 @@ _SLOWEST_BYTES_PER_S = 64e6
 _FRAME_BYTES = 32 << 20
 _FIRST_PART_BYTES = 2 << 20
 _PART_BYTES = 32 << 20
+_MAX_NOTES_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,15 @@ class ClientOptions:
             return ssl.create_default_context(cafile=str(self.ca_file))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"cannot use the certificates in {self.ca_file}: {error}") from error
+
+
+class Note(Protocol):
+    """Something to be said of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def to_json(self) -> str: ...
 
 
 class CacheClient(Protocol):
@@ -145,9 +157,30 @@ class CacheClient(Protocol):
         """Wait until all that was set before, deferred too, is in the cache."""
         ...
 
+    @property
+    def num_returns(self) -> tuple[int, ...]:
+        """For each server, how often it was away and came back, the same or another one."""
+        ...
+
     def info(self) -> dict[str, object]: ...
 
     def stats(self) -> dict[str, object]: ...
+
+    def namespaces(self) -> list[KnownNamespace]:
+        """Every namespace that is cached or in use."""
+        ...
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
+        """Where each of `hashes` is, of any namespace: LISTED_ flags (see `wire.messages`). Uses none of them."""
+        ...
+
+    def note(self, note: Note) -> None:
+        """Have a server keep what is to be said of a request, soon. Lost without a word when it does not answer."""
+        ...
+
+    def noted(self, request_id: str) -> str | None:
+        """What was noted of a request, unless it is too long ago."""
+        ...
 
     def close(self) -> None: ...
 
@@ -159,7 +192,7 @@ class CacheClient(Protocol):
 
 
 class SingleClient:
-    """A `CacheClient` of one server. Without a layout it can only be asked for `info` and `stats`."""
+    """A `CacheClient` of one server. Without a layout it can only be asked about the server and what it holds."""
 
     def __init__(
         self,
@@ -170,7 +203,9 @@ class SingleClient:
         name: str,
         options: ClientOptions,
         metrics: TierMetrics,
+        fields: str = "",
     ) -> None:
+        """`fields` is what `namespace` covers, as JSON, for people to read in the server's `info`."""
         self.address = address
         self.metrics = metrics
         self._layout = layout
@@ -183,6 +218,7 @@ class SingleClient:
             name=name,
             block_bytes=layout.block_bytes if layout else 0,
             block_tokens=layout.block_tokens if layout else 0,
+            fields=fields,
             token=options.token,
             tls=options.tls(),
             max_connections=options.max_connections,
@@ -190,6 +226,7 @@ class SingleClient:
             metrics_label=self._label,
         )
         self._transfers = Workers(options.transfer_connections, "kvtier-transfer")
+        self._note_places = threading.Semaphore(_MAX_NOTES_WAITING)
 
     # --- identity --------------------------------------------------------------------------------------------------
 
@@ -207,6 +244,10 @@ class SingleClient:
     @property
     def is_local(self) -> bool:
         return self._endpoint.is_local
+
+    @property
+    def num_returns(self) -> tuple[int, ...]:
+        return (self._endpoint.num_returns,)
 
     @property
     def arena(self) -> MappedArena:
@@ -370,6 +411,40 @@ class SingleClient:
 
     def stats(self) -> dict[str, object]:
         return self._document(wire.StatsRequest())
+
+    def namespaces(self) -> list[KnownNamespace]:
+        return read_namespaces(self.info())
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
+        return self._presence(namespace, hashes, self._deadline(None))
+
+    def look(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[int]:
+        """As `presence`, of this client's namespace, for a request: LISTED_DOWN when the server does not answer."""
+        self._check()
+        try:
+            return self._presence(self._digest_namespace(), hashes, self._deadline(timeout_s))
+        except TierError as error:
+            self._endpoint.count_failure(error)
+            return [wire.LISTED_DOWN] * len(hashes)
+
+    def note(self, note: Note) -> None:
+        """Nothing is noted while the server is down, or more than a note may be, or many are on their way."""
+        try:
+            request = wire.NoteRequest(note.request_id, note.to_json())
+        except ValueError as error:
+            self._endpoint.count_failure(TierRefused(str(error)))
+            return
+        if self.is_up and self._note_places.acquire(blocking=False):
+            self._endpoint.do_later(functools.partial(self._send_note, request))
+
+    def noted(self, request_id: str) -> str | None:
+        try:
+            request = wire.NotedRequest(request_id)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        deadline = self._deadline(None)
+        with self._endpoint.connection(deadline) as connection:
+            return connection.call(request, wire.Document, deadline).text or None
 
     def close(self) -> None:
         """Give back every lease and disconnect. Leases still open must not be used any more."""
@@ -725,6 +800,28 @@ class SingleClient:
         with self._endpoint.connection(deadline) as connection:
             connection.call(request, wire.Done, deadline)
 
+    # --- private: telling ------------------------------------------------------------------------------------------
+
+    def _presence(self, namespace: Namespace, hashes: Sequence[BlockHash], deadline: float) -> list[int]:
+        flags: list[int] = []
+        for first in range(0, len(hashes), MAX_HASHES):
+            part = hashes[first : first + MAX_HASHES]
+            with self._endpoint.connection(deadline) as connection:
+                reply = connection.call(wire.PresenceRequest(namespace, _joined(part)), wire.Contained, deadline)
+            if len(reply.flags) != len(part):
+                raise TierUnavailable("the server answered for other blocks than it was asked for")
+            flags += reply.flags
+        return flags
+
+    def _send_note(self, request: wire.NoteRequest) -> None:
+        self._note_places.release()
+        deadline = self._deadline(None)
+        try:
+            with self._endpoint.connection(deadline) as connection:
+                connection.call(request, wire.Done, deadline)
+        except TierError as error:  # lost: nobody waits for it
+            self._endpoint.count_failure(error)
+
     # --- private: small --------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -809,3 +906,11 @@ def namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout | 
     if len(fields) != 32:
         raise ConfigError(f"a namespace is a digest of 32 bytes, not {len(fields)}")
     return fields
+
+
+def fields_text(fields: Namespace | NamespaceFields | None) -> str:
+    """What to tell a server of a namespace: nothing where only its digest is known, or where it would be too much."""
+    if not isinstance(fields, NamespaceFields):
+        return ""
+    text = json.dumps(fields.document(), separators=(",", ":"))
+    return text if len(text) <= wire.MAX_FIELDS_CHARS else ""

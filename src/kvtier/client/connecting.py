@@ -8,7 +8,14 @@ from typing import overload
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
-from kvtier.client.client import DEFAULT_TRANSFER_CONNECTIONS, CacheClient, ClientOptions, SingleClient, namespace_of
+from kvtier.client.client import (
+    DEFAULT_TRANSFER_CONNECTIONS,
+    CacheClient,
+    ClientOptions,
+    SingleClient,
+    fields_text,
+    namespace_of,
+)
 from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.observe.metrics import TierMetrics
@@ -84,8 +91,17 @@ def connect(
         raise ConfigError("connect() needs at least one address")
     digest = namespace_of(namespace, layout)
     metrics = TierMetrics() if metrics is None else metrics
+    fields = fields_text(namespace)
     clients = [
-        SingleClient(parse_address(text), layout=layout, namespace=digest, name=name, options=options, metrics=metrics)
+        SingleClient(
+            parse_address(text),
+            layout=layout,
+            namespace=digest,
+            name=name,
+            options=options,
+            metrics=metrics,
+            fields=fields,
+        )
         for text in addresses
     ]
     try:

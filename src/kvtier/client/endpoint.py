@@ -70,6 +70,7 @@ class Endpoint:
         name: str,
         block_bytes: int,
         block_tokens: int,
+        fields: str,
         token: bytes | None,
         tls: ssl.SSLContext | None,
         max_connections: int,
@@ -80,10 +81,12 @@ class Endpoint:
         self.is_local = isinstance(address, UnixAddress)
         self.breaker = Breaker()
         self.has_disk = False
+        self.num_returns = 0
         self._namespace = namespace
         self._name = name
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
+        self._fields = fields
         self._token = None if self.is_local else token
         self._tls = None if self.is_local else tls
         self._metrics = metrics
@@ -270,7 +273,7 @@ class Endpoint:
             self._has_connected = True
             self.has_disk = connection.welcome.has_disk
             if self._namespace is not None:
-                request = wire.Open(self._namespace, self._name, self._block_bytes, self._block_tokens)
+                request = wire.Open(self._namespace, self._name, self._block_bytes, self._block_tokens, self._fields)
                 connection.space = connection.call(request, wire.Opened, deadline).space
             return connection
         except BaseException:
@@ -347,6 +350,7 @@ class Endpoint:
             self._log.warning("down", "cache server %s is still down: %s", self.address, error)
             return False
         self.breaker.close()
+        self.num_returns += 1
         self._check_in(connection, is_usable=True)
         logger.info("cache server up address=%s", self.address)
         return True

@@ -7,21 +7,27 @@ client of the same servers must name them by the same addresses.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.client.client import SingleClient
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import Note, SingleClient
+from kvtier.client.known_namespace import KnownNamespace
 from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.metrics import TierMetrics
+from kvtier.wire.messages import LISTED_CACHED, LISTED_DOWN, ending_of
 
 _NUM_BUCKETS = 4096
+_Answer = TypeVar("_Answer")
 
 
 class ReplicatedClient:
@@ -42,6 +48,10 @@ class ReplicatedClient:
     def layout(self) -> KvLayout:
         return self.clients[0].layout
 
+    @property
+    def num_returns(self) -> tuple[int, ...]:
+        return tuple(count for client in self.clients for count in client.num_returns)
+
     def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
         return self.clients[0].hashes(tokens)
 
@@ -57,7 +67,7 @@ class ReplicatedClient:
             parts.append(_Part(lease, positions[: lease.num_blocks]))
             return lease.num_blocks
 
-        found = self._ask_holders(hashes, ask, timeout_s)
+        found, ended = self._ask_holders(hashes, ask, timeout_s)
         num_blocks = _leading(found)
         useful = []
         for part in parts:
@@ -65,9 +75,10 @@ class ReplicatedClient:
                 useful.append(part)
             else:
                 part.lease.release()
+        if num_blocks < len(found):  # a server gave less than it has
+            ended = _most_telling(part.lease.ended for part in parts)
         if not useful:
-            return EmptyLease("miss" if any(client.is_up for client in self.clients) else "down")
-        ended = "all" if num_blocks == len(hashes) else _ending(part.lease.ended for part in parts)
+            return EmptyLease(ended)
         return ReplicatedLease(useful, num_blocks, ended)
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], *, timeout_s: float | None = None) -> int:
@@ -77,7 +88,7 @@ class ReplicatedClient:
             wanted = [hashes[position] for position in positions]
             return client.get(wanted, [into[position] for position in positions], timeout_s=timeout_s)
 
-        return _leading(self._ask_holders(hashes[:count], ask, timeout_s))
+        return _leading(self._ask_holders(hashes[:count], ask, timeout_s)[0])
 
     def stream_get(
         self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
@@ -166,6 +177,32 @@ class ReplicatedClient:
     def stats(self) -> dict[str, object]:
         return self._documents(SingleClient.stats)
 
+    def namespaces(self) -> list[KnownNamespace]:
+        """Of all servers that answer; each once, from a server that knows what it covers where there is one."""
+        known: dict[str, KnownNamespace] = {}
+        for single in self._of_those_that_answer(SingleClient.namespaces):
+            for each in single:
+                if each.digest not in known or known[each.digest].fields is None:
+                    known[each.digest] = each
+        return list(known.values())
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
+        """What any server says of a block; LISTED_DOWN too where none has it and one of them does not answer."""
+        answers = self._of_those_that_answer(lambda client: client.presence(namespace, hashes))
+        missing = LISTED_DOWN if len(answers) < len(self.clients) else 0
+        merged = [functools.reduce(operator.or_, flags) for flags in zip(*answers, strict=True)]
+        return [flags if flags & LISTED_CACHED else flags | missing for flags in merged]
+
+    def note(self, note: Note) -> None:
+        """To the first server that is up: `noted` asks all of them."""
+        up = next((client for client in self.clients if client.is_up), None)
+        if up is not None:
+            up.note(note)
+
+    def noted(self, request_id: str) -> str | None:
+        answers = self._of_those_that_answer(lambda client: client.noted(request_id))
+        return next((text for text in answers if text is not None), None)
+
     def close(self) -> None:
         self._workers.close()
         for client in self.clients:
@@ -204,47 +241,57 @@ class ReplicatedClient:
                 groups.setdefault(server, []).append(position)
         return groups
 
-    def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> list[list[int]]:
-        """For each block the servers that have it, those that should have had it when all were up first."""
+    def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> tuple[list[list[int]], str]:
+        """For each leading block that is there the servers that have it, those that should have had it when all were
+        up first, and what a lease says of the block that follows.
+        """
         is_up = [client.is_up for client in self.clients]
         groups = self._all_replicas(hashes)
         answers = self._workers.map(
-            lambda server: self.clients[server].contains([hashes[p] for p in groups[server]], timeout_s=timeout_s),
-            groups,
+            lambda server: self.clients[server].look([hashes[p] for p in groups[server]], timeout_s=timeout_s), groups
         )
-        has: list[set[int]] = [set() for _ in hashes]
-        for (server, positions), flags in zip(groups.items(), answers, strict=True):
-            for position, is_there in zip(positions, flags, strict=True):
-                if is_there:
-                    has[position].add(server)
-        return [
-            [server for server in self._homes(block_hash, is_up) if server in there]
-            for block_hash, there in zip(hashes, has, strict=True)
-        ]
+        flags_of: list[dict[int, int]] = [{} for _ in hashes]
+        for (server, positions), all_flags in zip(groups.items(), answers, strict=True):
+            for position, flags in zip(positions, all_flags, strict=True):
+                flags_of[position][server] = flags
+        found: list[list[int]] = []
+        for block_hash, by_server in zip(hashes, flags_of, strict=True):
+            holders = [server for server in self._homes(block_hash, is_up) if by_server[server] & LISTED_CACHED]
+            if not holders:
+                return found, self._ending(block_hash, by_server)
+            found.append(holders)
+        return found, "all"
+
+    def _ending(self, block_hash: BlockHash, flags: Mapping[int, int]) -> str:
+        """What a lease says of a block that none of its servers has, by what each of them said."""
+        homes = self._order(block_hash)[: self._replicas]
+        is_down = any(server not in flags or flags[server] & LISTED_DOWN for server in homes)
+        seen = functools.reduce(operator.or_, flags.values(), LISTED_DOWN if is_down else 0)
+        return ending_of(seen)
 
     def _ask_holders(
         self,
         hashes: Sequence[BlockHash],
         ask: Callable[[SingleClient, list[int]], int],
         timeout_s: float | None,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], str]:
         """Ask one server that has it for each block of the longest prefix that is there. True where it came.
 
         `ask` answers how many of the leading positions it was given came. A server is asked for what it said it has,
-        so that a hole in one server's share does not hide what follows.
+        so that a hole in one server's share does not hide what follows. Also returns what a lease says of the block
+        after that prefix.
         """
         groups: dict[int, list[int]] = {}
-        for position, holders in enumerate(self._holders(hashes, timeout_s)):
-            if not holders:
-                break
+        all_holders, ended = self._holders(hashes, timeout_s)
+        for position, holders in enumerate(all_holders):
             # A byte that the order does not depend on spreads the reads.
             groups.setdefault(holders[hashes[position][2] % len(holders)], []).append(position)
-        found = [False] * len(hashes)
+        found = [False] * len(all_holders)
         counts = self._workers.map(lambda item: ask(self.clients[item[0]], item[1]), groups.items())
         for positions, count in zip(groups.values(), counts, strict=True):
             for position in positions[:count]:
                 found[position] = True
-        return found
+        return found, ended
 
     def _on_each(self, act: Callable[[int], object], servers: Sequence[int] | None = None) -> list[int]:
         """Act on every server, also when one fails; then raise what failed."""
@@ -259,6 +306,19 @@ class ReplicatedClient:
         if failures:
             raise TierUnavailable("; ".join(map(str, failures)))
         return results
+
+    def _of_those_that_answer(self, ask: Callable[[SingleClient], _Answer]) -> list[_Answer]:
+        """Raises what failed when no server answers."""
+        answers: list[_Answer] = []
+        failures: list[TierError] = []
+        for client in self.clients:
+            try:
+                answers.append(ask(client))
+            except TierError as error:
+                failures.append(error)
+        if not answers:
+            raise TierUnavailable("; ".join(map(str, failures)))
+        return answers
 
     def _documents(self, ask: Callable[[SingleClient], dict[str, object]]) -> dict[str, object]:
         documents: dict[str, object] = {}
@@ -313,14 +373,15 @@ class ReplicatedLease:
                 views[position] = view
         return [views[position] for position in range(first, end)]
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
         self._check()
-        count = min(len(into), self.num_blocks)
+        count = max(0, min(len(into), self.num_blocks - first))
         found = [False] * count
         for part in self._parts:
-            positions = [position for position in part.positions if position < count]
-            for position in positions[: part.lease.fetch([into[position] for position in positions])]:
-                found[position] = True
+            num_before = sum(position < first for position in part.positions)
+            places = [position - first for position in part.positions if first <= position < first + count]
+            for place in places[: part.lease.fetch([into[place] for place in places], num_before)]:
+                found[place] = True
         return _leading(found)
 
     def release(self) -> None:
@@ -346,7 +407,7 @@ def _leading(found: Sequence[bool]) -> int:
     return found.index(False) if False in found else len(found)
 
 
-def _ending(endings: Iterator[str]) -> str:
-    """The most telling of several servers' endings."""
+def _most_telling(endings: Iterator[str]) -> str:
+    """Of several servers' endings."""
     seen = set(endings)
-    return next((ending for ending in ("limit", "pending", "down") if ending in seen), "miss")
+    return next((ending for ending in ("limit", "pending", "down", "evicted") if ending in seen), "miss")

@@ -40,8 +40,9 @@ _IDLE = _references([(ctypes.c_ubyte * 1)()], 0)
 class Lease(Protocol):
     """The longest cached prefix of what was asked, safe from eviction until `release`.
 
-    `ended` says what the next block was: "all" there were no more, "miss", "pending" (being written), "limit" (this
-    client holds as much as it may), "down" (the tier did not answer), "lost" (blocks on disk did not come back right).
+    `ended` says what the next block was: "all" there were no more, "miss", "evicted" (it was here not long ago),
+    "pending" (being written), "limit" (this client holds as much as it may), "down" (the tier or its disk did not
+    answer), "lost" (blocks on disk did not come back right).
     """
 
     @property
@@ -66,8 +67,8 @@ class Lease(Protocol):
         """Read-only views of blocks, valid until `release`. Waits for them. Raises `LeaseError` if there are none."""
         ...
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
-        """Copy the leading blocks into the caller's buffers. Returns how many arrived: fewer if the tier fails."""
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
+        """Copy blocks from `first` on into the caller's buffers. Returns how many leading ones of them arrived."""
         ...
 
     def release(self) -> None: ...
@@ -111,6 +112,11 @@ class _Scope:
     @property
     def has_views(self) -> bool:
         return self._arena is not None
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """What `offsets` are places in, if it is memory of this host."""
+        return self._arena
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +189,7 @@ class _Scope:
 class BlockLease(_Scope):
     """A lease of one tier. Not thread-safe. `offsets` are places in `arena`; without one, `pull` brings the bytes.
 
-    The first `num_ready` blocks are there; `arrive` waits for more and says how many leading ones are.
+    The first `num_ready` blocks are in the tier's memory; `arrive` waits for more and says how many leading ones are.
     """
 
     def __init__(
@@ -204,13 +210,14 @@ class BlockLease(_Scope):
         self._hashes = hashes
         self._pull = pull
         self._arrive = arrive
+        self.num_ready_at_match = num_ready
         self._num_ready = num_ready if arena is not None else len(offsets)
 
     def wait(self, count: int | None = None) -> int:
         self._check()
         wanted = self.num_blocks if count is None else min(count, self.num_blocks)
         if wanted > self._num_ready:
-            self._num_ready = self._arrive(wanted)
+            self._num_ready = max(self._num_ready, self._arrive(wanted))
             if self._num_ready < wanted:
                 self.offsets = self.offsets[: self._num_ready]
                 self.ended = "lost"
@@ -222,24 +229,25 @@ class BlockLease(_Scope):
         end = min(end, self.wait(end))
         return self._open_views(first, max(0, end - first), readonly=True)
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
         self._check()
-        count = min(len(into), self.num_blocks)
+        count = max(0, min(len(into), self.num_blocks - first))
         buffers = byte_views(into[:count], self._block_bytes, writable=True)
         if self._arena is None:
-            return self._pull(self._hashes[:count], buffers)
+            return self._pull(self._hashes[first : first + count], buffers)
         targets = [address_of(buffer) for buffer in buffers]
-        first = 0
-        while first < count:
+        position, last = first, first + count
+        while position < last:
             # What is there is copied while the rest is on its way.
-            end = min(self._num_ready, count) if self._num_ready > first else min(first + _WAIT_BLOCKS, count)
+            end = min(self._num_ready, last) if self._num_ready > position else min(position + _WAIT_BLOCKS, last)
             end = min(end, self.wait(end))
-            if end <= first:
+            if end <= position:
                 break
             with self._arena.in_use():
-                copy_blocks(targets[first:end], self._addresses()[first:end], self._block_bytes)
-            first = end
-        return first
+                sources = self._addresses()[position:end]
+                copy_blocks(targets[position - first : end - first], sources, self._block_bytes)
+            position = end
+        return position - first
 
     def release(self) -> None:
         """End the lease; a second call does nothing. Raises `LeaseError` while views are in use, and holds on then."""
@@ -315,7 +323,7 @@ class EmptyLease:
     def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
         return []
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
         return 0
 
     def release(self) -> None:

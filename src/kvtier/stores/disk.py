@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import Namespace
@@ -103,6 +104,7 @@ class DiskStore:
         self._lock = threading.Lock()
         self._meta_lock = threading.Lock()
         self._wipe_lock = threading.Lock()
+        self._ghosts = Ghosts()
         self._pool = BlockPool(0, make=StoredBlock, on_evict=self._note_evicted)
         self._spaces: dict[Namespace, StoreSpace] = {}
         self._free_records: deque[int] = deque()
@@ -143,14 +145,29 @@ class DiskStore:
             )
         return space
 
+    def find(self, namespace: Namespace) -> StoreSpace | None:
+        """The space of a namespace that is here already."""
+        with self._lock:
+            return self._spaces.get(namespace)
+
+    def was_evicted(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Which of these were evicted since the store was opened, as far as it remembers."""
+        with self._lock:
+            return [block_hash in self._ghosts for block_hash in hashes]
+
     def contains(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[bool]:
         with self._lock:
             return [space.index.presence(block_hash) is Presence.READY for block_hash in hashes]
 
     def match(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
         """Reference the longest stored prefix of `hashes`; `free` each block once it was read."""
+        return self.match_ended(space, hashes)[0]
+
+    def match_ended(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> tuple[list[StoredBlock], str]:
+        """As `match`, and what a lease says of the block that ended it."""
         with self._lock:
-            return self._pool.match(space.index, hashes).blocks  # type: ignore[return-value]
+            match = self._pool.match(space.index, hashes)
+            return match.blocks, self._ghosts.ending(match, hashes)  # type: ignore[return-value]
 
     def free(self, blocks: Sequence[StoredBlock]) -> None:
         """Return references; the blocks were used now."""
@@ -254,6 +271,8 @@ class DiskStore:
             self._pool.reference(ready)
             # Those being written too: whoever writes them wipes the record then.
             num_dropped = self._pool.drop(space.index, [block.hash for block in gone])
+            for block_hash in wanted:
+                self._ghosts.discard(block_hash)
         try:
             with self._wipe_lock:
                 self._wipe(ready)
@@ -627,6 +646,7 @@ class DiskStore:
         assert isinstance(block, StoredBlock)
         self._touched.pop(block, None)
         self._to_wipe.append(block)
+        self._ghosts.add(block.hash)
 
     def _wipe_evicted(self) -> None:
         """Wipe the records of all that was evicted so far, before anything is written where it was."""

@@ -125,8 +125,8 @@ class _WrappedLease:
     def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
         return self._inner.views(first, count)
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
-        return self._inner.fetch(into)
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
+        return self._inner.fetch(into, first)
 
     def release(self) -> None:
         self._inner.release()
@@ -146,16 +146,16 @@ class _TruncatedLease(_WrappedLease):
         self._num_delivered = num_blocks
         self._error = error
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
-        arrived = super().fetch(into[: self._num_delivered])
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
+        arrived = super().fetch(into[: max(0, self._num_delivered - first)], first)
         if self._error is not None:
             raise self._error
         return arrived
 
 
 class _CorruptedLease(_WrappedLease):
-    def fetch(self, into: Sequence[Buffer]) -> int:
-        arrived = super().fetch(into)
+    def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
+        arrived = super().fetch(into, first)
         for buffer in into[:arrived]:
             (view,) = byte_views([buffer], memoryview(buffer).nbytes, writable=True)
             view[0] ^= 1

@@ -125,6 +125,23 @@ class TierContract:
         present = sum(tier.contains([chain(seed, 1)[0] for seed in seeds]))
         assert 1 <= present <= CAPACITY_BLOCKS
 
+    def test_a_match_tells_what_was_evicted_from_what_was_never_there_or_was_dropped(self, tier: Tier) -> None:
+        seeds = range(100, 100 + 3 * CAPACITY_BLOCKS)
+        for seed in seeds:
+            tier.offer(chain(seed, 1), payloads(chain(seed, 1)))
+        oldest, newest = chain(seeds[0], 1), chain(seeds[-1], 2)
+
+        assert tier.match(oldest).ended == "evicted"
+        with tier.match(newest) as lease:
+            assert (lease.num_blocks, lease.ended) == (1, "miss")
+        tier.drop(newest)
+        assert tier.match(newest).ended == "miss"
+        tier.offer(oldest, payloads(oldest))
+        with tier.match(oldest) as lease:
+            assert lease.ended == "all"
+        tier.drop(oldest)
+        assert tier.match(oldest).ended == "miss"
+
     def test_a_prefix_loses_its_end_before_its_beginning(self, tier: Tier) -> None:
         hashes = chain(1, CAPACITY_BLOCKS // 2)
         tier.offer(hashes, payloads(hashes))

@@ -51,9 +51,9 @@ class DiskTier:
         self._io = ThreadPoolExecutor(_NUM_THREADS, "kvtier-disk")
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        blocks = self.store.match(self._space, hashes)
+        blocks, ended = self.store.match_ended(self._space, hashes)
         if not blocks:
-            return EmptyLease("miss" if hashes else "all")
+            return EmptyLease(ended)
 
         def pull(wanted: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
             return self._read(blocks[: len(wanted)], into)
@@ -61,7 +61,6 @@ class DiskTier:
         def end() -> None:
             self.store.free(blocks)
 
-        ended = "all" if len(blocks) == len(hashes) else "miss"
         return BlockLease(
             None,
             [block.start for block in blocks],

@@ -29,7 +29,7 @@ _FIRST_REST_S = 0.1
 _LAST_REST_S = 5.0
 
 
-class _Guard:
+class Guard:
     """One tier and its health. A failing tier rests, longer each time, up to five seconds."""
 
     def __init__(self, tier: Tier, metrics: TierMetrics, clock: Callable[[], float]) -> None:
@@ -74,6 +74,19 @@ class Segment:
     lease: Lease
 
 
+_TELLING = ("limit", "pending", "lost", "down", "evicted", "miss")
+"""Of what several tiers say of the same block, the first of these is why it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a tier said of the block at `position`, where its part of a match ended."""
+
+    tier: str
+    position: int
+    ended: str
+
+
 class Hierarchy:
     """Tiers from fast to slow. They must agree on the layout. `promotes` copies what is fetched into faster tiers."""
 
@@ -91,31 +104,52 @@ class Hierarchy:
             raise ConfigError("the tiers do not agree on the layout of a block")
         self.metrics = TierMetrics() if metrics is None else metrics
         self._promotes = promotes
-        self._guards = [_Guard(tier, self.metrics, clock) for tier in tiers]
+        self._guards = [Guard(tier, self.metrics, clock) for tier in tiers]
 
-    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> HierarchyLease:
-        """Lease the longest prefix that the tiers hold together, each block in the fastest tier that has it."""
+    def match(
+        self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None, is_counted: bool = True
+    ) -> HierarchyLease:
+        """Lease the longest prefix that the tiers hold together, each block in the fastest tier that has it.
+
+        Not `is_counted`: the caller asks again for the same, and calls `count` for the answer that it uses.
+        """
         segments: list[Segment] = []
+        endings: list[Ending] = []
         num_blocks = 0
-        ended = "miss"
         for guard in self._guards:
             if num_blocks == len(hashes):
                 break
+            name = guard.tier.name
             ended = "down"
-            if guard.is_resting:
-                continue
-            with guard.watched():
-                wanted = hashes[num_blocks:]
-                lease = guard.tier.match(wanted, timeout_s=timeout_s)
-                ended = lease.ended
-                self.metrics.hit_blocks.labels(tier=guard.tier.name).inc(lease.num_blocks)
-                self.metrics.missed_blocks.labels(tier=guard.tier.name).inc(len(wanted) - lease.num_blocks)
-                if lease.num_blocks:
-                    segments.append(Segment(guard.tier.name, num_blocks, lease))
-                    num_blocks += lease.num_blocks
-        if num_blocks == len(hashes):
-            ended = "all"
-        return HierarchyLease(self, hashes[:num_blocks], segments, ended)
+            if not guard.is_resting:
+                with guard.watched():
+                    wanted = hashes[num_blocks:]
+                    lease = guard.tier.match(wanted, timeout_s=timeout_s)
+                    ended = lease.ended
+                    if lease.num_blocks:
+                        segments.append(Segment(name, num_blocks, lease))
+                        num_blocks += lease.num_blocks
+            endings.append(Ending(name, num_blocks, ended))
+        found = HierarchyLease(self, hashes[:num_blocks], segments, _ending(endings, num_blocks, len(hashes)))
+        if is_counted:
+            self.count(found, len(hashes))
+        return found
+
+    def count(self, lease: HierarchyLease, num_wanted: int) -> None:
+        """A match was used: every tier that was asked for more than it had has missed that."""
+        by_tier = lease.blocks_by_tier
+        for guard in self._guards:
+            if not num_wanted:
+                break
+            num_hit = by_tier.get(guard.tier.name, 0)
+            num_wanted -= num_hit
+            self.metrics.hit_blocks.labels(tier=guard.tier.name).inc(num_hit)
+            self.metrics.missed_blocks.labels(tier=guard.tier.name).inc(num_wanted)
+
+    @property
+    def guards(self) -> Sequence[Guard]:
+        """The tiers with their health, from fast to slow."""
+        return self._guards
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
         """Offer blocks to every tier. Returns how many each wrote."""
@@ -145,7 +179,7 @@ class Hierarchy:
             self._offer(self._guards[:position], hashes[:arrived], into[:arrived])
         return arrived
 
-    def _offer(self, guards: Sequence[_Guard], hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
+    def _offer(self, guards: Sequence[Guard], hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
         stored = dict.fromkeys((guard.tier.name for guard in guards), 0)
         for guard in guards:
             if guard.is_resting:
@@ -164,17 +198,22 @@ class HierarchyLease:
     """A prefix leased across tiers. Not thread-safe."""
 
     def __init__(
-        self, hierarchy: Hierarchy, hashes: Sequence[BlockHash], segments: Sequence[Segment], ended: str
+        self, hierarchy: Hierarchy, hashes: Sequence[BlockHash], segments: Sequence[Segment], ending: Ending
     ) -> None:
         self._hierarchy = hierarchy
         self._hashes = hashes
         self.segments = segments
-        self.ended = ended
+        self.ending = ending
         self._is_over = False
 
     @property
     def num_blocks(self) -> int:
         return len(self._hashes)
+
+    @property
+    def ended(self) -> str:
+        """As `Lease.ended`: what the next block was."""
+        return self.ending.ended
 
     @property
     def blocks_by_tier(self) -> dict[str, int]:
@@ -206,3 +245,14 @@ class HierarchyLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _ending(endings: Sequence[Ending], num_blocks: int, num_wanted: int) -> Ending:
+    """Why a match of `num_blocks` is not longer: the most telling word of those who were asked for the next block."""
+    if num_blocks == num_wanted:
+        return Ending("", num_blocks, "all")
+    last = [ending for ending in endings if ending.position == num_blocks]
+    known = [ending for ending in last if ending.ended in _TELLING]
+    if not known:
+        return Ending("", num_blocks, "miss")
+    return min(known, key=lambda ending: _TELLING.index(ending.ended))

@@ -9,9 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.blocks.pool import ENDED, Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
 from kvtier.errors import ConfigError, TierFull
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
@@ -32,9 +33,15 @@ class HostTier:
         self.layout = layout
         self._arena = MappedArena.create(num_blocks * layout.slot_bytes)
         self._lock = threading.Lock()
-        self._pool = BlockPool(num_blocks)
+        self._ghosts = Ghosts()
+        self._pool = BlockPool(num_blocks, on_evict=lambda block: self._ghosts.add(block.hash))
         self._index = PrefixIndex(1)
         self._forgotten: deque[list[Block]] = deque()
+
+    @property
+    def arena(self) -> MappedArena:
+        """Where all its blocks lie."""
+        return self._arena
 
     @property
     def num_blocks(self) -> int:
@@ -48,15 +55,16 @@ class HostTier:
         with self._lock:
             self._free_forgotten()
             match = self._pool.match(self._index, hashes)
+            ended = self._ghosts.ending(match, hashes)
         blocks = match.blocks
         if not blocks:
-            return EmptyLease(ENDED[match.ended])
+            return EmptyLease(ended)
         return BlockLease(
             self._arena,
             self._offsets(blocks),
             self.layout.block_bytes,
             hashes[: len(blocks)],
-            ENDED[match.ended],
+            ended,
             _never_pulled,
             lambda count: count,
             len(blocks),
@@ -88,6 +96,35 @@ class HostTier:
             lambda: self._forgotten.append(blocks),
         )
 
+    def stage(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots for bytes of `hashes` on their way elsewhere, whether they are cached here or not.
+
+        What is committed is cached from then on, unless it was already. Raises `TierFull` without room for all.
+        """
+        with self._lock:
+            self._free_forgotten()
+            blocks = self._pool.take(len(hashes), 1)
+        if len(blocks) < len(hashes):
+            raise TierFull(f"no room for {len(hashes)} blocks: all of the {self.name} tier is leased")
+
+        def commit(first: int, count: int) -> int:
+            with self._lock:
+                return sum(
+                    self._pool.name(blocks[position], self._index, hashes[position], is_ready=True)
+                    for position in range(first, first + count)
+                )
+
+        return Reservation(
+            self._arena,
+            self._offsets(blocks),
+            self.layout.block_bytes,
+            range(len(blocks)),
+            (0, 0, 0),
+            commit,
+            lambda: self._free(blocks),
+            lambda: self._forgotten.append(blocks),
+        )
+
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
@@ -102,7 +139,12 @@ class HostTier:
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
         with self._lock:
-            return self._pool.drop(self._index, list(self._index.blocks) if hashes is None else hashes)
+            if hashes is None:
+                self._ghosts.clear()
+                return self._pool.drop(self._index, list(self._index.blocks))
+            for block_hash in hashes:
+                self._ghosts.discard(block_hash)
+            return self._pool.drop(self._index, hashes)
 
     def close(self) -> None:
         """Unmap the memory. Raises `LeaseError` while views are in use."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.client.client import CacheClient
+from kvtier.client.client import CacheClient, SingleClient
 from kvtier.memory.copying import Buffer
-from kvtier.memory.lease import Lease
+from kvtier.memory.lease import Lease, Reservation
 
 
 class RemoteTier:
@@ -19,8 +19,17 @@ class RemoteTier:
         self._client = client
 
     @property
+    def client(self) -> CacheClient:
+        return self._client
+
+    @property
     def layout(self) -> KvLayout:
         return self._client.layout
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """How often each server has come back: what was offered before may be gone."""
+        return self._client.num_returns
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         return self._client.match(hashes, timeout_s=timeout_s)
@@ -36,3 +45,14 @@ class RemoteTier:
 
     def close(self) -> None:
         self._client.close()
+
+
+class SharedMemoryTier(RemoteTier):
+    """The cache server of this host: its slots can be written in place."""
+
+    def __init__(self, client: SingleClient, name: str = "server") -> None:
+        super().__init__(client, name)
+        self._single = client
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        return self._single.reserve(hashes)

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.memory.copying import Buffer
-from kvtier.memory.lease import Lease
+from kvtier.memory.lease import Lease, Reservation
 
 
 class Tier(Protocol):
@@ -41,3 +41,11 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class SlotTier(Tier, Protocol):
+    """A tier whose blocks lie in memory of this host, where a device can write them itself."""
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots for the absent ones of `hashes`; others wait for what is reserved. Raises as `offer` does."""
+        ...

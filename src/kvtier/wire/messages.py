@@ -19,6 +19,9 @@ from kvtier.errors import RemoteProtocolError
 
 NONCE_BYTES = 16
 HOLDER_BYTES = 16
+MAX_FIELDS_CHARS = 64 << 10
+MAX_REQUEST_ID_CHARS = 256
+MAX_NOTE_CHARS = 64 << 10
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -28,6 +31,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 def _require(is_right: bool, sentence: str) -> None:
     if not is_right:
         raise ValueError(sentence)
+
+
+def _check_request_id(request_id: str) -> None:
+    _require(
+        0 < len(request_id) <= MAX_REQUEST_ID_CHARS, f"a request id has from 1 to {MAX_REQUEST_ID_CHARS} characters"
+    )
 
 
 # --- handshake -----------------------------------------------------------------------------------------------------
@@ -78,18 +87,23 @@ class Welcome(_Message, frozen=True, tag=4):
 
 
 class Open(_Message, frozen=True, tag=10):
-    """Use a namespace on this connection; `name` is for people. Answered by `Opened`."""
+    """Use a namespace on this connection; `name` is for people. Answered by `Opened`.
+
+    `fields` is what the namespace covers, as JSON, for whoever asks why two differ; empty when the client knows it not.
+    """
 
     namespace: bytes
     name: str
     block_bytes: int
     block_tokens: int
+    fields: str
 
     def __post_init__(self) -> None:
         _require(len(self.namespace) == NAMESPACE_BYTES, "a namespace has 32 bytes")
         _require(0 < self.block_tokens <= 1 << 20, "block_tokens must be positive")
         _require(0 < self.block_bytes <= 1 << 40, "block_bytes must be positive")
         _require(len(self.name) <= 256, "a name has at most 256 characters")
+        _require(len(self.fields) <= MAX_FIELDS_CHARS, f"fields have at most {MAX_FIELDS_CHARS} characters")
 
 
 class _Hashes(_Message, frozen=True):
@@ -147,6 +161,40 @@ class ListRequest(_Message, frozen=True, tag=27):
 
 class VerifyRequest(_Hashes, frozen=True, tag=28):
     """Read these from disk and compare their checksums. Answered by `Contained`: 1 where it is whole."""
+
+
+class PresenceRequest(_Message, frozen=True, tag=29):
+    """Where these blocks of a namespace are, opened or not, without using them. Answered by `Contained`: LISTED_ flags.
+
+    It changes nothing: no lease, no order of eviction, no load from disk.
+    """
+
+    namespace: bytes
+    hashes: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.namespace) == NAMESPACE_BYTES, "a namespace has 32 bytes")
+        _require(len(self.hashes) % HASH_BYTES == 0, "hashes must be a run of 32-byte digests")
+
+
+class NoteRequest(_Message, frozen=True, tag=30):
+    """Keep what is to be said of a request, as JSON, among the last of many. Answered by `Done`."""
+
+    request_id: str
+    text: str
+
+    def __post_init__(self) -> None:
+        _check_request_id(self.request_id)
+        _require(len(self.text) <= MAX_NOTE_CHARS, f"a note has at most {MAX_NOTE_CHARS} characters")
+
+
+class NotedRequest(_Message, frozen=True, tag=31):
+    """Read a note back. Answered by `Document`, empty when there is none."""
+
+    request_id: str
+
+    def __post_init__(self) -> None:
+        _check_request_id(self.request_id)
 
 
 class Release(_Message, frozen=True, tag=17):
@@ -236,7 +284,8 @@ class Matched(_Message, frozen=True, tag=41):
         _require(0 <= self.num_ready <= len(self.offsets) // 8, "num_ready must be a part of the match")
 
 
-ENDINGS = ("all", "miss", "pending", "limit")
+ENDINGS = ("all", "miss", "evicted", "pending", "limit", "down")
+"""As in a lease; "down" is the server's disk."""
 
 
 class Reserved(_Message, frozen=True, tag=42):
@@ -271,7 +320,7 @@ class Blocks(_Message, frozen=True, tag=43):
 
 
 class Contained(_Message, frozen=True, tag=44):
-    """One byte per hash: 1 where it is cached."""
+    """One byte per hash: 1 where it is cached, or its LISTED_ flags."""
 
     flags: bytes
 
@@ -289,6 +338,13 @@ class Listed(_Message, frozen=True, tag=49):
 LISTED_MEMORY = 1
 LISTED_DISK = 2
 LISTED_PINNED = 4
+LISTED_PENDING = 8
+"""Being written."""
+LISTED_EVICTED = 16
+"""In neither place, but it was, not long ago."""
+LISTED_DOWN = 32
+"""Not found, and a place where it may be does not answer."""
+LISTED_CACHED = LISTED_MEMORY | LISTED_DISK
 
 
 class Counted(_Message, frozen=True, tag=45):
@@ -303,7 +359,7 @@ class Done(_Message, frozen=True, tag=46):
 
 
 class Document(_Message, frozen=True, tag=47):
-    """JSON, for people and tools."""
+    """JSON, for people and tools; empty where there is none."""
 
     text: str
 
@@ -328,6 +384,9 @@ Request: TypeAlias = (
     | DropRequest
     | ListRequest
     | VerifyRequest
+    | PresenceRequest
+    | NoteRequest
+    | NotedRequest
     | Release
     | Fill
     | Commit
@@ -356,6 +415,15 @@ def decode(body: bytes | bytearray) -> Message:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"a message that cannot be read: {error}") from error
+
+
+def ending_of(flags: int) -> str:
+    """What a lease says of a block that ends it, by its LISTED_ flags."""
+    if flags & LISTED_PENDING:
+        return "pending"
+    if flags & LISTED_DOWN:
+        return "down"
+    return "evicted" if flags & LISTED_EVICTED else "miss"
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvtier.blocks.layout import KvLayout
-from kvtier.blocks.namespace import NAMESPACE_BYTES, NamespaceFields
+from kvtier.blocks.namespace import NAMESPACE_BYTES, NamespaceFields, namespace_differences
 from kvtier.errors import ConfigError
 
 LAYOUT_FIELDS: dict[str, object] = {
@@ -117,3 +120,66 @@ def test_another_process_with_another_hash_seed_finds_the_same_namespace() -> No
     config = {key: len(key) for key in ("eps", "heads", "hidden", "theta")}
 
     assert digests == {fields(model_config=config).digest().hex()}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layers": 3}, ["layers"]),
+        ({"kv_heads": 2}, ["kv_heads"]),
+        ({"head_dim": 64}, ["head_dim"]),
+        ({"dtype": "float32"}, ["compute_dtype", "kv_dtype"]),
+        ({"dtype": "float32", "compute_dtype": "float16"}, ["kv_dtype"]),
+        ({"block_tokens": 32}, ["block_tokens"]),
+        ({"weights": "w2"}, ["weights"]),
+        ({"model_config": {"rope": {"theta": 5.0}}}, ["model_config.rope"]),
+        ({"quantization": "awq"}, ["quantization"]),
+        ({"first_layer": 1}, ["first_layer"]),
+        ({"lora": "adapter"}, ["lora"]),
+        ({"salt": "tenant"}, ["salt"]),
+        ({}, []),
+    ],
+    ids=lambda value: " ".join(value) or "nothing",
+)
+def test_what_differs_is_named(change: dict[str, object], named: list[str]) -> None:
+    assert namespace_differences(fields().document(), fields(**change).document()) == named
+    assert namespace_differences(fields(**change).document(), fields().document()) == named
+
+
+def test_what_differs_deep_in_the_models_config_is_named_with_dots() -> None:
+    ours = fields(model_config={"rope": {"theta": 1e4, "kind": "yarn"}, "windows": (None, 8)})
+    theirs = fields(model_config={"rope": {"theta": 1e6, "kind": "yarn"}, "windows": [None, 16], "eps": 1})
+
+    assert namespace_differences(ours.document(), theirs.document()) == [
+        "model_config.eps",
+        "model_config.rope.theta",
+        "model_config.windows",
+    ]
+
+
+def test_a_document_is_plain_json_and_tells_no_salt() -> None:
+    document = fields(salt="a secret", model_config={"windows": (1, None)}).document()
+
+    assert json.loads(json.dumps(document)) == document
+    assert "a secret" not in json.dumps(document)
+    assert document["salt"] != fields(salt="another").document()["salt"]
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+configs = st.dictionaries(st.text(max_size=3), plain, max_size=3)
+
+
+@given(configs, configs)
+@example({"a": 1}, {"a": True})
+@example({"a": [1]}, {"a": [1.0]})
+@example({"a": None}, {})
+@example({"a": {}}, {"a": []})
+def test_documents_differ_exactly_where_digests_do(one: dict[str, object], other: dict[str, object]) -> None:
+    ours, theirs = fields(model_config=one), fields(model_config=other)
+
+    is_same = ours.digest() == theirs.digest()
+    assert (namespace_differences(ours.document(), theirs.document()) == []) == is_same

@@ -9,6 +9,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.errors import TierRefused
+from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
 
 NAMESPACE = Namespace(bytes(range(32)))
 LOCAL_PID = 4711
@@ -320,3 +321,81 @@ def test_a_namespace_is_described_for_people(catalog: Catalog, space: Space) -> 
             "disk_blocks": 0,
         }
     ]
+
+
+def ended(catalog: Catalog, holder: Holder, space: Space, *texts: str) -> str:
+    outcome = catalog.lease(holder, 99, space, names(*texts))
+    catalog.release(holder, 99)
+    return outcome.ended
+
+
+def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored(
+    catalog: Catalog, space: Space, local: Holder
+) -> None:
+    store(catalog, space, *"abcdef")
+    store(catalog, space, *"ghij")
+
+    assert ended(catalog, local, space, "f") == "evicted"
+    assert ended(catalog, local, space, "z") == "miss"
+    assert ended(catalog, local, space, "g", "e") == "evicted"
+
+
+def test_a_block_that_is_stored_again_is_no_longer_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, *"abcdef")
+    store(catalog, space, *"ghij")
+    store(catalog, space, "f")
+    assert ended(catalog, local, space, "f") == "all"
+
+    catalog.drop(space, names("f"))
+    assert ended(catalog, local, space, "f") == "miss"
+
+
+def test_what_a_user_drops_is_not_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, *"abcdef")
+    catalog.drop(space, names("a"))
+    assert ended(catalog, local, space, "a") == "miss"
+
+    catalog.drop(space, [])
+    assert ended(catalog, local, space, "b") == "miss"
+
+
+def test_presence_says_where_a_block_is_and_uses_nothing(catalog: Catalog, space: Space, local: Holder) -> None:
+    store(catalog, space, *"abcdef")
+    store(catalog, space, *"ghij")
+    catalog.pin(space, names("a"))
+    catalog.reserve(local, 1, space, names("p"))
+    before = catalog.levels()
+
+    flags = catalog.presence(NAMESPACE, names("a", "g", "p", "f", "z"))
+
+    assert list(flags) == [LISTED_MEMORY | LISTED_PINNED, LISTED_MEMORY, LISTED_PENDING, LISTED_EVICTED, 0]
+    assert catalog.levels() == before
+
+
+def test_presence_of_a_namespace_that_nobody_has_opened_opens_none(catalog: Catalog) -> None:
+    assert catalog.presence(Namespace(bytes(32)), names("a", "b")) == bytes(2)
+    assert catalog.levels()["namespaces"] == 0
+
+
+def test_an_evicted_block_is_known_after_its_namespace_is_gone(catalog: Catalog, space: Space, local: Holder) -> None:
+    other = catalog.open(Namespace(bytes(32)), "other", 4096, 16)
+    store(catalog, other, "a")
+    catalog.close(other)
+    store(catalog, space, *"bcdefg")
+    store(catalog, space, *"hi")
+    catalog.expire()
+
+    assert catalog.levels()["namespaces"] == 1
+    assert list(catalog.presence(Namespace(bytes(32)), names("a"))) == [LISTED_EVICTED]
+
+
+def test_what_a_namespace_covers_is_known_as_long_as_the_namespace(catalog: Catalog) -> None:
+    space = catalog.open(NAMESPACE, "model", 4096, 16, '{"salt":"a"}')
+    assert catalog.open(NAMESPACE, "model", 4096, 16) is space  # another client knows the digest only
+    assert [each["fields"] for each in catalog.spaces_with_fields()] == [{"salt": "a"}]
+
+    catalog.close(space)
+    catalog.close(space)
+    catalog.expire()
+    catalog.open(NAMESPACE, "model", 4096, 16)
+    assert [each["fields"] for each in catalog.spaces_with_fields()] == [None]

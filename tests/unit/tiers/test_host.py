@@ -59,3 +59,18 @@ def test_a_forgotten_lease_gives_its_blocks_back_with_the_next_call(tier: HostTi
         del lease
 
     assert tier.offer(chain(2, 4), payloads(chain(2, 4))) == 4
+
+
+def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored_or_was_dropped(tier: HostTier) -> None:
+    old, new = chain(1, 4), chain(2, 2)
+    tier.offer(old, payloads(old))
+    tier.offer(new, payloads(new))
+
+    with tier.match(old) as lease:
+        assert (lease.num_blocks, lease.ended) == (2, "evicted")
+    assert tier.match(chain(3, 1)).ended == "miss"
+    tier.drop(old[:2])
+    assert tier.match(old).ended == "miss"
+    tier.offer(old[:1], payloads(old[:1]))
+    tier.drop()
+    assert tier.match(old[3:]).ended == "miss"

@@ -1,0 +1,70 @@
+"""Hashes of blocks that were evicted not long ago: what tells "evicted" from "never stored". No bytes, no lock.
+
+A table of buckets of eight places, eight bytes a place; the oldest of a full bucket is forgotten. So memory is bounded
+whatever is evicted, and a wrong answer is as likely as two equal 64-bit numbers in one bucket. The owner calls
+everything under the lock of its pool.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.pool import ENDED, Match, Presence
+
+MAX_GHOSTS = 1 << 18
+_WAYS = 8
+
+
+class Ghosts:
+    """At most `max_hashes` of them, newest first in each bucket. Takes no memory before the first."""
+
+    def __init__(self, max_hashes: int = MAX_GHOSTS) -> None:
+        self._num_buckets = max(1, max_hashes // _WAYS)
+        self._places = array("q")
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._places) * self._places.itemsize
+
+    def add(self, block_hash: BlockHash) -> None:
+        if not self._places:
+            self._places = array("q", bytes(8 * _WAYS * self._num_buckets))
+        number, first = self._place(block_hash)
+        places = self._places
+        places[first + 1 : first + _WAYS] = places[first : first + _WAYS - 1]
+        places[first] = number
+
+    def discard(self, block_hash: BlockHash) -> None:
+        """Whoever drops a block on purpose says so here: it is no ghost."""
+        if not self._places:
+            return
+        number, first = self._place(block_hash)
+        bucket = self._places[first : first + _WAYS]
+        while number in bucket:  # as often as it was evicted
+            bucket.remove(number)
+            bucket.append(0)
+        self._places[first : first + _WAYS] = bucket
+
+    def clear(self) -> None:
+        self._places = array("q")
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        places = self._places
+        if not places:
+            return False
+        number = hash(block_hash) or 1  # as in `_place`; this one is called for every block of a cold prompt
+        first = number % self._num_buckets * _WAYS
+        return number in places[first : first + _WAYS]
+
+    def ending(self, match: Match, hashes: Sequence[BlockHash]) -> str:
+        """What a lease says of the block that ended `match`, which was asked for `hashes`."""
+        if match.ended is Presence.MISS and hashes[len(match.blocks)] in self:
+            return "evicted"
+        return ENDED[match.ended]
+
+    def _place(self, block_hash: BlockHash) -> tuple[int, int]:
+        """The number that stands for a hash (0 is an empty place), and where its bucket begins."""
+        number = hash(block_hash) or 1
+        return number, number % self._num_buckets * _WAYS

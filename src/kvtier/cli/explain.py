@@ -1,0 +1,186 @@
+"""`kvtier explain`: why a request, or a prompt, found no more in the cache than it did."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.blocks.weights import weights_identity_of_folder
+from kvtier.cli.cache_server import default_socket, read_token
+from kvtier.cli.connection_options import connection_options
+from kvtier.client.client import SingleClient
+from kvtier.client.connecting import connect
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
+from kvtier.tiers.explaining import explain, explain_request
+from kvtier.tiers.explanation import Explanation
+
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A model as an engine would load it, as far as its blocks depend on that."""
+
+    folder: Path
+    load_format: Literal["auto", "dummy"]
+    dtype: str
+    quantization: Literal["fp8"] | None
+    device: str
+    block_size: int
+    salt: str
+    lora: str
+
+    def fields(self) -> NamespaceFields:
+        """What the engine makes of it, without loading its weights."""
+        config = read_config(self.folder)
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
+        is_dummy = self.load_format == "dummy"
+        return NamespaceFields(
+            layout=config.kv_layout(self.block_size, dtype),
+            weights=_dummy_weights(config, dtype, self.device) if is_dummy else weights_identity_of_folder(self.folder),
+            model_config=config.kv_identity(),
+            quantization=self.quantization or ("gptq" if config.quantization else ""),
+            compute_dtype=dtype,
+            lora=self.lora,
+            salt=self.salt,
+        )
+
+
+@click.command("explain")
+@click.argument("request_id", required=False)
+@connection_options
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="The model's folder, for a prompt.")
+@click.option("--prompt", default=None, help="The prompt's text, as the engine got it.")
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with the prompt's text."
+)
+@click.option("--tokens", default=None, help="The prompt's token ids, as in 1,2,3.")
+@click.option("--dtype", type=click.Choice(["auto", *COMPUTE_DTYPES]), default="auto", show_default=True)
+@click.option("--quantization", type=click.Choice(["fp8"]), default=None, help="If the engine quantises the weights.")
+@click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True)
+@click.option("--device", default="auto", show_default=True, help="Where dummy weights were made: cuda or cpu.")
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block.")
+@click.option("--salt", default="", help="The engine's salt, if it has one.")
+@click.option("--lora", default="", help="The identity of the adapter, if there is one.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def explain_command(
+    request_id: str | None,
+    server: str | None,
+    token_file: Path | None,
+    ca_file: Path | None,
+    model: Path | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    tokens: str | None,
+    dtype: str,
+    quantization: Literal["fp8"] | None,
+    load_format: Literal["auto", "dummy"],
+    device: str,
+    block_size: int,
+    salt: str,
+    lora: str,
+    as_json: bool,
+) -> None:
+    """Why REQUEST_ID, or a prompt, found no more in the cache than it did.
+
+    A request that an engine has reported to the server, by its id:
+
+        kvtier explain --server unix:/tmp/kvtier.sock REQUEST_ID
+
+    Or a prompt, as it stands in the server now; give the options that the engine has:
+
+        kvtier explain --model FOLDER --prompt "Once upon a time" --salt tenant
+    """
+    num_prompts = sum(given is not None for given in (prompt, prompt_file, tokens))
+    if (request_id is None) == (model is None) or num_prompts != (model is not None):
+        raise click.UsageError("Give a request id, or --model with one of --prompt, --prompt-file and --tokens.")
+    address = server or f"unix:{default_socket()}"
+    ask: Callable[[SingleClient], Explanation | None]
+    try:
+        if model is None:
+            assert request_id is not None
+            ask = functools.partial(explain_request, request_id=request_id)
+        else:
+            loaded = ModelOptions(
+                folder=model,
+                load_format=load_format,
+                dtype=dtype,
+                quantization=quantization,
+                device=device,
+                block_size=block_size,
+                salt=salt,
+                lora=lora,
+            )
+            token_ids = _token_ids(model, prompt, prompt_file, tokens)
+            ask = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)
+        with connect(address, token=read_token(token_file), ca_file=ca_file, timeout_s=_TIMEOUT_S) as client:
+            explanation = ask(client)
+    except (KvtierError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if explanation is None:
+        raise click.ClickException(
+            f"{address} has no note of request {request_id}: it is too long ago, or its engine does not report there"
+        )
+    click.echo(explanation.to_json() if as_json else _table(explanation))
+
+
+def _table(explanation: Explanation) -> str:
+    cached = ", ".join(f"{tier} {count}" for tier, count in explanation.cached_tokens.items() if count)
+    rows = {
+        "request": explanation.request_id,
+        "model": explanation.model,
+        "namespace": explanation.namespace[:12],
+        "prompt": f"{explanation.prompt_tokens} tokens in blocks of {explanation.block_tokens}",
+        "cached": f"{sum(explanation.cached_tokens.values())} tokens" + (f" ({cached})" if cached else ""),
+        "ended at": f"token {explanation.ended_at_tokens}",
+        "because": explanation.reason.value + (f" ({explanation.tier})" if explanation.tier else ""),
+        "detail": explanation.detail,
+    }
+    lines = [f"{name:10} {value}" for name, value in rows.items() if value]
+    return "\n".join([*lines, "", explanation.sentence()])
+
+
+def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, tokens: str | None) -> list[int]:
+    if tokens is not None:
+        try:
+            return [int(token) for token in tokens.split(",")]
+        except ValueError as error:
+            raise ConfigError(f"token ids are whole numbers with commas between them, not {tokens!r}") from error
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"{prompt_file} is no text in UTF-8: {error}") from error
+    assert prompt is not None
+    try:  # not above: it imports transformers, which only a prompt's text needs
+        from kvtier.models.tokenizer import Tokenizer  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "a prompt's text needs a tokenizer: pip install 'kvtier[engine]', or give --tokens"
+        ) from error
+    return Tokenizer(folder).encode(prompt)
+
+
+def _dummy_weights(config: ModelConfig, dtype: str, device: str) -> str:
+    """The identity of the dummy weights that an engine makes."""
+    try:  # not above: they import torch, which only dummy weights need
+        import torch  # noqa: PLC0415
+
+        from kvtier.models.dummy import dummy_identity  # noqa: PLC0415
+        from kvtier.models.loading import DUMMY_SEED  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("dummy weights need the engine: pip install 'kvtier[engine]'") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cuda or cpu, not {device!r}") from error
+    return dummy_identity(config, dtype=getattr(torch, dtype), device=place, seed=DUMMY_SEED)

@@ -1,0 +1,108 @@
+"""Why a request's match ended where it did: the reason, whose answer it was, and how far the cache helped until then.
+
+Whoever matches makes one `Explanation` per request; the cache server keeps the last of them; `kvtier explain` reads
+them back. Values only: no I/O, any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvtier.errors import ConfigError
+
+
+class MatchEnd(enum.Enum):
+    """What the block was that ended a match."""
+
+    ALL = "all"
+    NEVER_STORED = "never stored"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other namespace"
+    TIER_DOWN = "tier down"
+    SLOWER = "slower than computing"
+    PENDING = "still pending"
+    LIMIT = "lease limit"
+    LOST = "lost or corrupt"
+
+
+_BY_ENDING = {
+    "all": MatchEnd.ALL,
+    "miss": MatchEnd.NEVER_STORED,
+    "evicted": MatchEnd.EVICTED,
+    "pending": MatchEnd.PENDING,
+    "limit": MatchEnd.LIMIT,
+    "down": MatchEnd.TIER_DOWN,
+    "lost": MatchEnd.LOST,
+}
+
+_WHY = {
+    MatchEnd.ALL: "no full block was left",
+    MatchEnd.NEVER_STORED: "the next block was never stored",
+    MatchEnd.EVICTED: "the next block was stored once and has been evicted",
+    MatchEnd.OTHER_NAMESPACE: "the next block is cached in another namespace only",
+    MatchEnd.TIER_DOWN: "the tier did not answer",
+    MatchEnd.SLOWER: "fetching more would have been slower than computing it",
+    MatchEnd.PENDING: "the next block is still being written",
+    MatchEnd.LIMIT: "this client holds as much as it may",
+    MatchEnd.LOST: "the next block was lost or corrupt",
+}
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request's match. `cached_tokens` is by tier ("device", "host", "server", ...).
+
+    `namespace` is a hex digest, `tier` whose answer ended the match at `ended_at_tokens`, `detail` more of the reason.
+    `first_block` are the token ids of the prompt's first full block: with them other namespaces can be asked later.
+    """
+
+    request_id: str
+    model: str
+    namespace: str
+    prompt_tokens: int
+    block_tokens: int
+    cached_tokens: dict[str, int]
+    ended_at_tokens: int
+    reason: MatchEnd
+    tier: str
+    detail: str = ""
+    first_block: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.block_tokens <= 0:
+            raise ConfigError(f"block_tokens must be positive, not {self.block_tokens}")
+        if not 0 <= self.ended_at_tokens <= self.prompt_tokens:
+            raise ConfigError(f"a match of {self.prompt_tokens} tokens cannot end at token {self.ended_at_tokens}")
+        if min(self.cached_tokens.values(), default=0) < 0:
+            raise ConfigError("cached tokens must not be negative")
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Explanation:
+        """Raises `ConfigError` for anything that `to_json` does not make."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise ConfigError(f"this is no explanation: {error}") from error
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    def sentence(self) -> str:
+        """For people."""
+        where = ", ".join(f"{count} from {tier}" for tier, count in self.cached_tokens.items() if count)
+        cached = f"{sum(self.cached_tokens.values())} of {self.prompt_tokens} prompt tokens were cached"
+        detail = f" ({self.detail})" if self.detail else ""
+        tier = f" in the {self.tier} tier" if self.tier else ""
+        return (
+            f"{cached}{f' ({where})' if where else ''}; the match ended at token {self.ended_at_tokens}{tier} because "
+            f"{_WHY[self.reason]}{detail}."
+        )
+
+
+def match_end_of(ended: str) -> MatchEnd:
+    """The reason behind a lease's `ended`. Raises `ConfigError` for a word that no lease says."""
+    try:
+        return _BY_ENDING[ended]
+    except KeyError as error:
+        raise ConfigError(f"no lease ends with {ended!r}") from error
