@@ -203,8 +203,7 @@ class SimulatedEngine:
             self.scheduler.submitted(step)
             self.steps.append(step)
         else:
-            assert not step.copies, "copies without a step are never made"
-            assert self._under_way or not self.scheduler.has_requests, "requests wait for nothing"
+            self.check_nothing_to_do(step)
         if self._under_way and (step.is_empty or len(self._under_way) > self.num_steps_ahead):
             self._look_at(self._under_way.popleft())
         self.check_blocks()
@@ -219,9 +218,18 @@ class SimulatedEngine:
             self.step()
         raise AssertionError("the requests do not end")
 
+    def check_nothing_to_do(self, step: Step) -> None:
+        """A step was empty: that has a reason."""
+        assert not step.copies, "copies without a step are never made"
+        assert self._under_way or not self.scheduler.has_requests, "requests wait for nothing"
+
+    def held_ids(self) -> set[int]:
+        """Blocks that are being copied away."""
+        return set()
+
     def check_blocks(self) -> None:
-        """Free blocks and those that running requests have make up the pool; who waits has none."""
-        used = {block_id for request in self.scheduler.running for block_id in request.blocks.ids}
+        """Free blocks and those that running requests have, or stores hold, make up the pool; who waits has none."""
+        used = {block_id for request in self.scheduler.running for block_id in request.blocks.ids} | self.held_ids()
         assert self.block_manager.num_free_blocks + len(used) == self.block_manager.num_blocks
         assert all(not request.blocks.ids for request in self.scheduler.waiting)
         assert all(not request.blocks.ids for request in self.requests if request.status is Status.FINISHED)
@@ -238,7 +246,8 @@ class SimulatedEngine:
                 assert request.output_tokens == expected
             if request.finish_reason is FinishReason.LENGTH and not request.num_preemptions:
                 num_needed = request.prompt_tokens + request.num_outputs - 1
-                assert request.cached_tokens + self.num_computed(request) == num_needed
+                num_loaded = sum(request.loaded_tokens.values())
+                assert request.cached_tokens + num_loaded + self.num_computed(request) == num_needed
 
     def num_computed(self, request: Request) -> int:
         """Tokens of the request that any step has computed."""

@@ -103,5 +103,10 @@ def completion_of(request: Request, text: str) -> Completion:
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         ttft_s=times.ttft_s() if times.first_token_at else 0.0,
         time_per_output_token_s=times.time_per_output_token_s(request.num_outputs) if times.finished_at else 0.0,
-        cached_tokens={"device": request.cached_tokens},
+        cached_tokens=cached_tokens_of(request),
     )
+
+
+def cached_tokens_of(request: Request) -> dict[str, int]:
+    """By tier, from fast to slow as they were used."""
+    return {"device": request.cached_tokens, **request.loaded_tokens}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from kvtier.blocks.namespace import Namespace
+from kvtier.engine.held import Held
 from kvtier.engine.naive_blocks import HashedBlocks, NaiveBlocks
 from kvtier.engine.request import Request
 from kvtier.engine.shared_blocks import SharedBlocks
@@ -30,10 +31,11 @@ class BlockManager(Protocol):
         """Blocks that nobody references; some of them may be cached."""
         ...
 
-    def extend(self, request: Request) -> bool:
+    def extend(self, request: Request, *, partially: bool = True) -> bool:
         """Give `request` what is cached of its next tokens, and count it as computed. At least one token is left.
 
-        False when the next block is just being computed by another request: wait, and ask again.
+        Not `partially`: whole blocks only, since a slower tier has the next one. False when the next block is just
+        being computed by another request: wait, and ask again.
         """
         ...
 
@@ -48,6 +50,20 @@ class BlockManager(Protocol):
     def note_computed(self, request: Request) -> None:
         """The KV of its first `num_computed` tokens is there for every later step."""
         ...
+
+    def num_known_blocks(self, request: Request) -> int:
+        """How many leading blocks of its prompt are on the device, or being computed; hashes them if that is done."""
+        ...
+
+    def unclaim(self, request: Request) -> None:
+        """Blocks that were taken for tokens to come, beyond `num_computed`: nobody need wait for them."""
+        ...
+
+    def hold(self, request: Request, first: int, end: int) -> Held:
+        """Blocks `first..end` of the request, to be copied away: they are not written again before `release`."""
+        ...
+
+    def release(self, held: Held) -> None: ...
 
     def free(self, request: Request) -> None:
         """Take all blocks back; what is computed may stay cached."""

@@ -101,6 +101,7 @@ class EngineClient:
             if self._failure is not None or self._is_closed:
                 raise EngineStopped(str(self._failure or "the engine was closed"))
             self._inbox.put(_Submission(stream, prompt, params))
+        self._engine.wake()
         return stream
 
     def close(self) -> None:

@@ -14,7 +14,13 @@ _SCHEDULE = re.compile(r"sync|async-([1-9][0-9]?)")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is run. Sizes are bytes; `None` means that the engine finds a value at start-up."""
+    """How a model is run. Sizes are bytes; `None` means that the engine finds a value at start-up.
+
+    `swap_space` is memory of this host for blocks. `cache_server` is where cache servers listen: one of this host
+    (`unix:/path`), whose memory is used in place, or some over TCP (`tcp://host:port`), with a token from
+    `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. What the tiers have is
+    loaded where that is faster than computing it, or always with `always_load`.
+    """
 
     model: str
     revision: str | None = None
@@ -34,6 +40,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True
     salt: str = ""
+    swap_space: int = 0
+    cache_server: str | tuple[str, ...] = ()
+    cache_server_token: str | None = None
+    cache_server_ca_file: str | None = None
+    cache_server_timeout_s: float = 1.0
+    cache_server_replicas: int = 1
+    always_load: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_requests", "max_num_batched_tokens", "max_model_len", "kv_cache_space"):
@@ -43,6 +56,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
+            raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
+        if not isinstance(self.cache_server, (str, tuple, list)):
+            raise ConfigError(f"cache_server must be an address or several, not {self.cache_server!r}")
         if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
             raise ConfigError(f"schedule must be sync or async-N with N from 1 to 99, not {self.schedule!r}")
         if self.block_manager not in get_args(BlockManagerName):
@@ -52,6 +69,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {utilization!r}")
+
+    @property
+    def cache_servers(self) -> tuple[str, ...]:
+        return (self.cache_server,) if isinstance(self.cache_server, str) else tuple(self.cache_server)
 
     @property
     def num_steps_ahead(self) -> int:

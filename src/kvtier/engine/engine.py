@@ -9,28 +9,42 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvtier.engine.answer import AnswerText
+from kvtier.engine.answer import AnswerText, cached_tokens_of
 from kvtier.engine.block_manager import make_block_manager
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.copier import HostCopier
+from kvtier.engine.cuda_copier import CudaCopier
 from kvtier.engine.decode_graphs import MAX_GRAPH_ROWS
 from kvtier.engine.kv_arena import KvArena
+from kvtier.engine.prefill_probe import measure_prefill
+from kvtier.engine.prompt_loading import PromptLoading
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sizing import choose_num_blocks
+from kvtier.engine.speeds import Speeds
+from kvtier.engine.step_timer import StepTimer
+from kvtier.engine.tier_building import make_hierarchy
+from kvtier.engine.tier_traffic import TierTraffic
 from kvtier.errors import ConfigError, InvalidParameter, PromptTooLong
 from kvtier.models.loading import LoadedModel, load_model
 from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.sizes import format_size
+from kvtier.tiers.explanation import Explanation
 
 logger = logging.getLogger(__name__)
+
+_TIER_WAIT_S = 0.01
+"""How long a step that has nothing to compute waits for a tier before it looks for new requests."""
+
+_MAX_EXPLANATIONS = 4096
 
 
 @dataclass(slots=True)
@@ -87,7 +101,13 @@ class Engine:
             if config.cuda_graphs and device.type == "cuda"
             else 0,
         )
+        self._namespace_fields = self.loaded.namespace_fields(layout, salt=config.salt)
+        self._namespace = self._namespace_fields.digest()
+        self.speeds = Speeds()
+        self._timer = StepTimer(self.speeds, device)
+        self.traffic = self._make_traffic(device)
         self.scheduler = self._make_scheduler()
+        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
@@ -153,6 +173,11 @@ class Engine:
         self._requests[request_id] = requests
         return requests
 
+    def wake(self) -> None:
+        """From any thread: if a step waits for a tier, look for new requests first."""
+        if self.traffic is not None:
+            self.traffic.wake()
+
     def abort(self, request_id: str) -> list[Progress]:
         """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
         return [
@@ -181,6 +206,8 @@ class Engine:
             raise
 
     def _start_over(self) -> None:
+        if self.traffic is not None:
+            self.scheduler.leave_all()
         for requests in self._requests.values():
             for request in requests:
                 if request.status is not Status.FINISHED:
@@ -188,29 +215,64 @@ class Engine:
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
         self._under_way.clear()
+        if self.traffic is not None:
+            self.traffic.drain()
         self.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> Scheduler:
-        config, layout = self.config, self.arena.layout
-        namespace = self.loaded.namespace_fields(layout, salt=config.salt).digest()
+        config, namespace = self.config, self._namespace
+        blocks = make_block_manager(config.block_manager, self.arena.num_blocks, config.block_size, namespace)
         return Scheduler(
-            make_block_manager(config.block_manager, self.arena.num_blocks, config.block_size, namespace),
+            blocks,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            loading=None if self.traffic is None else PromptLoading(self.traffic, blocks, namespace),
         )
+
+    def _make_traffic(self, device: torch.device) -> TierTraffic | None:
+        config, layout = self.config, self.arena.layout
+        hierarchy = make_hierarchy(config, layout, self._namespace_fields, self.name)
+        if hierarchy is None:
+            return None
+        if not config.always_load:
+            measure_prefill(self.runner, self._timer, config, self.max_model_len)
+        return TierTraffic(
+            hierarchy,
+            CudaCopier(self.arena) if device.type == "cuda" else HostCopier(self.arena),
+            self.speeds,
+            layout=layout,
+            chunk_tokens=config.max_num_batched_tokens,
+            always_loads=config.always_load,
+        )
+
+    @property
+    def name(self) -> str:
+        """What people call the model: never a path."""
+        return str(self.config.model).rstrip("/").rsplit("/", 1)[-1]
+
+    def close(self) -> None:
+        """Give the tiers back. The engine does no step after it."""
+        if self.traffic is not None:
+            self.scheduler.leave_all()
+            self.traffic.close()
 
     def _step(self) -> list[Progress]:
         started_at = time.perf_counter()
         step = self.scheduler.schedule()
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
+            self._timer.start()
             self._under_way.append(self.runner.submit(step))
+            self._timer.stop(step)
             started_at = time.perf_counter()
             self.scheduler.submitted(step)
             self.schedule_s += time.perf_counter() - started_at
             self.num_steps += 1
         elif not self._under_way:
-            assert not self.scheduler.has_requests, "requests wait for nothing"
+            if self.traffic is not None:
+                self.traffic.wait(_TIER_WAIT_S)
+            else:
+                assert not self.scheduler.has_requests, "requests wait for nothing"
             return []
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
             return self._look_at(self._under_way.popleft())
@@ -247,11 +309,42 @@ class Engine:
         self.scheduler.finish(request, reason)
         self.runner.forget(request)
         request.times.finished_at = time.monotonic()
+        self._explain(request)
         text = self._texts[request]
         text.finish()
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
         return Progress(request, list(token_ids), text.take(), True)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
+        known = self._explanations.get(request_id)
+        if known is None:
+            raise InvalidParameter(f"no request with the id {request_id} has ended lately")
+        return known
+
+    def _explain(self, request: Request) -> None:
+        if self.traffic is None or request.ending is None:
+            return
+        block_tokens = self.config.block_size
+        ending = request.ending
+        explanation = Explanation(
+            request_id=request.id,
+            model=self.name,
+            namespace=self._namespace.hex(),
+            prompt_tokens=request.prompt_tokens,
+            block_tokens=block_tokens,
+            cached_tokens=cached_tokens_of(request),
+            ended_at_tokens=min(ending.position * block_tokens, request.prompt_tokens),
+            reason=ending.reason,
+            tier=ending.tier,
+            detail=ending.detail,
+            first_block=tuple(request.tokens[:block_tokens]) if request.prompt_tokens >= block_tokens else (),
+        )
+        self._explanations[request.id] = explanation
+        while len(self._explanations) > _MAX_EXPLANATIONS:
+            self._explanations.popitem(last=False)
+        self.traffic.note(explanation)
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""

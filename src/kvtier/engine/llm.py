@@ -64,8 +64,10 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def close(self) -> None:
-        """Give the device's memory back."""
-        self.__dict__.pop("engine", None)
+        """Give the device's memory back, and what it holds of other tiers."""
+        engine = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvtier.blocks.hashing import block_hashes
 from kvtier.blocks.namespace import Namespace
+from kvtier.engine.held import Held
 from kvtier.engine.request import Request
 from kvtier.engine.step import BlockCopy
 
@@ -15,13 +18,21 @@ class NaiveBlocks:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._free_ids = list(range(num_blocks - 1, -1, -1))
+        self._num_holds: Counter[int] = Counter()
+        self._freed_while_held: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free_ids)
 
-    def extend(self, request: Request) -> bool:
+    def extend(self, request: Request, *, partially: bool = True) -> bool:
         return True
+
+    def num_known_blocks(self, request: Request) -> int:
+        return 0
+
+    def unclaim(self, request: Request) -> None:
+        pass
 
     def chunk(self, request: Request, count: int) -> int:
         return count
@@ -39,8 +50,27 @@ class NaiveBlocks:
     def note_computed(self, request: Request) -> None:
         pass
 
+    def hold(self, request: Request, first: int, end: int) -> Held:
+        ids = request.blocks.ids[first:end]
+        self._num_holds.update(ids)
+        return Held(ids, [])
+
+    def release(self, held: Held) -> None:
+        for block_id in held.ids:
+            self._num_holds[block_id] -= 1
+            if not self._num_holds[block_id]:
+                del self._num_holds[block_id]
+                if block_id in self._freed_while_held:
+                    self._freed_while_held.remove(block_id)
+                    self._free_ids.append(block_id)
+
     def free(self, request: Request) -> None:
-        self._free_ids += reversed(request.blocks.ids)
+        ids = request.blocks.ids
+        if self._num_holds:
+            held = [block_id for block_id in ids if block_id in self._num_holds]
+            self._freed_while_held.update(held)
+            ids = [block_id for block_id in ids if block_id not in self._num_holds]
+        self._free_ids += reversed(ids)
         request.blocks.clear()
 
     def let_go(self, request: Request) -> None:

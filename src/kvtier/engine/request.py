@@ -10,10 +10,16 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.pool import Block
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.tiers.explanation import MatchEnd
+
+if TYPE_CHECKING:
+    from kvtier.engine.load import Load
+    from kvtier.engine.tier_traffic import Fetch
 
 
 class Status(enum.Enum):
@@ -49,6 +55,16 @@ class Times:
         return (self.finished_at - self.first_token_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MatchEnding:
+    """Why no more of a prompt was cached: what `tier` said of the block at `position`."""
+
+    position: int
+    reason: MatchEnd
+    tier: str
+    detail: str = ""
+
+
 @dataclass(slots=True)
 class SequenceBlocks:
     """The blocks of one request, in order, as its block manager keeps them.
@@ -77,14 +93,20 @@ class Request:
     __slots__ = (
         "blocks",
         "cached_tokens",
+        "ending",
+        "fetch",
         "finish_reason",
         "group",
         "id",
         "index",
+        "is_announced",
+        "load",
+        "loaded_tokens",
         "logprobs",
         "max_tokens",
         "num_computed",
         "num_in_flight",
+        "num_offered",
         "num_preemptions",
         "params",
         "prompt_tokens",
@@ -122,6 +144,15 @@ class Request:
         self.blocks = SequenceBlocks()
         self.slot = 0
         self.cached_tokens = 0
+        """On the device itself."""
+        self.loaded_tokens: dict[str, int] = {}
+        """By the tier they came from."""
+        self.fetch: Fetch | None = None
+        self.load: Load | None = None
+        self.ending: MatchEnding | None = None
+        self.num_offered = 0
+        """Blocks that the tiers were offered, or have."""
+        self.is_announced = False
         self.was_admitted = False
         self.logprobs: list[dict[int, float]] = []
         self.times = Times(arrived_at=time.monotonic() if arrived_at is None else arrived_at)

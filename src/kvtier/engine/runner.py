@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.copier import Transfer
 from kvtier.engine.decode_graphs import DecodeGraphs
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.request import Request
@@ -90,13 +91,23 @@ class _Place:
 class _PagedAttention:
     """One step's attention, as models call it."""
 
-    def __init__(self, arena: KvArena, batch: PagedBatch, scale: float, windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self,
+        arena: KvArena,
+        batch: PagedBatch,
+        scale: float,
+        windows: tuple[int | None, ...],
+        arrivals: Sequence[Transfer],
+    ) -> None:
         self._caches = arena.layers
         self._batch = batch
         self._scale = scale
         self._windows = windows
+        self._arrivals = arrivals
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for transfer in self._arrivals:
+            transfer.precede(layer)
         out = attend(
             query, key, value, self._caches[layer], self._batch, scale=self._scale, window=self._windows[layer]
         )
@@ -153,7 +164,7 @@ class Runner:
                 self.arena.copy(step.copies)
             rows = step.rows
             graph_rows = None
-            if self._graphs is not None and step.num_tokens == len(rows):
+            if self._graphs is not None and step.num_tokens == len(rows) and not step.arrivals:
                 graph_rows = self._graphs.size_for(len(rows))
             batch = PagedBatch.build(
                 [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in rows],
@@ -165,7 +176,7 @@ class Runner:
             sampling = [row for row in rows if row.samples]
             tokens, last_places, slots = self._upload_tokens(step, sampling)
             if self._graphs is None or graph_rows is None:
-                hidden = self._forward(tokens, batch)
+                hidden = self._forward(tokens, batch, step.arrivals)
             else:
                 hidden = self._graphs.run(tokens, batch)
             if not sampling:
@@ -183,8 +194,8 @@ class Runner:
             self._sampler.close(row)
             self._sampled_before = None
 
-    def _forward(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows)
+    def _forward(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Transfer] = ()) -> torch.Tensor:
+        attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows, arrivals)
         hidden: torch.Tensor = self.model(tokens, batch.positions, attention)
         return hidden
 

@@ -2,7 +2,8 @@
 
 First come, first served. Running requests go first, then waiting ones are admitted while tokens, places and blocks
 last. A request that waits for a block which another is computing lets others pass. When blocks run out, the request
-that came last gives its blocks back and starts over later, from what is still cached. The engine's thread owns it.
+that came last gives its blocks back and starts over later, from what is still cached. With tiers below the device, a
+request first waits, beside the others, for what they have of its prompt. The engine's thread owns it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvtier.engine.block_manager import BlockManager
+from kvtier.engine.prompt_loading import PromptLoading
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.step import Step, StepRow
 
@@ -17,8 +19,17 @@ from kvtier.engine.step import Step, StepRow
 class Scheduler:
     """Requests from `add` until they are finished."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_requests: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_requests: int,
+        max_num_batched_tokens: int,
+        loading: PromptLoading | None = None,
+    ) -> None:
+        """With `loading`, prompts are loaded from tiers below the device, and full blocks are offered to them."""
         self.blocks = blocks
+        self._loading = loading
         self.max_num_requests = max_num_requests
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -43,12 +54,22 @@ class Scheduler:
             self._give_back(request)
         else:
             self.waiting.remove(request)
+            if self._loading is not None:
+                self._loading.leave(request)
             self.blocks.free(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
 
+    def leave_all(self) -> None:
+        """Nothing is loaded or promised for anybody any more."""
+        if self._loading is not None:
+            for request in (*self.running, *self.waiting):
+                self._loading.leave(request)
+
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
+        if self._loading is not None:
+            self._loading.poll(self.waiting)
         decodes: list[StepRow] = []
         prefills: list[StepRow] = []
         budget = self.max_num_batched_tokens
@@ -64,44 +85,103 @@ class Scheduler:
                 if not request.may_sample:
                     position += 1
                     continue
+                num_running = len(self.running)
                 if start < len(request.blocks.ids) * block_tokens or self._make_room(request, start + 1):
                     request.num_computed = start + 1
                     request.num_in_flight += 1
                     decodes.append(StepRow(request, start, 1, True))
                     budget -= 1
                     position += 1
+                elif num_running == len(self.running):
+                    position += 1  # it waits for room, and gave nothing up
                 continue
-            is_clear = self.blocks.extend(request)
-            if not request.num_preemptions:
-                request.cached_tokens += request.num_computed - start
-            if not is_clear:
+            if not self._may_compute(request):
                 position += 1
                 continue
+            num_running = len(self.running)
             row = self._row(request, budget)
             if row is not None:
                 (decodes if row.count == 1 else prefills).append(row)
                 budget -= row.count
                 position += 1
+            elif num_running == len(self.running):
+                position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
+        if self._loading is not None and not decodes and not prefills:
+            self._start_early(budget, decodes, prefills)
         rows = decodes + prefills
-        return Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
+        step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
+        if self._loading is not None:
+            step.arrivals = self._loading.take_arrivals()
+        return step
 
     def submitted(self, step: Step) -> None:
         """The step was handed to the device: what it computes is there for later steps."""
+        if self._loading is not None:
+            self._loading.note_step(step)
         for row in step.rows:
             self.blocks.note_computed(row.request)
+            if self._loading is not None:
+                self._loading.offer(row.request)
         self.blocks.note_submitted()
+        if self._loading is not None:
+            self._loading.send_offers()
+
+    def _may_compute(self, request: Request) -> bool:
+        """What is cached of its next tokens is given to a running request; False when it has to wait for some."""
+        loading = self._loading
+        if request.load is not None:
+            assert loading is not None
+            if not loading.advance(request):
+                return False
+            if request.load is not None:
+                return True  # the rest comes from the back
+        if loading is not None and request.fetch is not None:
+            if not self._extend(request, partially=False):
+                return False
+            plan = loading.plan(request)
+            if plan is not None and self.blocks.grow(request, plan.end * self.blocks.block_tokens):
+                loading.begin(request, plan)
+                return loading.may_compute_beside(request)
+            loading.settle(request)
+        return self._extend(request, partially=True)
+
+    def _extend(self, request: Request, *, partially: bool) -> bool:
+        start = request.num_computed
+        is_clear = self.blocks.extend(request, partially=partially)
+        if not request.num_preemptions:
+            request.cached_tokens += request.num_computed - start
+        return is_clear
+
+    def _start_early(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
+        """Nothing else is to be done: compute each layer of a prompt as soon as that layer of its prefix is there."""
+        assert self._loading is not None
+        for request in list(self.running):
+            if budget and request.load is not None and self._loading.start_early(request):
+                row = self._row(request, budget)
+                if row is not None:
+                    (decodes if row.count == 1 else prefills).append(row)
+                    budget -= row.count
 
     def _row(self, request: Request, budget: int) -> StepRow | None:
         """The next chunk of a prompt, with blocks for it; None when the request had to give way."""
         start = request.num_computed
-        count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
+        count = min(request.num_tokens - start, budget)
+        if request.load is not None:
+            assert self._loading is not None
+            count = self._loading.claim(request, count)
+            if not count:
+                return None
+        else:
+            count = self.blocks.chunk(request, count)
         if not self._make_room(request, start + count):
             return None
         return self._take_row(request, start, count)
 
     def _take_row(self, request: Request, start: int, count: int) -> StepRow:
+        if self._loading is not None:
+            self._loading.announce(request)
         request.num_computed = start + count
         samples = request.num_computed == request.num_tokens
         if samples:
@@ -109,8 +189,13 @@ class Scheduler:
         return StepRow(request, start, count, samples)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens`, from those that came last if need be; False when the request itself was the last."""
+        """Blocks for `num_tokens`, from those that came last if need be; False when the request itself was the last.
+
+        Or when it has to wait for blocks that are being copied away.
+        """
         while not self.blocks.grow(request, num_tokens):
+            if self._loading is not None and self._loading.may_wait_for_room():
+                return False
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -130,35 +215,75 @@ class Scheduler:
 
     def _admit(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
         passed_over: list[Request] = []
+        loading = self._loading
         while self.waiting and budget and self._free_slots:
             request = self.waiting[0]
             if request.num_in_flight:
                 break  # it was preempted, and its last tokens are not known yet
+            if loading is not None and request.fetch is None:
+                break  # it is not looked for yet
             self.waiting.popleft()
-            if not self.blocks.extend(request):
+            if loading is not None and not loading.is_matched(request):
+                passed_over.append(request)
+                continue
+            if not self.blocks.extend(request, partially=loading is None):
                 # Waits for a block under way, holding on to nothing meanwhile.
                 self.blocks.let_go(request)
                 request.num_computed = 0
                 passed_over.append(request)
                 continue
+            plan = None
+            if loading is not None:
+                if not loading.is_useful(request):
+                    self.blocks.let_go(request)
+                    request.num_computed = 0
+                    passed_over.append(request)
+                    continue
+                plan = loading.plan(request)
+                if plan is None and not self.blocks.extend(request):
+                    self.blocks.let_go(request)
+                    request.num_computed = 0
+                    passed_over.append(request)
+                    continue
             start = request.num_computed
-            count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
-            if not self.blocks.grow(request, start + count):
+            if plan is not None:
+                num_tokens = plan.end * self.blocks.block_tokens
+            else:
+                count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
+                num_tokens = start + count
+            if not self.blocks.grow(request, num_tokens):
                 self.blocks.let_go(request)
                 request.num_computed = 0
                 self.waiting.appendleft(request)
+                if loading is not None:
+                    loading.may_wait_for_room()
                 break
+            if loading is not None and plan is None:
+                loading.settle(request)
             request.status = Status.RUNNING
             request.slot = self._free_slots.pop()
             self.running.append(request)
+            request.num_offered = start // self.blocks.block_tokens
             if not request.was_admitted:
                 request.was_admitted = True
                 request.cached_tokens = start
-            row = self._take_row(request, start, count)
+            if loading is not None and start:
+                loading.offer_again(request)
+            if plan is not None and loading is not None:
+                loading.begin(request, plan)
+                row = self._row(request, budget) if loading.may_compute_beside(request) else None
+                if row is None:
+                    continue
+            else:
+                row = self._take_row(request, start, count)
             (decodes if row.count == 1 else prefills).append(row)
             budget -= row.count
         self.waiting.extendleft(reversed(passed_over))
 
     def _give_back(self, request: Request) -> None:
+        if self._loading is not None:
+            self._loading.offer(request)
+            self._loading.send_offers()
+            self._loading.leave(request)
         self.blocks.free(request)
         self._free_slots.append(request.slot)

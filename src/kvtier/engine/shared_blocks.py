@@ -10,6 +10,7 @@ from __future__ import annotations
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockPool, BlockState, PrefixIndex, Presence
+from kvtier.engine.held import Held
 from kvtier.engine.naive_blocks import extend_hashes
 from kvtier.engine.request import Request
 from kvtier.engine.step import BlockCopy
@@ -30,7 +31,7 @@ class SharedBlocks:
     def num_free_blocks(self) -> int:
         return self.num_blocks - self._pool.referenced_units
 
-    def extend(self, request: Request) -> bool:
+    def extend(self, request: Request, *, partially: bool = True) -> bool:
         """Only at a block's boundary: within a block the request has the block to itself."""
         awaited = self._awaited.get(request)
         if awaited is not None:
@@ -92,6 +93,24 @@ class SharedBlocks:
             elif self._pool.name(block, self._index, blocks.hashes[position], is_ready=True):
                 self._note_shown(request, position)
         blocks.num_shown = num_full
+
+    def num_known_blocks(self, request: Request) -> int:
+        extend_hashes(request, self._namespace, self.block_tokens)
+        known = self._index.blocks
+        hashes = request.blocks.hashes[: (len(request.tokens) - 1) // self.block_tokens]
+        return next((position for position, found in enumerate(hashes) if found not in known), len(hashes))
+
+    def unclaim(self, request: Request) -> None:
+        for block in request.blocks.blocks[-(-request.num_computed // self.block_tokens) :]:
+            self._pool.unname(block)
+
+    def hold(self, request: Request, first: int, end: int) -> Held:
+        blocks = request.blocks.blocks[first:end]
+        self._pool.reference(blocks)
+        return Held([block.start for block in blocks], blocks)
+
+    def release(self, held: Held) -> None:
+        self._pool.free(held.blocks)
 
     def free(self, request: Request) -> None:
         self._awaited.pop(request, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvtier.engine.copier import Transfer
 from kvtier.engine.request import Request
 
 
@@ -27,11 +28,15 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class Step:
-    """Rows of one query come first, the order the attention kernels want. `copies` come before everything."""
+    """Rows of one query come first, the order the attention kernels want. `copies` come before everything.
+
+    Each layer of `arrivals` is there before that layer is computed.
+    """
 
     rows: list[StepRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     num_tokens: int = 0
+    arrivals: list[Transfer] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

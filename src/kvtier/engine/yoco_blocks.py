@@ -41,9 +41,11 @@ class YocoBlocks(SharedBlocks):
         self._sources: dict[Block, Block] = {}
         self._filling: list[Block] = []
 
-    def extend(self, request: Request) -> bool:
+    def extend(self, request: Request, *, partially: bool = True) -> bool:
         if not super().extend(request):
             return False
+        if not partially:
+            return True
         offset = request.num_computed % self.block_tokens
         if offset or len(request.tokens) - request.num_computed <= 1:
             return True

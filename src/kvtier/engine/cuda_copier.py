@@ -1,0 +1,283 @@
+"""The copier of a CUDA device: whole blocks by DMA, in batches, on streams beside compute.
+
+Loads and stores have a stream each. A load goes in groups of layers, so that a step may begin on the first while the
+rest arrives. Any thread may copy; a thread of the copier's own gives back what copies hold, whether or not somebody
+waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.engine.copier import Mark, Transfer
+from kvtier.engine.kv_arena import KvArena
+from kvtier.errors import TierUnavailable
+from kvtier.memory.cuda import PIECE_BYTES, Copies, Direction, Registration, cut, load_cudart
+from kvtier.memory.mapped import MappedArena
+
+NUM_GROUPS = 4
+"""A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
+
+_MIN_PART_BYTES = 128 << 10
+"""Copies of less than this leave the bus idle."""
+_CALL_BLOCKS = 64
+"""Blocks handed over in a call. That costs a microsecond each, and only then does the device begin on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a block that are copied together: `nbytes` from byte `first_byte` of it."""
+
+    first_layer: int
+    num_layers: int
+    first_byte: int
+    nbytes: int
+
+
+def layer_groups(layout: KvLayout, num_groups: int) -> list[LayerGroup]:
+    """All layers, in order, in `num_groups` groups that differ by a layer at most; in fewer where those were small."""
+    num_groups = max(1, min(num_groups, layout.layers, layout.block_bytes // _MIN_PART_BYTES))
+    layer_bytes = layout.block_bytes // layout.layers
+    bounds = [layout.layers * number // num_groups for number in range(num_groups + 1)]
+    return [
+        LayerGroup(first, end - first, first * layer_bytes, (end - first) * layer_bytes)
+        for first, end in itertools.pairwise(bounds)
+    ]
+
+
+class _CudaTransfer:
+    """Copies under way. Their arena stays mapped until somebody sees that they are done; the copier's thread does."""
+
+    def __init__(self, arena: MappedArena, groups: Sequence[LayerGroup], device: torch.device) -> None:
+        """Raises `LeaseError` when the arena is closed."""
+        self._groups = groups
+        self._device = device
+        self._arrivals: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
+        self._use = contextlib.ExitStack()
+        self._use.enter_context(arena.in_use())
+
+    def submitted(self, stream: torch.cuda.Stream) -> None:
+        """The next group was handed to `stream`."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        self._arrivals.append(event)
+
+    @property
+    def is_done(self) -> bool:
+        try:
+            is_done: bool = self._arrivals[-1].query()
+        except RuntimeError as error:
+            self.end_use()
+            raise TierUnavailable(f"the device failed: {error}") from error
+        if is_done:
+            self.end_use()
+        return is_done
+
+    def wait(self) -> None:
+        try:
+            self._arrivals[-1].synchronize()
+        except RuntimeError as error:
+            raise TierUnavailable(f"the device failed: {error}") from error
+        finally:
+            self.end_use()
+
+    def precede(self, layer: int) -> None:
+        number = next(i for i, group in enumerate(self._groups) if layer < group.first_layer + group.num_layers)
+        torch.cuda.current_stream(self._device).wait_event(self._arrivals[number])
+
+    def end_use(self) -> None:
+        with self._lock:
+            self._use.close()
+
+
+class CudaCopier:
+    """A `Copier` for an arena on a GPU. Closed after all who copy, and before the arenas that it adopted."""
+
+    def __init__(self, kv: KvArena, num_groups: int = NUM_GROUPS, piece_bytes: int = PIECE_BYTES) -> None:
+        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found."""
+        self._kv = kv
+        self._device = kv.blocks.device
+        self._base = kv.blocks.data_ptr()
+        self._block_bytes = kv.layout.block_bytes
+        self._groups = layer_groups(kv.layout, num_groups)
+        self._whole = layer_groups(kv.layout, 1)
+        # Slots of this size then straddle no pieces, where they lie side by side.
+        self._piece_bytes = max(1, piece_bytes // kv.layout.slot_bytes) * kv.layout.slot_bytes
+        self._cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
+        self._loads = torch.cuda.Stream(self._device, priority=-1)  # a request waits for them; for stores nobody does
+        self._stores = torch.cuda.Stream(self._device, priority=0)
+        self._condition = threading.Condition()
+        self._is_closed = False
+        self._num_submitting = 0
+        self._adopted: weakref.WeakKeyDictionary[MappedArena, Registration] = weakref.WeakKeyDictionary()
+        self._registrations: set[Registration] = set()
+        self._to_end: queue.SimpleQueue[_CudaTransfer | Registration | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtier-copies", daemon=True)
+        self._thread.start()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def load(self, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark) -> Transfer:
+        return self._begin(Direction.TO_DEVICE, self._loads, self._groups, arena, offsets, block_ids, after)
+
+    def store(self, block_ids: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Transfer:
+        return self._begin(Direction.TO_HOST, self._stores, self._whole, arena, offsets, block_ids, after)
+
+    def adopt(self, arena: MappedArena) -> None:
+        """Register it in the background. Until then, and if that fails, copies are right but slow: their call waits.
+
+        It stays registered, and mapped, until this copier closes or nobody else has a reference to it.
+        """
+        with self._condition:
+            if self._is_closed or arena in self._adopted:
+                return
+            registration = Registration(arena, self._cudart, self._device.index, self._piece_bytes)
+            self._adopted[arena] = registration
+            self._registrations.add(registration)
+        # A transfer refers to its arena: when nobody does, no copy is under way. The collector may only leave a note.
+        weakref.finalize(arena, self._to_end.put, registration).atexit = False
+
+    def registration(self, arena: MappedArena) -> Registration | None:
+        """What `adopt` has begun."""
+        with self._condition:
+            return self._adopted.get(arena)
+
+    def close(self) -> None:
+        """Wait for all copies, and unregister. Copies asked for from now on raise `TierUnavailable`."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.wait_for(lambda: not self._num_submitting)
+        self._to_end.put(None)
+        self._thread.join()
+        with torch.cuda.device(self._device):
+            for registration in self._registrations:
+                registration.close()
+        self._registrations.clear()
+
+    # --- copies ----------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        direction: Direction,
+        stream: torch.cuda.Stream,
+        groups: Sequence[LayerGroup],
+        arena: MappedArena,
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+        after: Mark,
+    ) -> _CudaTransfer:
+        assert len(block_ids) == len(offsets)
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._kv.num_blocks
+        assert not offsets or 0 <= min(offsets) <= max(offsets) <= arena.nbytes - self._block_bytes
+        with self._submitting():
+            transfer = _CudaTransfer(arena, groups, self._device)
+            try:
+                with torch.cuda.device(self._device):
+                    stream.wait_event(after)
+                    for group in groups:
+                        for first in range(0, len(block_ids), _CALL_BLOCKS):
+                            part = slice(first, first + _CALL_BLOCKS)
+                            self._submit(direction, stream, group, arena, offsets[part], block_ids[part])
+                        transfer.submitted(stream)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):
+                    stream.synchronize()  # what was handed over still uses the memory
+                transfer.end_use()
+                if isinstance(error, RuntimeError):
+                    raise TierUnavailable(f"the device failed: {error}") from error
+                raise
+            self._to_end.put(transfer)
+        return transfer
+
+    def _submit(
+        self,
+        direction: Direction,
+        stream: torch.cuda.Stream,
+        group: LayerGroup,
+        arena: MappedArena,
+        offsets: Sequence[int],
+        block_ids: Sequence[int],
+    ) -> None:
+        """Hand over one group of some blocks."""
+        start, block_bytes, nbytes = self._base + group.first_byte, self._block_bytes, group.nbytes
+        device = [start + block_id * block_bytes for block_id in block_ids]
+        offsets = [offset + group.first_byte for offset in offsets]
+        registration = self.registration(arena)
+        fast, slow = by_speed(device, offsets, nbytes, arena.address, self._piece_bytes, registration)
+        if fast.sizes:
+            self._cudart.copy(fast, direction, stream.cuda_stream)
+        if slow.sizes:
+            if direction is Direction.TO_HOST:
+                for offset in offsets:
+                    arena.populate(offset, nbytes)
+            self._cudart.copy_each(slow, direction, stream.cuda_stream)
+
+    @contextlib.contextmanager
+    def _submitting(self) -> Iterator[None]:
+        with self._condition:
+            if self._is_closed:
+                raise TierUnavailable("this copier is closed")
+            self._num_submitting += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._num_submitting -= 1
+                self._condition.notify_all()
+
+    # --- the copier's own thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (ending := self._to_end.get()) is not None:
+            if isinstance(ending, Registration):
+                ending.close()
+                with self._condition:
+                    self._registrations.discard(ending)
+            else:
+                with contextlib.suppress(TierUnavailable):  # told to whoever waits for it
+                    ending.wait()
+
+
+def by_speed(
+    device: Sequence[int],
+    offsets: Sequence[int],
+    nbytes: int,
+    arena_address: int,
+    piece_bytes: int,
+    registration: Registration | None,
+) -> tuple[Copies, Copies]:
+    """`nbytes` at each device address and offset: the copies whose host memory is registered, and the others.
+
+    None straddles two pieces, even of an arena that is not registered: that may begin while they run.
+    """
+    is_whole = all(offset % piece_bytes + nbytes <= piece_bytes for offset in offsets)
+    if is_whole and registration is not None and registration.is_complete:
+        return Copies.of(device, [arena_address + offset for offset in offsets], [nbytes] * len(offsets)), _NOTHING
+    fast: list[tuple[int, int, int]] = []
+    slow: list[tuple[int, int, int]] = []
+    for entry in cut(device, offsets, nbytes, piece_bytes):
+        is_registered = registration is not None and registration.covers(entry[1], entry[2])
+        (fast if is_registered else slow).append(entry)
+    return _copies(fast, arena_address), _copies(slow, arena_address)
+
+
+def _copies(entries: Sequence[tuple[int, int, int]], arena_address: int) -> Copies:
+    device, offsets, sizes = zip(*entries, strict=True) if entries else ((), (), ())
+    return Copies.of(device, [arena_address + offset for offset in offsets], sizes)
+
+
+_NOTHING = Copies.of([], [], [])

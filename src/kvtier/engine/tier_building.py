@@ -1,0 +1,77 @@
+"""From settings to the tiers below the device: host memory of the engine's own, cache servers, or both."""
+
+from __future__ import annotations
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.client.client import SingleClient
+from kvtier.client.connecting import connect
+from kvtier.engine.config import EngineConfig
+from kvtier.errors import ConfigError
+from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.tier import Tier
+
+_STAGING_BYTES = 256 << 20
+"""Host memory for what comes over TCP, when the engine has none of its own."""
+
+_MIN_STAGED_BLOCKS = 64
+
+
+def make_hierarchy(config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str) -> Hierarchy | None:
+    """None without any tier. A cache server need not answer now: it is used once it does.
+
+    Raises `ConfigError` or `TierRefused` with one sentence for settings that cannot work.
+    """
+    metrics = TierMetrics()
+    servers = config.cache_servers
+    tiers: list[Tier] = []
+    try:
+        if servers:
+            tiers.append(_server_tier(config, layout, fields, name, metrics))
+        swap_space = config.swap_space
+        if tiers and not swap_space and not isinstance(tiers[0], SharedMemoryTier):
+            swap_space = max(_STAGING_BYTES, _MIN_STAGED_BLOCKS * layout.slot_bytes)
+        if swap_space:
+            if swap_space < layout.slot_bytes:
+                raise ConfigError(f"swap_space {swap_space} holds no block of {layout.slot_bytes} bytes")
+            tiers.insert(0, HostTier(layout, swap_space))
+        return Hierarchy(tiers, metrics=metrics) if tiers else None
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+
+
+def _server_tier(
+    config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str, metrics: TierMetrics
+) -> RemoteTier:
+    servers = config.cache_servers
+    if len(servers) > 1:
+        several = connect(
+            servers,
+            replicas=config.cache_server_replicas,
+            layout=layout,
+            namespace=fields,
+            name=name,
+            token=config.cache_server_token,
+            ca_file=config.cache_server_ca_file,
+            timeout_s=config.cache_server_timeout_s,
+            metrics=metrics,
+            must_answer=False,
+        )
+        return RemoteTier(several)
+    client: SingleClient = connect(
+        servers[0],
+        layout=layout,
+        namespace=fields,
+        name=name,
+        token=config.cache_server_token,
+        ca_file=config.cache_server_ca_file,
+        timeout_s=config.cache_server_timeout_s,
+        metrics=metrics,
+        must_answer=False,
+    )
+    return SharedMemoryTier(client) if client.is_local else RemoteTier(client)

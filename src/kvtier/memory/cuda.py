@@ -1,0 +1,280 @@
+"""CUDA's runtime by ctypes: many copies in one call, and arenas whose pages are locked so that the device reads and
+writes them itself.
+
+Uses the runtime that something else in this process, such as torch, has loaded. Streams come as raw handles. Every call
+releases the GIL and may come from any thread that has its device set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import logging
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import TierUnavailable
+from kvtier.memory.mapped import MappedArena
+from kvtier.sizes import format_size
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 20
+"""While a piece is registered, every other call of CUDA waits: for 4 ms with this, for 47 ms with a GiB."""
+
+_MAJORS = (13, 12)
+_FIRST_WITHOUT_FAIL_INDEX = 13000
+_NOT_SUPPORTED = 801
+_NEEDS_NEWER_DRIVER = 36
+_REGISTER_PORTABLE = 1
+_SOURCE_IN_STREAM_ORDER = 1
+_SOURCE_ANY_TIME = 3
+
+
+class Direction(enum.Enum):
+    """Which way copies go. The value is CUDA's `cudaMemcpyKind`."""
+
+    TO_DEVICE = 1
+    TO_HOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Entry `i` copies `sizes[i]` bytes between `device[i]` and `host[i]`, which are addresses."""
+
+    device: array[int]
+    host: array[int]
+    sizes: array[int]
+
+    @classmethod
+    def of(cls, device: Sequence[int], host: Sequence[int], sizes: Sequence[int]) -> Copies:
+        return cls(array("Q", device), array("Q", host), array("Q", sizes))
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+# What lies on the host is complete before a copy is asked for; what lies on the device, when the stream gets there.
+_ATTRIBUTES = {
+    Direction.TO_DEVICE: _CopyAttributes(source_order=_SOURCE_ANY_TIME),
+    Direction.TO_HOST: _CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER),
+}
+_FROM_THE_FIRST = array("Q", [0])
+
+
+def load_cudart(majors: Sequence[int] = _MAJORS) -> Cudart:
+    """The CUDA runtime of one of these versions that this process has loaded. Raises `TierUnavailable` without one."""
+    for major in majors:
+        try:
+            return Cudart(ctypes.CDLL(f"libcudart.so.{major}", os.RTLD_NOLOAD | os.RTLD_NOW))
+        except OSError:
+            continue
+    raise TierUnavailable(f"no CUDA runtime of version {' or '.join(map(str, majors))} is loaded in this process")
+
+
+class Cudart:
+    """The calls that copies need. Each raises `TierUnavailable`, with CUDA's own words, when it fails."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        library.cudaHostRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        library.cudaHostUnregister.argtypes = (ctypes.c_void_p,)
+        library.cudaMemcpyAsync.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
+        version = ctypes.c_int()
+        self._check(library.cudaRuntimeGetVersion(ctypes.pointer(version)), "cannot tell CUDA's version")
+        self._has_fail_index = version.value < _FIRST_WITHOUT_FAIL_INDEX
+        self._can_batch = hasattr(library, "cudaMemcpyBatchAsync")
+        if self._can_batch:
+            library.cudaMemcpyBatchAsync.argtypes = (
+                *(ctypes.c_void_p,) * 3,
+                ctypes.c_size_t,
+                *(ctypes.c_void_p,) * 2,
+                ctypes.c_size_t,
+                *(ctypes.c_void_p,) * (2 if self._has_fail_index else 1),
+            )
+
+    def set_device(self, device: int) -> None:
+        """For the calling thread, from now on."""
+        self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
+
+    def copy(self, copies: Copies, direction: Direction, stream: int) -> None:
+        """Begin copies from or to registered memory, in the order of `stream`, which is not the legacy one."""
+        if self._can_batch and self._copy_batch(copies, direction, stream):
+            return
+        self.copy_each(copies, direction, stream)
+
+    def copy_each(self, copies: Copies, direction: Direction, stream: int) -> None:
+        """As `copy`, a call per entry. Takes any memory: with some that is not registered a call waits for its copy."""
+        copy_one, kind = self._library.cudaMemcpyAsync, direction.value
+        sides = (copies.device, copies.host) if direction is Direction.TO_DEVICE else (copies.host, copies.device)
+        for destination, source, nbytes in zip(*sides, copies.sizes, strict=True):
+            status = copy_one(destination, source, nbytes, kind, stream)
+            if status:
+                self._check(status, f"a copy of {nbytes} bytes failed")
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock the pages of a range, for every device of this process."""
+        status = self._library.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE)
+        self._check(status, f"cannot register {format_size(nbytes)} of memory")
+
+    def unregister(self, address: int) -> None:
+        self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
+
+    def _copy_batch(self, copies: Copies, direction: Direction, stream: int) -> bool:
+        """False when the runtime refuses. What it has begun may be done again: the bytes are the same."""
+        device, host = copies.device.buffer_info()[0], copies.host.buffer_info()[0]
+        sizes, count = copies.sizes.buffer_info()
+        failed_at = ctypes.c_size_t()
+        status = self._library.cudaMemcpyBatchAsync(
+            *((device, host) if direction is Direction.TO_DEVICE else (host, device)),
+            sizes,
+            count,
+            ctypes.addressof(_ATTRIBUTES[direction]),
+            _FROM_THE_FIRST.buffer_info()[0],
+            1,
+            *((ctypes.addressof(failed_at), stream) if self._has_fail_index else (stream,)),
+        )
+        if not status:
+            return True
+        message = self._take_error(status)
+        if status in (_NOT_SUPPORTED, _NEEDS_NEWER_DRIVER):
+            self._can_batch = False
+            logger.warning("copies go one by one: CUDA cannot batch them here: %s", message)
+        return False
+
+    def _check(self, status: int, what: str) -> None:
+        if status:
+            raise TierUnavailable(f"{what}: {self._take_error(status)}")
+
+    def _take_error(self, status: int) -> str:
+        """CUDA's words for `status`. Torch would find the error at its next call, so it is taken back."""
+        self._library.cudaGetLastError()
+        text: bytes = self._library.cudaGetErrorString(status)
+        return f"{text.decode()} ({status})"
+
+
+def cut(device: Sequence[int], offsets: Sequence[int], nbytes: int, piece_bytes: int) -> list[tuple[int, int, int]]:
+    """`nbytes` at each device address and offset, as (address, offset, size), none of which straddles two pieces."""
+    entries = []
+    for address, offset in zip(device, offsets, strict=True):
+        for part_offset, part_bytes in pieces_of(offset, nbytes, piece_bytes):
+            entries.append((address + part_offset - offset, part_offset, part_bytes))
+    return entries
+
+
+def pieces_of(offset: int, nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
+    """The range as (offset, size) of parts that each lie in one piece."""
+    parts = []
+    end = offset + nbytes
+    while offset < end:
+        part_end = min(end, (offset // piece_bytes + 1) * piece_bytes)
+        parts.append((offset, part_end - offset))
+        offset = part_end
+    return parts
+
+
+class Registration:
+    """An arena that is being registered with CUDA, piece after piece, by a thread of its own.
+
+    A copy may touch one piece only, whether it is registered yet or not. The arena stays mapped until `close`: its own
+    `close` raises `LeaseError`. It is not kept from being forgotten: whoever adopts it watches for that.
+    A piece that cannot be registered is logged, and it and those after it are left as they are.
+    """
+
+    def __init__(self, arena: MappedArena, cudart: Cudart, device: int, piece_bytes: int = PIECE_BYTES) -> None:
+        """Raises `LeaseError` when the arena is closed."""
+        assert piece_bytes % os.sysconf("SC_PAGESIZE") == 0, "a page has one registration"
+        self.piece_bytes = piece_bytes
+        with arena.in_use():
+            self._mapping = arena.view(0, arena.nbytes)
+        self._address = arena.address
+        self._nbytes = arena.nbytes
+        self._cudart = cudart
+        self._device = device
+        self._is_registered = bytearray(-(-arena.nbytes // piece_bytes))
+        self._is_stopping = False
+        self._close_lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, args=(weakref.ref(arena),), name="kvtier-register", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every piece is registered."""
+        return 0 not in self._is_registered
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        """The whole range is registered now."""
+        first, last = offset // self.piece_bytes, (offset + nbytes - 1) // self.piece_bytes
+        return self._is_registered.find(0, first, last + 1) < 0
+
+    def pieces_of(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """The range as (offset, size) of parts that one copy each may touch."""
+        return pieces_of(offset, nbytes, self.piece_bytes)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the thread is through with the arena. Whether all of it is registered."""
+        self._thread.join(timeout_s)
+        return self.is_complete
+
+    def close(self) -> None:
+        """Unregister what is registered, after the piece under way, and let the mapping go. Safe to call twice.
+
+        No copy may be under way, and none begun. The calling thread has its device set.
+        """
+        self._is_stopping = True
+        self._thread.join()
+        with self._close_lock:
+            for number, is_registered in enumerate(self._is_registered):
+                if is_registered:
+                    self._is_registered[number] = 0
+                    try:
+                        self._cudart.unregister(self._address + number * self.piece_bytes)
+                    except TierUnavailable as error:
+                        logger.warning("memory stays registered: %s", error)
+            self._mapping.release()
+
+    def _run(self, arena: weakref.ref[MappedArena]) -> None:
+        try:
+            self._cudart.set_device(self._device)
+            for number in range(len(self._is_registered)):
+                start = number * self.piece_bytes
+                length = min(self.piece_bytes, self._nbytes - start)
+                mapped = arena()
+                if self._is_stopping or mapped is None:
+                    return
+                # Without this the pages are found and cleared inside the call, and the device's other callers wait.
+                mapped.populate(start, length)
+                del mapped
+                self._cudart.register(self._address + start, length)
+                self._is_registered[number] = 1
+        except TierUnavailable as error:
+            logger.warning(
+                "copies go through unregistered memory from byte %d of %d: %s",
+                self.piece_bytes * sum(self._is_registered),
+                self._nbytes,
+                error,
+            )
