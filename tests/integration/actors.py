@@ -435,7 +435,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
     number = rng.randrange(4)
     return [
         (wire.Open(rng.choice((OTHER_NAMESPACE, Namespace(rng.randbytes(32)))), "mutant", BLOCK_BYTES, 16, "{}"), b""),
-        (wire.MatchRequest(space, hashes, number), b""),
+        (wire.MatchRequest(space, hashes, number, False), b""),
         (wire.ReserveRequest(space, hashes, number), b""),
         (wire.GetRequest(space, hashes, 2), b""),
         (wire.ContainsRequest(space, hashes), b""),
@@ -461,7 +461,7 @@ def _reply(rng: random.Random) -> wire.Message:
     """What only a server says."""
     replies: list[wire.Message] = [
         wire.Opened(1),
-        wire.Matched(bytes(8), "miss", 1),
+        wire.Matched(bytes(8), "miss", 1, 0),
         wire.Reserved(bytes(8), bytes(8), 0, 0, 0, ""),
         wire.Blocks(0, 1, True, bytes(8)),
         wire.Contained(b"\1"),

@@ -82,11 +82,15 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """The blocks of a lease; the first `num_ready` are in memory, the others on their way."""
+    """The blocks of a lease; the first `num_ready` are in memory, the others on their way.
+
+    `num_stored` more follow on disk or in memory, which a lazy lease does not hold.
+    """
 
     blocks: list[Block]
     ended: str
     num_ready: int
+    num_stored: int = 0
 
 
 class Catalog:
@@ -191,17 +195,24 @@ class Catalog:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def lease(self, holder: Holder, number: int, space: Space, hashes: Sequence[BlockHash]) -> LeaseOutcome:
-        """Lease the longest cached prefix of `hashes` to `holder` under `number`."""
+    def lease(
+        self, holder: Holder, number: int, space: Space, hashes: Sequence[BlockHash], *, is_lazy: bool = False
+    ) -> LeaseOutcome:
+        """Lease the longest cached prefix of `hashes` to `holder` under `number`; if lazy, what of it is in memory."""
         with self._lock:
             self._check_number(holder, number)
-            blocks, ended = self._find(space, hashes, self._blocks_left(holder, space))
-            if ended == "all" and len(blocks) < len(hashes):
+            max_blocks = self._blocks_left(holder, space)
+            num_stored = 0
+            if is_lazy and self._persistence is not None:
+                blocks, ended, num_stored = self._find_lazily(space, hashes, max_blocks)
+            else:
+                blocks, ended = self._find(space, hashes, max_blocks)
+            if ended == "all" and len(blocks) + num_stored < len(hashes):
                 ended = "limit"
             if blocks:
                 self._hold(holder, holder.leases, number, _Hold(blocks, space, self._clock()))
             num_ready = len(blocks) if self._persistence is None else _num_ready(blocks)
-            return LeaseOutcome(blocks, ended, num_ready)
+            return LeaseOutcome(blocks, ended, num_ready, num_stored)
 
     def await_lease(self, holder: Holder, number: int, count: int, timeout_s: float) -> int | None:
         """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are, or more."""
@@ -544,6 +555,27 @@ class Catalog:
         if ended is Presence.MISS:
             return blocks, self._why_absent(space, hashes[len(blocks)])
         return blocks, ENDED[ended]
+
+    def _find_lazily(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], str, int]:
+        """Reference the longest prefix in memory, and count what follows it on disk or in memory."""
+        assert self._persistence is not None
+        match = self._pool.match(space.index, hashes, max_blocks)
+        self._store_reused(space, match.blocks)
+        if match.blocks:
+            self._persistence.note_used(space, hashes[: len(match.blocks)])
+        if match.ended is not Presence.MISS:
+            return match.blocks, ENDED[match.ended], 0
+        rest = hashes[len(match.blocks) :]
+        stored = self._persistence.contains(space, rest)
+        num_stored = 0
+        for block_hash, is_stored in zip(rest, stored, strict=True):
+            presence = space.index.presence(block_hash)
+            if presence is Presence.PENDING:
+                return match.blocks, "pending", num_stored
+            if presence is Presence.MISS and not is_stored:
+                return match.blocks, self._why_absent(space, block_hash), num_stored
+            num_stored += 1
+        return match.blocks, "all", num_stored
 
     def _why_absent(self, space: Space, block_hash: BlockHash) -> str:
         """What a lease says of a hash that is not in memory."""

@@ -306,9 +306,10 @@ class Connection:
 
     def _match(self, holder: Holder, request: wire.MatchRequest) -> wire.Matched:
         hashes = split_hashes(request.hashes)
-        outcome = self._services.catalog.lease(holder, request.lease, self._space(request.space), hashes)
-        self._count_hits(len(outcome.blocks), len(hashes))
-        return wire.Matched(_offsets(outcome.blocks), outcome.ended, outcome.num_ready)
+        space = self._space(request.space)
+        outcome = self._services.catalog.lease(holder, request.lease, space, hashes, is_lazy=request.is_lazy)
+        self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
+        return wire.Matched(_offsets(outcome.blocks), outcome.ended, outcome.num_ready, outcome.num_stored)
 
     def _reserve(self, holder: Holder, request: wire.ReserveRequest) -> wire.Reserved:
         grant, reason = self._services.catalog.reserve(

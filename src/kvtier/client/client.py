@@ -271,12 +271,22 @@ class SingleClient:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._match_any(hashes, timeout_s, is_lazy=False)
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        """As `match`, but reads nothing from disk: the lease is on what is in memory, and counts what could be read.
+
+        A later match of just those blocks, or of some of them, reads and leases them.
+        """
+        return self._match_any(hashes, timeout_s, is_lazy=True)
+
+    def _match_any(self, hashes: Sequence[BlockHash], timeout_s: float | None, *, is_lazy: bool) -> Lease:
         self._check()
         if not hashes:
             return EmptyLease("all")
         number = self._endpoint.next_number()
         try:
-            return self._match(number, hashes[:MAX_HASHES], self._deadline(timeout_s))
+            return self._match(number, hashes[:MAX_HASHES], self._deadline(timeout_s), is_lazy=is_lazy)
         except TierError as error:
             self._endpoint.count_failure(error)
             self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes))
@@ -461,14 +471,14 @@ class SingleClient:
 
     # --- private: reading ------------------------------------------------------------------------------------------
 
-    def _match(self, number: int, hashes: Sequence[BlockHash], deadline: float) -> Lease:
+    def _match(self, number: int, hashes: Sequence[BlockHash], deadline: float, *, is_lazy: bool) -> Lease:
         try:
             with self._endpoint.connection(deadline) as connection:
-                request = wire.MatchRequest(connection.space, _joined(hashes), number)
+                request = wire.MatchRequest(connection.space, _joined(hashes), number, is_lazy)
                 matched = connection.call(request, wire.Matched, deadline)
                 arena = self._endpoint.arena_of(connection) if self.is_local else None
                 offsets = self._offsets_in(arena, matched.offsets)
-                if len(offsets) > len(hashes):
+                if len(offsets) + matched.num_stored > len(hashes):
                     raise RemoteProtocolError("the server matched more blocks than it was asked for")
                 server_id = connection.welcome.server_id
         except TierRefused:
@@ -476,10 +486,11 @@ class SingleClient:
         except BaseException:  # an interrupt too: the server may have granted it
             self._release_later(number)
             raise
-        self.metrics.hit_blocks.labels(tier=self._label).inc(len(offsets))
-        self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes) - len(offsets))
+        num_found = len(offsets) + matched.num_stored
+        self.metrics.hit_blocks.labels(tier=self._label).inc(num_found)
+        self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes) - num_found)
         if not offsets:
-            return EmptyLease(matched.ended)
+            return EmptyLease(matched.ended, matched.num_stored)
         return BlockLease(
             arena,
             offsets,
@@ -491,6 +502,7 @@ class SingleClient:
             matched.num_ready,
             lambda: self._end(wire.Release(number), server_id),
             lambda: self._endpoint.forget(lambda: self._end_now(wire.Release(number), server_id)),
+            num_stored=matched.num_stored,
         )
 
     def _await(self, number: int, count: int, server_id: bytes) -> int:

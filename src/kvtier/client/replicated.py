@@ -341,6 +341,8 @@ class _Part:
 class ReplicatedLease:
     """A lease over several servers. Not thread-safe."""
 
+    num_stored = 0
+
     def __init__(self, parts: list[_Part], num_blocks: int, ended: str) -> None:
         self._parts = parts
         self.num_blocks = num_blocks

@@ -18,7 +18,7 @@ from kvtier.memory.lease import Lease
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks `first..end` of a prompt, which lie in `lease` from `lease_first` on.
+    """Blocks `first..end` of a prompt, which lie in `lease` from `lease_first` on; without one, they are on disk.
 
     `tier` is where their bytes are, `asked` the tier of the hierarchy that answers for them: a server for its disk too.
     """
@@ -27,12 +27,17 @@ class Part:
     asked: str
     first: int
     end: int
-    lease: Lease
+    lease: Lease | None
     lease_first: int
 
     def place(self, position: int) -> int:
         """Of a block of the prompt in the lease."""
         return self.lease_first + position - self.first
+
+    @property
+    def comes_in_order(self) -> bool:
+        """Its blocks are in memory of this host, or being read into it, the first ones first."""
+        return self.lease is not None and self.lease.has_views
 
 
 class Order(enum.Enum):

@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.remote import RemoteTier, SharedMemoryTier, SingleServerTier
 from kvtier.tiers.tier import Tier
 
 _STAGING_BYTES = 256 << 20
@@ -74,4 +74,4 @@ def _server_tier(
         metrics=metrics,
         must_answer=False,
     )
-    return SharedMemoryTier(client) if client.is_local else RemoteTier(client)
+    return SharedMemoryTier(client) if client.is_local else SingleServerTier(client)

@@ -6,6 +6,7 @@ they have done is told with the next `poll`. A tier that fails or is late costs 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -23,12 +24,13 @@ from kvtier.engine.load import Load, Order, Part, Plan
 from kvtier.engine.speeds import Speeds
 from kvtier.engine.storing import Storing
 from kvtier.errors import CapacityError
-from kvtier.memory.lease import BlockLease, Reservation
+from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ _PENDING_SLACK_S = 0.1
 _UNKNOWN_PENDING_S = 1.0
 _MAX_PENDING_S = 30.0
 _UNIT_BYTES = 8 << 20
-_NUM_STAGES = 3
+_NUM_UNITS = 3
 _CLEARLY_FASTER = 0.5
 """A load that takes at most this share of computing is left alone: the device has other things to compute."""
 
@@ -320,7 +322,7 @@ class TierTraffic:
     def _match_and_wait(self, fetch: Fetch) -> HierarchyLease:
         """Match, and wait for blocks that somebody is just computing, about as long as computing them would take."""
         hierarchy, hashes = self.hierarchy, fetch.hashes
-        lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False)
+        lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
         started_at = progressed_at = self._clock()
         num_blocks = lease.num_blocks
         while lease.ended == "pending" and not fetch.is_cancelled:
@@ -332,23 +334,24 @@ class TierTraffic:
                 break
             time.sleep(_PENDING_LOOK_S)
             lease.release()
-            lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False)
+            lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
             if lease.num_blocks > num_blocks:
                 num_blocks, progressed_at = lease.num_blocks, self._clock()
         return lease
 
-    def _parts_of(self, lease: HierarchyLease, first: int) -> list[Part]:
-        parts = []
-        for segment in lease.segments:
+    def _parts_of(self, found: HierarchyLease, first: int) -> list[Part]:
+        parts: list[Part] = []
+        for segment in found.segments:
+            tier, lease = segment.tier, segment.lease
+            num_ready = lease.num_ready_at_match if isinstance(lease, BlockLease) else lease.num_blocks
             start = first + segment.first
-            num_blocks = segment.lease.num_blocks
-            num_ready = segment.lease.num_ready_at_match if isinstance(segment.lease, BlockLease) else num_blocks
-            if num_ready:
-                parts.append(Part(segment.tier, segment.tier, start, start + num_ready, segment.lease, 0))
-            if num_ready < num_blocks:
-                middle, end = start + num_ready, start + num_blocks
-                parts.append(Part(DISK, segment.tier, middle, end, segment.lease, num_ready))
-        return parts
+            ready, leased, end = start + num_ready, start + lease.num_blocks, start + segment.num_blocks
+            parts += [
+                Part(tier, tier, start, ready, lease, 0),
+                Part(DISK, tier, ready, leased, lease, num_ready),  # somebody else has them read just now
+                Part(DISK, tier, leased, end, None, 0),
+            ]
+        return [part for part in parts if part.first < part.end]
 
     def _is_last_user(self, fetch: Fetch) -> bool:
         with self._lock:
@@ -374,7 +377,7 @@ class TierTraffic:
                 if isinstance(part.lease, BlockLease) and part.lease.arena is not None:
                     num_blocks = self._bring_in_place(load, part.lease)
                 else:
-                    num_blocks = self._bring_staged(load)
+                    num_blocks = self._bring_units(load, guard.tier)
             for transfer in load.transfers:
                 transfer.wait()
             self._note_speed(load, num_blocks, self._clock() - started_at)
@@ -402,53 +405,70 @@ class TierTraffic:
         self._submit_all(load)
         return position - plan.first
 
-    def _bring_staged(self, load: Load) -> int:
-        """Through slots of the host's tier, a few at a time: the next come while the last ones go on to the device.
+    def _bring_units(self, load: Load, tier: Tier) -> int:
+        """A unit at a time: the next are read or received while the last ones go on to the device.
 
-        Returns how many came.
+        What is on disk is leased by the unit, so that a prompt may be longer than the memory that it passes through.
+        Returns how many blocks came.
         """
-        host = self._host
-        assert host is not None, "a tier without memory of this host needs a host tier before it"
-        unit = max(1, min(load.plan.unit, host.num_blocks // (2 * _NUM_THREADS * _NUM_STAGES)))
-        staged: deque[_Staged] = deque()
+        unit = load.plan.unit
+        if self._host is not None:
+            unit = max(1, min(unit, self._host.num_blocks // (2 * _NUM_THREADS * _NUM_UNITS)))
+        coming: deque[_Unit] = deque()
+        going: deque[_Unit] = deque()
         num_blocks = 0
         try:
             while True:
-                first, end = load.take(unit)
-                if first >= end:
+                while len(coming) < (_NUM_UNITS if load.plan.part.lease is None else 1):
+                    first, end = load.take(unit)
+                    if first >= end:
+                        break
+                    coming.append(self._open_unit(load, tier, first, end))
+                if not coming:
                     self._submit_all(load)
                     return num_blocks
-                one = self._bring_unit(load, host, first, end)
-                if one is None:
+                going.append(coming.popleft())
+                is_whole = self._bring_unit(load, going[-1])
+                num_blocks += going[-1].num_arrived
+                if not is_whole:
                     return num_blocks
-                staged.append(one)
-                num_blocks += one.num_arrived
-                if one.transfer is None or one.num_arrived < end - first:
-                    return num_blocks
-                if len(staged) == _NUM_STAGES:
-                    staged.popleft().finish()
+                if len(going) == _NUM_UNITS:
+                    going.popleft().finish()
         finally:
-            for one in staged:
-                one.finish()
+            with contextlib.ExitStack() as stack:
+                for one in (*coming, *going):
+                    stack.callback(one.finish)
 
-    def _bring_unit(self, load: Load, host: HostTier, first: int, end: int) -> _Staged | None:
-        """Blocks `first..end`, or as many as came; the device gets no part of a unit from the back."""
+    def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan
-        try:
-            stage = host.stage(load.hashes[first - plan.first : end - plan.first])
-        except CapacityError:
-            return None
-        one = _Staged(stage)
-        try:
-            one.num_arrived = plan.part.lease.fetch(stage.views(), plan.part.place(first))
-            if one.num_arrived and (plan.order is Order.FRONT or one.num_arrived == end - first):
-                offsets = stage.offsets[: one.num_arrived]
-                begin = functools.partial(self._copier.load, host.arena, offsets, after=load.after)
-                one.transfer = load.write(first, first + one.num_arrived, begin)
-            return one
-        except BaseException:
-            one.finish()
-            raise
+        hashes = load.hashes[first - plan.first : end - plan.first]
+        if plan.part.lease is not None:
+            return _Unit(first, hashes, plan.part.lease, plan.part.place(first))
+        lease = tier.match(hashes)
+        return _Unit(first, hashes, lease, 0, own_lease=lease)
+
+    def _bring_unit(self, load: Load, unit: _Unit) -> bool:
+        """Let the device have it, or as much of it as came in order; False when that is not all."""
+        lease, count = unit.lease, len(unit.hashes)
+        if isinstance(lease, BlockLease) and lease.arena is not None:
+            arena = lease.arena
+            self._copier.adopt(arena)
+            unit.num_arrived = min(count, lease.wait(count))
+            offsets = lease.offsets
+        else:
+            host = self._host
+            assert host is not None, "a tier without memory of this host needs a host tier before it"
+            try:
+                unit.stage = host.stage(unit.hashes)
+            except CapacityError:
+                return False
+            arena, offsets = host.arena, unit.stage.offsets
+            unit.num_arrived = lease.fetch(unit.stage.views(), unit.lease_first)
+        if not unit.num_arrived or (load.plan.order is Order.BACK and unit.num_arrived < count):
+            return False
+        begin = functools.partial(self._copier.load, arena, offsets[: unit.num_arrived], after=load.after)
+        unit.transfer = load.write(unit.first, unit.first + unit.num_arrived, begin)
+        return unit.transfer is not None and unit.num_arrived == count
 
     def _submit_all(self, load: Load) -> None:
         load.submit_all()
@@ -484,8 +504,8 @@ class TierTraffic:
 
     def _from_back(self, plan: Plan, load_s: float, compute_s: float) -> Plan | None:
         """Load from the back while the front is computed, if that is the fastest by far; None if not."""
-        if plan.part.lease.has_views:
-            return None  # what comes from this host's disk comes in order
+        if plan.part.comes_in_order:
+            return None
         num_blocks = plan.end - plan.first
         load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
         num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
@@ -510,17 +530,27 @@ class TierTraffic:
 
 
 @dataclass(eq=False, slots=True)
-class _Staged:
-    """Slots with blocks on their way to the device."""
+class _Unit:
+    """Blocks of a prompt from `first` on that come together, from `lease_first` of a lease, perhaps of their own."""
 
-    stage: Reservation
+    first: int
+    hashes: Sequence[BlockHash]
+    lease: Lease
+    lease_first: int
+    own_lease: Lease | None = None
+    stage: Reservation | None = None
     num_arrived: int = 0
     transfer: Transfer | None = None
 
     def finish(self) -> None:
-        """Once the device has its copy, the bytes are the host tier's."""
-        if self.transfer is not None:
-            self.transfer.wait()
-        if self.num_arrived:
-            self.stage.commit(0, self.num_arrived)
-        self.stage.close()
+        """Once the device has its copy: what lies in the host's tier is its own, and the lease ends."""
+        try:
+            if self.transfer is not None:
+                self.transfer.wait()
+            if self.stage is not None:
+                if self.num_arrived:
+                    self.stage.commit(0, self.num_arrived)
+                self.stage.close()
+        finally:
+            if self.own_lease is not None:
+                self.own_lease.release()

@@ -52,6 +52,11 @@ class Lease(Protocol):
     def ended(self) -> str: ...
 
     @property
+    def num_stored(self) -> int:
+        """After a lazy match: how many blocks follow that could be read from disk. `ended` is what comes then."""
+        ...
+
+    @property
     def has_views(self) -> bool:
         """The blocks lie in memory of this process: `views` costs no copy."""
         ...
@@ -204,9 +209,11 @@ class BlockLease(_Scope):
         num_ready: int,
         end: Callable[[], None],
         forget: Callable[[], None],
+        num_stored: int = 0,
     ) -> None:
         super().__init__(arena, offsets, block_bytes, end, forget)
         self.ended = ended
+        self.num_stored = num_stored
         self._hashes = hashes
         self._pull = pull
         self._arrive = arrive
@@ -314,8 +321,9 @@ class EmptyLease:
     num_blocks = 0
     has_views = True
 
-    def __init__(self, ended: str) -> None:
+    def __init__(self, ended: str, num_stored: int = 0) -> None:
         self.ended = ended
+        self.num_stored = num_stored
 
     def wait(self, count: int | None = None) -> int:
         return 0

@@ -116,6 +116,7 @@ class _WrappedLease:
     def __init__(self, inner: Lease) -> None:
         self._inner = inner
         self.num_blocks = inner.num_blocks
+        self.num_stored = inner.num_stored
         self.ended = inner.ended
         self.has_views = False
 

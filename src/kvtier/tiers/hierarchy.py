@@ -21,7 +21,7 @@ from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.tier import LazyTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,15 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The blocks from `first` on that one tier holds."""
+    """The blocks from `first` on that one tier holds; after those of the lease, `num_stored` are on its disk."""
 
     tier: str
     first: int
     lease: Lease
+
+    @property
+    def num_blocks(self) -> int:
+        return self.lease.num_blocks + self.lease.num_stored
 
 
 _TELLING = ("limit", "pending", "lost", "down", "evicted", "miss")
@@ -107,11 +111,17 @@ class Hierarchy:
         self._guards = [Guard(tier, self.metrics, clock) for tier in tiers]
 
     def match(
-        self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None, is_counted: bool = True
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        timeout_s: float | None = None,
+        is_counted: bool = True,
+        is_lazy: bool = False,
     ) -> HierarchyLease:
         """Lease the longest prefix that the tiers hold together, each block in the fastest tier that has it.
 
-        Not `is_counted`: the caller asks again for the same, and calls `count` for the answer that it uses.
+        Not `is_counted`: the caller asks again for the same, and calls `count` for the answer that it uses. If lazy,
+        what would have to be read from disk is counted in the segments and not leased; `fetch` stops before it.
         """
         segments: list[Segment] = []
         endings: list[Ending] = []
@@ -124,11 +134,15 @@ class Hierarchy:
             if not guard.is_resting:
                 with guard.watched():
                     wanted = hashes[num_blocks:]
-                    lease = guard.tier.match(wanted, timeout_s=timeout_s)
+                    tier = guard.tier
+                    if is_lazy and isinstance(tier, LazyTier):
+                        lease = tier.match_lazily(wanted, timeout_s=timeout_s)
+                    else:
+                        lease = tier.match(wanted, timeout_s=timeout_s)
                     ended = lease.ended
-                    if lease.num_blocks:
+                    if lease.num_blocks or lease.num_stored:
                         segments.append(Segment(name, num_blocks, lease))
-                        num_blocks += lease.num_blocks
+                        num_blocks += segments[-1].num_blocks
             endings.append(Ending(name, num_blocks, ended))
         found = HierarchyLease(self, hashes[:num_blocks], segments, _ending(endings, num_blocks, len(hashes)))
         if is_counted:
@@ -217,7 +231,7 @@ class HierarchyLease:
 
     @property
     def blocks_by_tier(self) -> dict[str, int]:
-        return {segment.tier: segment.lease.num_blocks for segment in self.segments}
+        return {segment.tier: segment.num_blocks for segment in self.segments}
 
     def fetch(self, into: Sequence[Buffer]) -> int:
         """Fill the caller's buffers. Returns how many leading blocks arrived: fewer where a tier failed."""
@@ -229,7 +243,7 @@ class HierarchyLease:
                 break
             wanted = slice(segment.first, end)
             arrived = self._hierarchy.fetch_segment(segment, self._hashes[wanted], into[wanted])
-            if segment.first + arrived < end:
+            if segment.first + arrived < min(segment.first + segment.num_blocks, len(into)):
                 return segment.first + arrived
         return min(len(into), self.num_blocks)
 

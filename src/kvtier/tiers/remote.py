@@ -47,12 +47,19 @@ class RemoteTier:
         self._client.close()
 
 
-class SharedMemoryTier(RemoteTier):
-    """The cache server of this host: its slots can be written in place."""
+class SingleServerTier(RemoteTier):
+    """One cache server."""
 
     def __init__(self, client: SingleClient, name: str = "server") -> None:
         super().__init__(client, name)
         self._single = client
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._single.match_lazily(hashes, timeout_s=timeout_s)
+
+
+class SharedMemoryTier(SingleServerTier):
+    """The cache server of this host: its slots can be written in place."""
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
         return self._single.reserve(hashes)

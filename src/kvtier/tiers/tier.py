@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
@@ -41,6 +41,15 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class LazyTier(Tier, Protocol):
+    """A tier that can say what it has on disk without reading it."""
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        """As `match`, of what is in memory; the lease's `num_stored` counts what could be read."""
+        ...
 
 
 class SlotTier(Tier, Protocol):

@@ -117,10 +117,12 @@ class _Hashes(_Message, frozen=True):
 class MatchRequest(_Hashes, frozen=True, tag=11):
     """Lease the longest cached prefix. Answered by `Matched`.
 
-    The client numbers its leases and reservations itself, so that it can end one whose reply never reached it.
+    The client numbers its leases and reservations itself, so that it can end one whose reply never reached it. A lazy
+    match starts no read from disk: it counts what could be read, and leases what is in memory before it.
     """
 
     lease: int
+    is_lazy: bool
 
 
 class ReserveRequest(_Hashes, frozen=True, tag=12):
@@ -271,17 +273,20 @@ class Opened(_Message, frozen=True, tag=40):
 class Matched(_Message, frozen=True, tag=41):
     """`offsets` are the arena offsets of the matched blocks (one u64 each). `ended` says what came next.
 
-    There is no lease when nothing matched. The first `num_ready` blocks hold their bytes; `Await` the others.
+    There is no lease when nothing matched. The first `num_ready` blocks hold their bytes; `Await` the others. After a
+    lazy match, `num_stored` more blocks are on disk or in memory, unleased, and `ended` says what came after them.
     """
 
     offsets: bytes
     ended: str
     num_ready: int
+    num_stored: int
 
     def __post_init__(self) -> None:
         _require(len(self.offsets) % 8 == 0, "offsets must be a run of u64")
         _require(self.ended in ENDINGS, "an unknown ending")
         _require(0 <= self.num_ready <= len(self.offsets) // 8, "num_ready must be a part of the match")
+        _require(self.num_stored >= 0, "num_stored must not be negative")
 
 
 ENDINGS = ("all", "miss", "evicted", "pending", "limit", "down")

@@ -28,7 +28,7 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
     wire.Open: st.builds(
         wire.Open, st.binary(min_size=32, max_size=32), texts, st.integers(1, 1 << 40), st.integers(1, 64), texts
     ),
-    wire.MatchRequest: st.builds(wire.MatchRequest, numbers, hashes, numbers),
+    wire.MatchRequest: st.builds(wire.MatchRequest, numbers, hashes, numbers, st.booleans()),
     wire.ReserveRequest: st.builds(wire.ReserveRequest, numbers, hashes, numbers),
     wire.GetRequest: st.builds(wire.GetRequest, numbers, hashes, st.integers(1, 100)),
     wire.ContainsRequest: st.builds(wire.ContainsRequest, numbers, hashes),
@@ -51,7 +51,7 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
     wire.Ping: st.builds(wire.Ping),
     wire.Bye: st.builds(wire.Bye),
     wire.Opened: st.builds(wire.Opened, numbers),
-    wire.Matched: st.builds(wire.Matched, runs, st.sampled_from(wire.ENDINGS), st.just(0)),
+    wire.Matched: st.builds(wire.Matched, runs, st.sampled_from(wire.ENDINGS), st.just(0), numbers),
     wire.Reserved: runs.flatmap(
         lambda run: st.builds(wire.Reserved, st.just(run), st.just(run), numbers, numbers, numbers, texts)
     ),
@@ -68,7 +68,7 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
 any_message = st.one_of(*STRATEGIES.values())
 
 HASH = bytes(range(32))
-PLAIN = wire.MatchRequest(5, HASH * 2, 9)
+PLAIN = wire.MatchRequest(5, HASH * 2, 9, False)
 
 
 def raw(*items: object) -> bytes:
@@ -210,7 +210,7 @@ def test_less_than_nothing_is_refused(body: bytes) -> None:
 
 
 def test_a_message_is_an_array_with_its_tag_first() -> None:
-    assert msgspec.msgpack.decode(wire.encode(PLAIN)) == [11, 5, HASH * 2, 9]
+    assert msgspec.msgpack.decode(wire.encode(PLAIN)) == [11, 5, HASH * 2, 9, False]
 
 
 def test_tags_are_what_they_always_were() -> None:

@@ -1,0 +1,72 @@
+"""A lazy match says what is on a server's disk and reads none of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.client.client import SingleClient
+from kvtier.testing.servers import ServerProcess, cache_server
+
+LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float32", block_tokens=4)
+NUM_BLOCKS = 12
+
+
+def connect(server: ServerProcess, *, tcp: bool = False) -> SingleClient:
+    return kvtier.connect(
+        server.tcp if tcp else server.unix,
+        token=server.token,
+        layout=LAYOUT,
+        namespace=NamespaceFields(layout=LAYOUT, weights="lazy"),
+    )
+
+
+def payloads(count: int) -> list[bytes]:
+    return [bytes([number + 1]) * LAYOUT.block_bytes for number in range(count)]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_what_is_on_disk_is_counted_and_not_read(tmp_path: Path, tcp: bool) -> None:
+    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB", "--disk-only")
+    with cache_server(*options, tcp=tcp) as server, connect(server, tcp=tcp) as client:
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        assert client.set(hashes[:8], payloads(8)) == 8
+        client.flush()
+
+        with client.match_lazily(hashes) as lease:
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (0, 8, "miss")
+        with client.match_lazily(hashes[:8]) as lease:
+            assert (lease.num_stored, lease.ended) == (8, "all")
+        assert client.stats()["free_bytes"] == client.stats()["memory_bytes"]
+
+        into = [bytearray(LAYOUT.block_bytes) for _ in range(3)]
+        with client.match(hashes[3:6]) as lease:  # a run from the middle
+            assert lease.num_blocks == 3
+            assert lease.fetch(into) == 3
+        assert [bytes(block) for block in into] == payloads(8)[3:6]
+
+
+def test_what_is_in_memory_is_leased_up_to_what_is_not(tmp_path: Path) -> None:
+    options = ("--folder", str(tmp_path / "disk"), "--disk", "64MiB")
+    with cache_server(*options) as server, connect(server) as client:
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        client.set(hashes[:10], payloads(10))
+        client.flush()
+    with cache_server(*options) as server, connect(server) as client:
+        with client.match(hashes[:4]) as lease:
+            assert lease.wait() == 4  # these are in memory now
+        with client.match_lazily(hashes) as lease:
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 6, "miss")
+            assert [bytes(view) for view in lease.views()] == payloads(4)
+
+
+def test_a_server_without_a_disk_answers_as_always() -> None:
+    with cache_server() as server, connect(server) as client:
+        hashes = client.hashes(range(4 * NUM_BLOCKS))
+        client.set(hashes[:3], payloads(3))
+        with client.match_lazily(hashes) as lease:
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (3, 0, "miss")
