@@ -175,7 +175,9 @@ class Load:
         return self.plan.end - self._num_arrived
 
     def _open_end(self) -> int:
-        """Up to here nobody but the engine brings anything."""
+        """Up to here nobody but the engine brings anything. From the front, everything is the tier's to bring."""
+        if self.plan.order is Order.FRONT:
+            return self.front
         if self._is_over or self._is_abandoned:
             return self._arrived_first()
         return self._taken_first

@@ -169,11 +169,13 @@ class PromptLoading:
         position = request.num_computed // self._blocks.block_tokens
         if request.ending is None:
             ending = fetch.ending
-            if position < fetch.end:
-                slow = next(part for part in fetch.parts if part.end > position)
-                request.ending = MatchEnding(position, MatchEnd.SLOWER, slow.tier)
-            else:
+            left = next((part for part in fetch.parts if part.end > position), None)
+            if left is None:
                 request.ending = MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
+            elif left.first <= position:
+                request.ending = MatchEnding(position, MatchEnd.SLOWER, left.tier)
+            else:
+                request.ending = MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")
         self._traffic.give_up(fetch)
         request.fetch = None
 
@@ -184,7 +186,7 @@ class PromptLoading:
             if request.ending is None:
                 request.ending = MatchEnding(load.arrived()[1], MatchEnd.SLOWER, load.plan.part.tier, "it was late")
             self._end(request, load)
-            self.settle(request)
+        self.settle(request)
 
     def _end(self, request: Request, load: Load) -> None:
         """Count what arrived as computed."""

@@ -112,7 +112,7 @@ class Scheduler:
             self._start_early(budget, decodes, prefills)
         rows = decodes + prefills
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
-        if self._loading is not None:
+        if self._loading is not None and rows:  # an empty step is not handed over: the next one waits for them
             step.arrivals = self._loading.take_arrivals()
         return step
 

@@ -186,8 +186,8 @@ class Storing:
 
     def _store(self, batch: _Batch) -> None:
         offers: list[_Offer] = []
+        hashes = [block_hash for offer in batch.offers if not offer.is_cancelled for block_hash in offer.hashes]
         try:
-            hashes = [block_hash for offer in batch.offers if not offer.is_cancelled for block_hash in offer.hashes]
             for places in self._places:  # may wait for a tier: the offers can be cancelled meanwhile
                 places.make(hashes)
             offers = self._start_copying(batch.offers)
@@ -203,10 +203,10 @@ class Storing:
             self._wake()
             for places, copy in zip(self._places, copies, strict=True):
                 places.commit(copy)
-            for places in self._places:
-                places.give_back(hashes)
         finally:
             self._end_copying(batch.offers)
+            for places in self._places:
+                places.give_back(hashes)
         if self._pusher is not None:
             for offer in offers:
                 self._queue_push(offer.hashes)
@@ -337,8 +337,13 @@ class _Places:
         return copy
 
     def wait(self, copy: _Copy) -> None:
-        for transfer in copy.transfers:
-            transfer.wait()
+        """Until the copies are done; what failed is not committed."""
+        arrived = []
+        for slots, transfer in zip(copy.slots, copy.transfers, strict=True):
+            with self._guard.watched():
+                transfer.wait()
+                arrived.append(slots)
+        copy.slots = arrived
 
     def commit(self, copy: _Copy) -> None:
         """The bytes are there: show them."""

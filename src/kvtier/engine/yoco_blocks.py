@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState
+from kvtier.engine.naive_blocks import extend_hashes
 from kvtier.engine.request import Request
 from kvtier.engine.shared_blocks import SharedBlocks
 from kvtier.engine.step import BlockCopy
@@ -62,6 +63,7 @@ class YocoBlocks(SharedBlocks):
             return False
         if num_tokens == len(request.tokens):
             # All that is known of the request: whoever has the same tokens waits for the end of them too.
+            extend_hashes(request, self._namespace, self.block_tokens)
             position = (num_tokens - 1) // self.block_tokens
             block = request.blocks.blocks[position]
             self._note(block, request, position, num_tokens - position * self.block_tokens, is_ready=False)

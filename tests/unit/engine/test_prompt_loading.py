@@ -1,0 +1,268 @@
+"""What a prompt's way through the tiers looks like from the scheduler, one case at a time, with simulated tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.load import Order
+from kvtier.engine.request import Request, Status
+from kvtier.tiers.explanation import MatchEnd
+from tests.engine_building import MANAGERS, endless_prompt, prompt_of
+from tests.tier_simulation import HOST, SERVER, TieredEngine
+
+every_manager = pytest.mark.parametrize("manager", MANAGERS)
+every_order = pytest.mark.parametrize("order", list(Order))
+
+
+def _tokens_loaded(request: Request) -> int:
+    return sum(request.loaded_tokens.values())
+
+
+# --- loading ----------------------------------------
+
+
+@every_manager
+@every_order
+def test_a_prompt_that_a_tier_has_is_computed_from_where_the_tier_ends(manager: BlockManagerName, order: Order) -> None:
+    engine = TieredEngine(manager, chunk=4)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_forced = order
+    prompt = endless_prompt(22, 3)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt, 3)
+
+    engine.run()
+
+    assert _tokens_loaded(request) == 20
+    assert engine.num_computed(request) == 2 + 2
+
+
+@every_manager
+def test_a_request_holds_nothing_while_its_match_is_under_way(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    request = engine.submit(prompt_of(9))
+    for _ in range(5):
+        engine.step()
+
+    assert request.status is Status.WAITING
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+
+
+@every_manager
+def test_others_are_served_while_one_waits_for_its_load(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_forced = Order.FRONT
+    slow = prompt_of(9)
+    engine.traffic.remember(slow, SERVER)
+    waiting = engine.submit(slow)
+    engine.step()
+    engine.traffic.deliver_all()
+    engine.step()
+    assert waiting.load is not None
+    engine.traffic.is_quick = True
+    quick = engine.submit(prompt_of(5, seed=1))
+    engine.step()
+
+    assert quick.status is Status.FINISHED
+    assert waiting.status is Status.RUNNING
+    engine.run()
+
+
+@every_manager
+def test_an_aborted_request_lets_nothing_be_written_to_its_blocks(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_forced = Order.FRONT
+    prompt = prompt_of(17)
+    engine.traffic.remember(prompt, SERVER)
+    request = engine.submit(prompt)
+    engine.step()
+    engine.traffic.deliver_all()
+    engine.step()
+    assert request.load is not None
+    engine.traffic.deliver()
+    engine.abort(request)
+
+    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
+    engine.submit(prompt_of(17, seed=1))
+    engine.run()
+
+
+def test_what_the_device_lost_since_the_match_is_looked_for_again() -> None:
+    engine = TieredEngine("prefix_caching", num_blocks=8)
+    engine.traffic.is_smooth = True
+    prompt = prompt_of(9)
+    engine.submit(prompt)
+    engine.run()
+    engine.traffic.is_forced = Order.FRONT
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()  # asked for what the device lacks: nothing
+    assert request.fetch is not None or request.status is Status.FINISHED
+    engine.run()
+
+    assert request.status is Status.FINISHED
+
+
+def test_a_match_of_nothing_that_the_device_has_lost_for_good_ends_in_computing() -> None:
+    """After the last rematch the device may lose blocks once more, and the tiers may have none of them."""
+    engine = TieredEngine("prefix_caching")
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    request = engine.submit(prompt_of(13))
+    lost = engine.traffic.match(2, engine.traffic.book.note(prompt_of(13))[2:3])
+    lost.num_rematches = 2
+    request.fetch = lost
+
+    engine.run()
+
+    assert request.ending is not None
+
+
+# --- early start ----------------------------------------
+
+
+@every_manager
+def test_a_step_that_is_started_early_comes_after_the_arrival(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_forced = Order.FRONT
+    prompt = prompt_of(9)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()
+    engine.traffic.answer_all()
+    engine.step()
+    engine.traffic.submit_loads()
+    engine.step()
+
+    assert request.status is Status.FINISHED
+    assert engine.steps[-1].arrivals
+    engine.run()
+
+
+@every_manager
+def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(manager: BlockManagerName) -> None:
+    """The first part is handed to the device, the second is lost: the step that computes it reads the first."""
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_forced = Order.FRONT
+    prompt = prompt_of(13)
+    engine.traffic.remember(prompt, HOST, 0, 1)
+    engine.traffic.remember(prompt, SERVER, 1)
+    request = engine.submit(prompt)
+    engine.step()
+    engine.traffic.answer_all()
+    engine.step()
+    engine.traffic.submit_loads()
+    engine.step()  # nothing to compute: the second part is next
+    engine.step()
+    engine.traffic.is_failing = True
+    engine.traffic.lose_loads()
+    while request.status is not Status.FINISHED:
+        engine.step()
+
+    engine.run()
+    assert request.ending is not None
+    assert request.ending.reason is MatchEnd.LOST
+
+
+@every_manager
+def test_a_request_that_was_started_early_and_waits_for_room_waits_for_its_arrival_too(
+    manager: BlockManagerName,
+) -> None:
+    """Blocks are held for stores, so there is no room for the row that would have waited for the arrival."""
+    engine = TieredEngine(manager, num_blocks=6)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    engine.submit(prompt_of(16, seed=1))
+    engine.step()
+    assert len(engine.held_ids()) == 4
+    prompt = prompt_of(9)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()
+    assert request.load is not None
+    engine.traffic.submit_loads()
+    engine.step()  # two blocks are there, and none for the third
+    assert request in engine.scheduler.running
+    engine.traffic.finish_stores()
+    while engine.scheduler.has_requests:
+        engine.step()
+
+    engine.run()
+
+
+# --- storing ----------------------------------------
+
+
+@every_manager
+def test_every_full_block_is_offered_and_can_be_loaded_by_another_engine(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager, chunk=3)
+    engine.traffic.is_smooth = True
+    prompt = endless_prompt(9, 5)
+    engine.submit(prompt, 5)
+    engine.run()
+
+    known = {block_hash for memory in engine.traffic.offered for block_hash in memory}
+    tokens = engine.requests[0].tokens
+    assert known == set(engine.traffic.book.note(tokens[: len(tokens) - 1]))
+
+
+@every_manager
+def test_blocks_that_are_copied_away_come_back_and_are_waited_for(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager, num_blocks=7, block_tokens=2)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(8, seed=1))
+    engine.step()
+    request = engine.submit(endless_prompt(7, 1))
+    for _ in range(5):
+        engine.step()
+    assert request.status is Status.WAITING
+    engine.traffic.finish_stores()
+    engine.step()
+
+    assert request.num_preemptions == 0
+    assert request.was_admitted
+    engine.run()
+
+
+@every_manager
+def test_stores_that_hold_blocks_for_too_long_are_given_up(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager, num_blocks=7, block_tokens=2)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(8, seed=1))
+    engine.step()
+    request = engine.submit(endless_prompt(7, 1))
+    for _ in range(5):
+        engine.now += 0.02
+        engine.step()
+
+    assert request.was_admitted
+    engine.run()
+
+
+@every_manager
+@pytest.mark.parametrize("num_steps_ahead", [0, 1, 2, 3])
+def test_an_answer_that_waits_for_room_goes_on(manager: BlockManagerName, num_steps_ahead: int) -> None:
+    """All its tokens are known by the time there is room for the next."""
+    engine = TieredEngine(manager, num_blocks=7, block_tokens=2, num_steps_ahead=num_steps_ahead)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(8, seed=1))
+    while engine.scheduler.has_requests:
+        engine.step()
+    assert len(engine.held_ids()) == 4
+    request = engine.submit(endless_prompt(3, 8), 8)
+    for _ in range(12):
+        engine.step()
+    assert request.status is Status.RUNNING
+    engine.run()
+
+    assert request.num_outputs == 8
