@@ -15,6 +15,9 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.copier import Mark, Transfer
 from kvtier.memory.lease import Lease
 
+DISK = "disk"
+"""The tier of blocks that a cache server has still to read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

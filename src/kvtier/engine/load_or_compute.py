@@ -1,0 +1,137 @@
+"""The decision between loading and computing, from measured speeds. The engine's thread asks. No torch.
+
+A load that is clearly faster than computing is made. Where neither is, the tier brings blocks from the back while the
+engine computes from the front, if that wins. What is late is abandoned once computing it would be sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.engine.load import Load, Order, Part, Plan
+from kvtier.engine.speeds import Speeds
+
+_UNIT_BYTES = 8 << 20
+_CLEARLY_FASTER = 0.5
+"""A load that takes at most this share of computing is left alone: the device has other things to compute."""
+
+_WORTH_MEETING = 0.85
+_MEETING_STEPS = 2
+"""Computing from the front while loading from the back takes about so many more steps."""
+
+_UNITS_TO_MEET = 16
+_MIN_UNIT_S = 0.001
+_LATE_SLACK_S = 0.01
+_RETRY_SLOW_S = 10.0
+
+
+class LoadOrCompute:
+    """Decides for one engine."""
+
+    def __init__(
+        self, speeds: Speeds, layout: KvLayout, chunk_tokens: int, *, always_loads: bool, clock: Callable[[], float]
+    ) -> None:
+        """With `always_loads` nothing is decided: what is found is loaded, however long it takes."""
+        self.speeds = speeds
+        self._block_tokens = layout.block_tokens
+        self._block_bytes = layout.block_bytes
+        self._chunk_tokens = chunk_tokens
+        self._always_loads = always_loads
+        self._clock = clock
+        self._slow_since: dict[str, float] = {}
+
+    def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
+        """What to load now that all before block `position` is there; None when the rest is to be computed."""
+        part = next((part for part in parts if part.first <= position < part.end), None)
+        if part is None:
+            return None
+        nbytes = (part.end - position) * self._block_bytes
+        load_s = self.speeds.load_s(part.tier, nbytes)
+        plan = Plan(part, position, part.end, Order.FRONT, load_s, max(1, _UNIT_BYTES // self._block_bytes))
+        if self._always_loads:
+            return plan
+        compute_s = self.compute_s(position, part.end, prompt_tokens)
+        if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
+            return plan
+        from_back = self._from_back(plan, load_s, compute_s)
+        if from_back is not None:
+            return from_back
+        return plan if load_s <= compute_s else self._retry(plan)
+
+    def share(self, load: Load, prompt_tokens: int) -> int:
+        """From the back: how many blocks the engine should compute next, so that both sides meet at the same time."""
+        left = load.num_left
+        if not left:
+            return 0
+        if load.is_over:
+            return left
+        block_s = self._per_block_s(load, self._clock() - load.started_at)
+        compute_s = self.compute_s(load.front, load.front + left, prompt_tokens)
+        if compute_s is None:
+            return max(1, left // 2)
+        if left * block_s < self.speeds.step_s():
+            return 0  # it is here before another step is done
+        return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
+
+    def is_late(self, load: Load, prompt_tokens: int) -> bool:
+        """It takes longer than expected, and what is missing would be computed sooner than it comes."""
+        if self._always_loads or load.is_submitted or load.is_over:
+            return False
+        elapsed = self._clock() - load.started_at
+        expected = (load.plan.expected_s or 0.0) + _LATE_SLACK_S
+        if elapsed <= expected:
+            return False
+        if load.plan.order is Order.FRONT:
+            first, num_missing = load.plan.first + load.num_arrived, load.num_blocks - load.num_arrived
+        elif load.num_left:
+            return False  # the engine has something to do meanwhile
+        else:
+            first, num_missing = load.front, load.arrived()[0] - load.front
+        compute_s = self.compute_s(first, first + num_missing, prompt_tokens)
+        if compute_s is None:
+            return False
+        return num_missing * self._per_block_s(load, elapsed) > compute_s
+
+    def compute_s(self, first: int, end: int, prompt_tokens: int | None) -> float | None:
+        """How much longer the prompt takes if blocks `first..end` are computed too."""
+        start, stop = first * self._block_tokens, end * self._block_tokens
+        total = max(stop, prompt_tokens or 0)
+        whole = self.speeds.prefill_s(start, total - start, self._chunk_tokens)
+        rest = self.speeds.prefill_s(stop, total - stop, self._chunk_tokens)
+        return None if whole is None or rest is None else max(0.0, whole - rest)
+
+    def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load from `tier` took so long."""
+        self.speeds.note_load(tier, nbytes, seconds)
+        self._slow_since.pop(tier, None)
+
+    def _per_block_s(self, load: Load, elapsed_s: float) -> float:
+        """How long a block takes to come, as this load shows so far, or as its tier has shown before."""
+        expected = (load.plan.expected_s or 0.0) / load.num_blocks
+        if load.num_arrived:
+            return elapsed_s / load.num_arrived
+        return max(expected, elapsed_s / load.num_blocks)
+
+    def _from_back(self, plan: Plan, load_s: float, compute_s: float) -> Plan | None:
+        """Load from the back while the front is computed, if that is the fastest by far; None if not."""
+        if plan.part.comes_in_order:
+            return None
+        num_blocks = plan.end - plan.first
+        load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
+        num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
+        meet_s = num_loaded * load_block_s + _MEETING_STEPS * self.speeds.step_s()
+        if meet_s > _WORTH_MEETING * min(load_s, compute_s):
+            return None
+        unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
+        return replace(plan, order=Order.BACK, unit=min(unit, plan.unit))
+
+    def _retry(self, plan: Plan) -> Plan | None:
+        """A tier that was slow is tried again now and then: it may have become fast."""
+        now = self._clock()
+        tier = plan.part.tier
+        if now - self._slow_since.setdefault(tier, now) < _RETRY_SLOW_S:
+            return None
+        self._slow_since[tier] = now
+        return plan
