@@ -201,23 +201,10 @@ class _Offer:
     is_copying: bool = False
 
 
-class _Counter:
-    def labels(self, **labels: str) -> _Counter:
-        return self
-
-    def inc(self, amount: float = 1) -> None:
-        pass
-
-
-class _Metrics:
-    abandoned_loads = _Counter()
-
-
 class SimulatedTraffic:
     """Stands in for `TierTraffic`. `chance` makes every choice that the real one makes by the clock."""
 
     def __init__(self, device: TieredDevice, requests: Sequence[Request], chance: Random) -> None:
-        self.metrics = _Metrics()
         self.book = BlockBook(device.block_tokens)
         self.memory: dict[str, dict[BlockHash, Sums]] = {tier: {} for tier in TIERS}
         self.is_failing = False
@@ -393,6 +380,9 @@ class SimulatedTraffic:
         is_late = num_missing > 0 and not self.is_smooth and self._chance.random() < 0.15
         self.num_late += is_late
         return is_late
+
+    def abandon_late(self, load: Load) -> None:
+        self.abandon(load)
 
     def abandon(self, load: Load) -> None:
         for transfer in load.abandon():

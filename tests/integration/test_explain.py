@@ -66,7 +66,7 @@ def noted(request_id: str = "r1", **changes: object) -> Explanation:
         "ended_at_tokens": 0,
         "reason": MatchEnd.NEVER_STORED,
         "tier": "server",
-        "first_block": tuple(TOKENS[:16]),
+        "first_tokens": tuple(TOKENS[:16]),
     }
     return Explanation(**(values | changes))  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_nobody_stored_was_never_stored() -> None:
 
     assert (found.reason, found.ended_at_tokens, found.prompt_tokens) == (MatchEnd.NEVER_STORED, 0, 83)
     assert found.cached_tokens == {"memory": 0, "disk": 0}
-    assert found.first_block == tuple(range(16))
+    assert found.first_tokens == tuple(range(16))
     assert found.namespace == fields().digest().hex()
 
 

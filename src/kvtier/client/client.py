@@ -530,7 +530,7 @@ class SingleClient:
             return self._pull_part(hashes[part], into[part], timeout_s)
 
         try:
-            counts = list(self._transfers.map(pull, parts))
+            counts = self._transfers.map(pull, parts)
         except TierUnavailable as error:
             self._endpoint.count_failure(error)
             return 0
@@ -728,7 +728,7 @@ class SingleClient:
             if len(parts) == 1:
                 self._fill(number, wanted, slice(0, len(wanted)), deadline)
             else:
-                list(self._transfers.map(lambda part: self._fill(number, wanted, part, deadline), parts))
+                self._transfers.map(lambda part: self._fill(number, wanted, part, deadline), parts)
         except (TierRefused, TierFull):
             raise
         except BaseException:  # an interrupt too: the server may have granted it

@@ -149,7 +149,8 @@ class Endpoint:
         """Count and log a failure that a call turns into a miss."""
         kind = error.kind if isinstance(error, TierError) else "protocol"
         self._metrics.failures.labels(tier=self._label, kind=kind).inc()
-        self._log.warning(kind, "cache server %s: %s", self.address, error)
+        # As text: an error kept by a log would keep the caller's buffers, which its traceback refers to.
+        self._log.warning(kind, "cache server %s: %s", self.address, str(error))
 
     def arena_of(self, connection: Connection) -> MappedArena:
         """The arena of the server behind `connection`."""
@@ -313,7 +314,7 @@ class Endpoint:
         if self._is_closed or (isinstance(error, TierUnavailable) and self.breaker.is_open):
             return
         if self.breaker.fail(timed_out=isinstance(error, TierTimeout)):
-            logger.warning("cache server down address=%s: %s", self.address, error)
+            logger.warning("cache server down address=%s: %s", self.address, str(error))
             with self._condition:
                 self._wake()
 
@@ -347,7 +348,7 @@ class Endpoint:
         try:
             connection = self._connect_counted(time.monotonic() + _CONNECT_S)
         except (TierError, ProtocolError) as error:
-            self._log.warning("down", "cache server %s is still down: %s", self.address, error)
+            self._log.warning("down", "cache server %s is still down: %s", self.address, str(error))
             return False
         self.breaker.close()
         self.num_returns += 1

@@ -118,7 +118,7 @@ class ReplicatedClient:
                 if answer:
                     flags[position] = True
 
-        list(self._workers.map(ask, groups))
+        self._workers.map(ask, groups)
         return flags
 
     # --- writing ---------------------------------------------------------------------------------------------------

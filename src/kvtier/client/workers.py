@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from kvtier.errors import TierUnavailable
@@ -25,8 +25,24 @@ class Workers:
         self._pid = 0
         self._is_closed = False
 
-    def map(self, act: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-        return self._threads().map(act, items)
+    def map(self, act: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+        """The results in order, or the first failure, once all are over: nothing goes on behind the caller's back."""
+        threads = self._threads()
+        works = [threads.submit(act, item) for item in items]
+        try:
+            wait(works)
+        except BaseException:  # an interrupt: they still use the caller's buffers
+            for work in works:
+                work.cancel()
+            wait(works)
+            raise
+        results: list[_Result] = []
+        try:
+            while works:
+                results.append(works.pop(0).result())
+        finally:
+            works.clear()  # a failure refers to this frame: it must not find itself here
+        return results
 
     def close(self) -> None:
         self._is_closed = True

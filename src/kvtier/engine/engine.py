@@ -45,6 +45,8 @@ _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
 
 _MAX_EXPLANATIONS = 4096
+_EXPLAINED_TOKENS = 64
+"""So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
 
 @dataclass(slots=True)
@@ -339,7 +341,7 @@ class Engine:
             reason=ending.reason,
             tier=ending.tier,
             detail=ending.detail,
-            first_block=tuple(request.tokens[:block_tokens]) if request.prompt_tokens >= block_tokens else (),
+            first_tokens=tuple(request.tokens[: min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))]),
         )
         self._explanations[request.id] = explanation
         while len(self._explanations) > _MAX_EXPLANATIONS:

@@ -130,6 +130,10 @@ class Load:
         return self._is_over
 
     @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned
+
+    @property
     def is_submitted(self) -> bool:
         """Every block is in this host's memory, and the device has been told to copy it."""
         return self._is_submitted

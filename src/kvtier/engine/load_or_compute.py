@@ -7,7 +7,7 @@ engine computes from the front, if that wins. What is late is abandoned once com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.engine.load import Load, Order, Part, Plan
@@ -24,7 +24,16 @@ _MEETING_STEPS = 2
 _UNITS_TO_MEET = 16
 _MIN_UNIT_S = 0.001
 _LATE_SLACK_S = 0.01
-_RETRY_SLOW_S = 10.0
+_FIRST_REST_S = 1.0
+_LAST_REST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """A tier is left alone, for `rest_s` in all."""
+
+    until: float
+    rest_s: float
 
 
 class LoadOrCompute:
@@ -40,7 +49,7 @@ class LoadOrCompute:
         self._chunk_tokens = chunk_tokens
         self._always_loads = always_loads
         self._clock = clock
-        self._slow_since: dict[str, float] = {}
+        self._rests: dict[str, _Rest] = {}
 
     def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
         """What to load now that all before block `position` is there; None when the rest is to be computed."""
@@ -52,6 +61,8 @@ class LoadOrCompute:
         plan = Plan(part, position, part.end, Order.FRONT, load_s, max(1, _UNIT_BYTES // self._block_bytes))
         if self._always_loads:
             return plan
+        if self._is_resting(part.tier):
+            return None
         compute_s = self.compute_s(position, part.end, prompt_tokens)
         if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
             return plan
@@ -102,10 +113,17 @@ class LoadOrCompute:
         rest = self.speeds.prefill_s(stop, total - stop, self._chunk_tokens)
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
-    def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load from `tier` took so long."""
+    def note_load(self, tier: str, nbytes: int, seconds: float, *, is_late: bool) -> None:
+        """A load from `tier` took so long; if it was not abandoned as late, the tier is well."""
         self.speeds.note_load(tier, nbytes, seconds)
-        self._slow_since.pop(tier, None)
+        if not is_late:
+            self._rests.pop(tier, None)
+
+    def note_late(self, tier: str) -> None:
+        """A load from `tier` was abandoned: it is left alone, longer each time."""
+        rest = self._rests.get(tier)
+        rest_s = _FIRST_REST_S if rest is None else min(2 * rest.rest_s, _LAST_REST_S)
+        self._rests[tier] = _Rest(self._clock() + rest_s, rest_s)
 
     def _per_block_s(self, load: Load, elapsed_s: float) -> float:
         """How long a block takes to come, as this load shows so far, or as its tier has shown before."""
@@ -127,11 +145,12 @@ class LoadOrCompute:
         unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
         return replace(plan, order=Order.BACK, unit=min(unit, plan.unit))
 
+    def _is_resting(self, tier: str) -> bool:
+        rest = self._rests.get(tier)
+        return rest is not None and self._clock() < rest.until
+
     def _retry(self, plan: Plan) -> Plan | None:
-        """A tier that was slow is tried again now and then: it may have become fast."""
-        now = self._clock()
-        tier = plan.part.tier
-        if now - self._slow_since.setdefault(tier, now) < _RETRY_SLOW_S:
-            return None
-        self._slow_since[tier] = now
-        return plan
+        """A tier that was slower than computing is tried again now and then: it may have become fast."""
+        has_rested = plan.part.tier in self._rests
+        self._rests[plan.part.tier] = _Rest(self._clock() + _LAST_REST_S, _LAST_REST_S)
+        return plan if has_rested else None

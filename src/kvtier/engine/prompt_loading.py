@@ -132,7 +132,6 @@ class PromptLoading:
         load = request.load
         assert load is not None
         if self._traffic.is_late(load, len(request.tokens)):
-            self._traffic.metrics.abandoned_loads.labels(tier=load.plan.part.tier).inc()
             self._abandon(request, load)
             return True
         if load.plan.order is Order.FRONT:
@@ -181,7 +180,7 @@ class PromptLoading:
 
     def _abandon(self, request: Request, load: Load) -> None:
         """Late: what has arrived is used, the rest is computed."""
-        self._traffic.abandon(load)
+        self._traffic.abandon_late(load)
         if load.plan.order is Order.FRONT:
             if request.ending is None:
                 request.ending = MatchEnding(load.arrived()[1], MatchEnd.SLOWER, load.plan.part.tier, "it was late")
@@ -195,8 +194,10 @@ class PromptLoading:
         tier = load.plan.part.tier
         if end > first:
             request.num_computed = end * block_tokens
-            request.loaded_tokens[tier] = request.loaded_tokens.get(tier, 0) + (end - first) * block_tokens
-            request.num_offered = end
+            if not request.num_preemptions:
+                request.loaded_tokens[tier] = request.loaded_tokens.get(tier, 0) + (end - first) * block_tokens
+            if self._offered_again is None:  # else a tier that was away may lack what another had
+                request.num_offered = end
         if end < load.plan.end:
             self._blocks.unclaim(request)
             if request.ending is None:

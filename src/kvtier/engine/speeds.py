@@ -1,7 +1,7 @@
 """How fast the device computes prompts and how fast each tier delivers them, as measured. Thread-safe, no torch.
 
 Both are straight lines fitted to what was seen, newer measurements counting more: seconds = fixed + slope * size. A
-line through measurements of relative weight: a small prompt is to be foretold as well as a large one.
+small prompt is to be foretold as well as a large one, so what was small counts more.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-_KEPT = 0.9
+_KEPT = 0.85
 """How much of its weight a measurement keeps when the next one comes."""
 
+_SMALL = 0.02
 _RIDGE = 1e-9
 _FIXED_RIDGE = 1e-5
 """What was measured at one size only is taken for slope: the fixed part, the first feature, is what costs more."""
 
 
 class Fit:
-    """Seconds as a sum of features with coefficients that are never negative, by least squares of relative errors."""
+    """Seconds as a sum of features with coefficients that are never negative, by least squares.
+
+    The first feature is always 1. An error counts relative to the size of what was measured, not to its seconds: what
+    has become slow must not count less for it.
+    """
 
     def __init__(self, num_features: int) -> None:
         self._num_features = num_features
@@ -28,7 +33,7 @@ class Fit:
         self.num_measured = 0
 
     def note(self, features: Sequence[float], seconds: float) -> None:
-        weight = 1.0 / max(seconds, 1e-6) ** 2
+        weight = 1.0 / (_SMALL + sum(features[1:])) ** 2
         for row in range(self._num_features):
             for column in range(self._num_features):
                 product = weight * features[row] * features[column]

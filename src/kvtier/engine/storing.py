@@ -28,6 +28,8 @@ from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 logger = logging.getLogger(__name__)
 
 _MAX_PUSHES = 1024
+_PUSH_BYTES = 32 << 20
+_CLOSE_S = 1.0
 _NUM_OWNERS_WAITING = 4096
 
 
@@ -82,6 +84,7 @@ class Storing:
         self._waiting: deque[_Offer] = deque()
         self._copied: deque[Held] = deque()
         self.num_held = 0
+        self._pushes_until = float("inf")
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pushes: queue.Queue[Sequence[BlockHash] | threading.Event | None] = queue.Queue(_MAX_PUSHES)
         self._thread = threading.Thread(target=self._run, name="kvtier-store", daemon=True)
@@ -133,12 +136,16 @@ class Storing:
                     offer.is_cancelled = True
                     self._copied.append(offer.held)
 
+    def settle_copies(self, timeout_s: float) -> bool:
+        """Wait until nothing of what was sent is copied from the device any more."""
+        done = threading.Event()
+        self._jobs.put(done)
+        return done.wait(timeout_s)
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until all that was sent is stored or given up."""
         deadline = time.monotonic() + timeout_s
-        done = threading.Event()
-        self._jobs.put(done)
-        if not done.wait(timeout_s):
+        if not self.settle_copies(timeout_s):
             return False
         if self._pusher is None:
             return True
@@ -150,9 +157,10 @@ class Storing:
         return pushed.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish what is under way; what is not pushed within a moment is not pushed."""
         self._jobs.put(None)
         self._thread.join()
+        self._pushes_until = time.monotonic() + _CLOSE_S
         if self._pusher is not None:
             self._pushes.put(None)
             self._pusher.join()
@@ -230,16 +238,25 @@ class Storing:
     # --- the pushing thread ----------------------------------------------------------------------------------------
 
     def _queue_push(self, hashes: Sequence[BlockHash]) -> None:
-        try:
-            self._pushes.put_nowait(hashes)
-        except queue.Full:
-            for guard in self._far:
-                self._hierarchy.metrics.refused_blocks.labels(tier=guard.tier.name).inc(len(hashes))
+        assert self._host is not None
+        step = max(1, _PUSH_BYTES // self._host.layout.block_bytes)
+        for first in range(0, len(hashes), step):
+            try:
+                self._pushes.put_nowait(hashes[first : first + step])
+            except queue.Full:
+                self._refuse_push(hashes[first : first + step])
+
+    def _refuse_push(self, hashes: Sequence[BlockHash]) -> None:
+        for guard in self._far:
+            self._hierarchy.metrics.refused_blocks.labels(tier=guard.tier.name).inc(len(hashes))
 
     def _push_all(self) -> None:
         while (job := self._pushes.get()) is not None:
             if isinstance(job, threading.Event):
                 job.set()
+                continue
+            if time.monotonic() > self._pushes_until:
+                self._refuse_push(job)
                 continue
             try:
                 self._push(job)

@@ -88,7 +88,8 @@ class TierTraffic:
                 copier.adopt(guard.tier.arena)
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
+        self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
+        self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
         self._storing = Storing(hierarchy, copier, self._woken.set)
         self._bringing = Bringing(hierarchy, copier, self._woken.set)
         self.num_steps = 0
@@ -116,14 +117,14 @@ class TierTraffic:
                 return fetch
             lease.release()
         fetch.num_users += 1
-        self._threads.submit(self._guarded, self._match, fetch)
+        self._matchers.submit(self._guarded, self._match, fetch)
         return fetch
 
     def give_up(self, fetch: Fetch) -> None:
         """Its owner needs nothing more of what was found."""
         fetch.is_cancelled = True
         if self._is_last_user(fetch):
-            self._threads.submit(self._guarded, self._release, fetch)
+            self._matchers.submit(self._guarded, self._release, fetch)
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -154,8 +155,14 @@ class TierTraffic:
         load = Load(plan, hashes, block_ids, after, self._clock())
         with self._lock:
             fetch.num_users += 1
-        self._threads.submit(self._guarded, self._run, fetch, load)
+        self._loaders.submit(self._guarded, self._run, fetch, load)
         return load
+
+    def abandon_late(self, load: Load) -> None:
+        """As `abandon`; and its tier is left alone for a while."""
+        self.metrics.failures.labels(tier=load.plan.part.asked, kind="late").inc()
+        self._decision.note_late(load.plan.part.tier)
+        self.abandon(load)
 
     def abandon(self, load: Load) -> None:
         """No byte of it is written any more. What is being written comes before all that the device does next."""
@@ -221,7 +228,7 @@ class TierTraffic:
     def drain(self) -> None:
         """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
         self._storing.cancel_waiting()
-        self._storing.settle(_DRAIN_S)
+        self._storing.settle_copies(_DRAIN_S)
         self._storing.take_copied()
 
     def close(self) -> None:
@@ -230,7 +237,8 @@ class TierTraffic:
             return
         self._is_closed = True
         self._storing.close()
-        self._threads.shutdown()
+        self._loaders.shutdown()
+        self._matchers.shutdown()
         self._copier.close()
         self.hierarchy.close()
 
@@ -321,7 +329,7 @@ class TierTraffic:
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
         if nbytes:
-            self._decision.note_load(tier, nbytes, seconds)
+            self._decision.note_load(tier, nbytes, seconds, is_late=load.is_abandoned)
 
     def _follow(self, transfer: Transfer) -> None:
         if not transfer.is_done:

@@ -29,7 +29,6 @@ TIER_LOADED_BYTES = "kvtier_tier_loaded_bytes"
 TIER_LOAD_SECONDS = "kvtier_tier_load_seconds"
 TIER_STORED_BYTES = "kvtier_tier_stored_bytes"
 TIER_STORE_SECONDS = "kvtier_tier_store_seconds"
-TIER_ABANDONED_LOADS = "kvtier_tier_abandoned_loads"
 
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -105,9 +104,6 @@ class TierMetrics:
         self.load_seconds = Counter(TIER_LOAD_SECONDS, "Time that loads took.", ["tier"], registry=self.registry)
         self.stored_bytes = Counter(TIER_STORED_BYTES, "Bytes stored.", ["tier"], registry=self.registry)
         self.store_seconds = Counter(TIER_STORE_SECONDS, "Time that stores took.", ["tier"], registry=self.registry)
-        self.abandoned_loads = Counter(
-            TIER_ABANDONED_LOADS, "Loads given up because they were late.", ["tier"], registry=self.registry
-        )
 
     def value(self, counter: Counter, **labels: str) -> float:
         """A counter's value, for tests and for people at a prompt."""

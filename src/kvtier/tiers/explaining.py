@@ -46,7 +46,7 @@ def explain(
         ended_at_tokens=num_cached * block_tokens,
         reason=MatchEnd.ALL if num_cached == len(flags) else match_end_of(ending_of(flags[num_cached])),
         tier=_TIER,
-        first_block=tuple(map(int, tokens[:block_tokens])),
+        first_tokens=tuple(map(int, tokens[:block_tokens])),
     )
     return _with_other_namespaces(client, explanation, tokens, fields.document())
 
@@ -63,7 +63,7 @@ def explain_request(client: CacheClient, request_id: str) -> Explanation | None:
     explanation = Explanation.from_json(text)
     if explanation.ended_at_tokens:
         return explanation
-    return _with_other_namespaces(client, explanation, explanation.first_block, None)
+    return _with_other_namespaces(client, explanation, explanation.first_tokens, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One request's match. `cached_tokens` is by tier ("device", "host", "server", ...).
 
     `namespace` is a hex digest, `tier` whose answer ended the match at `ended_at_tokens`, `detail` more of the reason.
-    `first_block` are the token ids of the prompt's first full block: with them other namespaces can be asked later.
+    `first_tokens` are some of the prompt's first token ids: with them other namespaces can be asked later.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reason: MatchEnd
     tier: str
     detail: str = ""
-    first_block: tuple[int, ...] = ()
+    first_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:

@@ -21,6 +21,7 @@ from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.tier import LazyTier, Tier
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,12 @@ class Guard:
         self._lock = threading.Lock()
         self._rest_s = _FIRST_REST_S
         self._rests_until = float("-inf")
+        self._generation = _generation(tier)
 
     @property
     def is_resting(self) -> bool:
-        return self._clock() < self._rests_until
+        """It failed a moment ago, and has not come back since, as far as it can tell."""
+        return self._clock() < self._rests_until and _generation(self.tier) == self._generation
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -61,8 +64,13 @@ class Guard:
         self._metrics.failures.labels(tier=self.tier.name, kind=kind).inc()
         with self._lock:
             self._rests_until = self._clock() + self._rest_s
+            self._generation = _generation(self.tier)
             self._rest_s = min(2 * self._rest_s, _LAST_REST_S)
-        self._log.warning(kind, "tier failed name=%s: %s", self.tier.name, error)
+        self._log.warning(kind, "tier failed name=%s: %s", self.tier.name, str(error))
+
+
+def _generation(tier: Tier) -> tuple[int, ...]:
+    return tier.generation if isinstance(tier, RemoteTier) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +187,10 @@ class Hierarchy:
         return found
 
     def close(self) -> None:
-        for guard in self._guards:
-            guard.tier.close()
+        """Close every tier, also when one of them cannot."""
+        with contextlib.ExitStack() as stack:
+            for guard in reversed(self._guards):
+                stack.callback(guard.tier.close)
 
     def fetch_segment(self, segment: Segment, hashes: Sequence[BlockHash], into: Sequence[Buffer]) -> int:
         """Bytes of one segment into `into`, and into faster tiers. Returns how many leading blocks arrived."""

@@ -25,7 +25,7 @@ explanations = st.builds(
     reason=st.sampled_from(MatchEnd),
     tier=st.text(),
     detail=st.text(),
-    first_block=st.lists(counts, max_size=4).map(tuple),
+    first_tokens=st.lists(counts, max_size=4).map(tuple),
 )
 
 
