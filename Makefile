@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.share_blocks
+	$(BIN)/python -m examples.compute_once
 
 test: check
 	$(BIN)/python -m pytest -m "not soak"

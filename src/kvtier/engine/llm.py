@@ -15,6 +15,7 @@ from kvtier.engine.progress import prompt_progress
 from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import ConfigError, InvalidParameter, RequestError
+from kvtier.tiers.explanation import Explanation
 
 Prompt = str | Sequence[int]
 
@@ -62,6 +63,13 @@ class LLM:
         with self._lock, prompt_progress(len(several), is_shown=progress) as advance:
             self._run(several, each, outputs, advance)
         return [output for output in outputs if output is not None]
+
+    def explain(self, request_id: str) -> Explanation:
+        """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others.
+
+        Only an engine with tiers below the device knows.
+        """
+        return self.engine.explain(request_id)
 
     def close(self) -> None:
         """Give the device's memory back, and what it holds of other tiers."""
