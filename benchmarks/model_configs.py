@@ -53,6 +53,28 @@ MODEL_CONFIGS: dict[str, ModelShape] = {
     "Qwen2.5-7B": _qwen2(
         hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocab_size=152064, tie_word_embeddings=False
     ),
+    "Qwen2.5-32B": _qwen2(
+        hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocab_size=152064, tie_word_embeddings=False
+    ),
+    "glm-4-9b-chat-1m": {
+        "architectures": ["GlmForCausalLM"],
+        "model_type": "glm",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 1048576,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+        "rope_theta": 100000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151552,
+    },
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,9 +1,11 @@
 """One engine whose block manager and schedule can be exchanged: all that is compared shares weights and KV memory.
 
-Prompts are random token ids, the answers have a fixed length, and everything is submitted at once.
+Prompts are random token ids, the answers have a fixed length, and everything is submitted at once. An engine that has
+tiers below the device can be used with and without them.
 
 On a CPU the engine is one thread, and its clock is the CPU time of this process: two threads of torch that wait for
-each other on a shared machine measure the neighbours. On an idle machine that is the time on the wall.
+each other on a shared machine measure the neighbours. On an idle machine that is the time on the wall. Where other
+threads and processes are part of what is measured, the clock must be told.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,10 +27,13 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
 from kvtier.engine.block_manager import BlockManagerName, make_block_manager
 from kvtier.engine.engine import Engine
+from kvtier.engine.prompt_loading import PromptLoading
 from kvtier.engine.scheduler import Scheduler
 
 MANAGERS: tuple[BlockManagerName, ...] = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
 SCHEDULES = ("sync", "async-2")
+
+_SETTLE_S = 120.0
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -37,10 +43,12 @@ def clock_of(device: str) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the engine."""
+    """A way to run the engine. Without `has_tiers` it neither loads from nor stores to those below the device."""
 
     manager: BlockManagerName
     schedule: str = "async-2"
+    has_tiers: bool = True
+    max_num_batched_tokens: int | None = None
 
     @property
     def name(self) -> str:
@@ -52,18 +60,26 @@ VARIANTS = tuple(Variant(manager, schedule) for manager in MANAGERS for schedule
 
 @dataclass(frozen=True)
 class Round:
-    """What it took to answer all prompts. `cached_share` is that of the prompts' tokens found in the cache."""
+    """What it took to answer all prompts. `shares` are those of the prompts' tokens found in the cache, by tier."""
 
     seconds: float
     wall_s: float
     schedule_ms: float
     num_steps: int
-    cached_share: float
+    shares: Mapping[str, float]
     answers: list[Completion]
 
     @property
     def qps(self) -> float:
         return len(self.answers) / self.seconds
+
+    @property
+    def cached_share(self) -> float:
+        return sum(self.shares.values())
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [answer.token_ids for answer in self.answers]
 
 
 class PromptMaker:
@@ -122,31 +138,49 @@ class Job:
 class EngineStand:
     """An engine with random weights. `use` before `run`."""
 
-    def __init__(self, shape: str, device: str, **settings: Any) -> None:
+    def __init__(self, shape: str, device: str, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
         """`settings` are those of `EngineConfig`."""
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(model_folder(shape))
         self._device = device
-        self._clock = clock_of(device)
+        self._clock = clock or clock_of(device)
         if device == "cpu":
             self._stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         self.llm = self._stack.enter_context(LLM(folder, load_format="dummy", device=device, **settings))
         self.vocab_size = self.llm.engine.loaded.config.vocab_size
+        self._max_num_batched_tokens = self.llm.engine.config.max_num_batched_tokens
 
     def use(self, variant: Variant) -> None:
-        """Go on with an empty cache, as `variant` says."""
+        """Go on with an empty cache on the device, as `variant` says. What the tiers below have stays there."""
         engine = self.llm.engine
         while engine.has_requests:
             engine.step()
-        config = msgspec.structs.replace(engine.config, block_manager=variant.manager, schedule=variant.schedule)
+        self.settle()
+        if engine.traffic is not None:
+            engine.traffic.poll()  # what was held is the old manager's
+        config = msgspec.structs.replace(
+            engine.config,
+            block_manager=variant.manager,
+            schedule=variant.schedule,
+            max_num_batched_tokens=variant.max_num_batched_tokens or self._max_num_batched_tokens,
+        )
         namespace = engine.loaded.namespace_fields(engine.arena.layout, salt=config.salt).digest()
+        blocks = make_block_manager(variant.manager, engine.arena.num_blocks, config.block_size, namespace)
+        traffic = engine.traffic if variant.has_tiers else None
         engine.config = config
         engine.scheduler = Scheduler(
-            make_block_manager(variant.manager, engine.arena.num_blocks, config.block_size, namespace),
+            blocks,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            loading=None if traffic is None else PromptLoading(traffic, blocks, namespace),
         )
+
+    def settle(self) -> None:
+        """Wait until the tiers below the device have what was offered to them."""
+        traffic = self.llm.engine.traffic
+        if traffic is not None and not traffic.settle(_SETTLE_S):
+            raise RuntimeError(f"blocks were not stored after {_SETTLE_S:.0f} s")
 
     def run(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> Round:
         """Answer all prompts, submitted at once, `num_outputs` tokens each. The cache is as the run before left it."""
@@ -166,13 +200,16 @@ class EngineStand:
             answers += output.outputs
         if any(len(answer.token_ids) != num_outputs for answer in answers):
             raise RuntimeError("an answer is shorter than asked for")
-        cached = sum(answer.cached_tokens["device"] for answer in answers)
+        cached: Counter[str] = Counter()
+        for answer in answers:
+            cached.update(answer.cached_tokens)
+        num_tokens = sum(len(prompt) for prompt in prompts)
         return Round(
             seconds=seconds,
             wall_s=wall_s,
             schedule_ms=1000 * (engine.schedule_s - schedule_s) / num_steps,
             num_steps=num_steps,
-            cached_share=cached / sum(len(prompt) for prompt in prompts),
+            shares={tier: count / num_tokens for tier, count in cached.items()},
             answers=answers,
         )
 

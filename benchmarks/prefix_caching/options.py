@@ -13,7 +13,7 @@ from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
 GPU_SHAPE = "Qwen2.5-7B"
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str, gpu_shape: str = GPU_SHAPE) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer prompts and repeats")
     parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
@@ -22,8 +22,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-shape",
         choices=tuple(MODEL_CONFIGS),
-        help=f"random weights of this shape ({GPU_SHAPE} on a GPU, {SMALL_SHAPE} on a CPU)",
+        help=f"random weights of this shape ({gpu_shape} on a GPU, {SMALL_SHAPE} on a CPU)",
     )
+    parser.set_defaults(gpu_shape=gpu_shape)
     parser.add_argument("--prompts", type=int, help="how many prompts at once")
     parser.add_argument("--max-num-requests", type=int, help="how many requests run at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, help="how many tokens one step computes at most")
@@ -34,16 +35,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     """The arguments, with device and shape filled in."""
     arguments = parser.parse_args(argv)
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    arguments.model_shape = arguments.model_shape or (GPU_SHAPE if arguments.device == "cuda" else SMALL_SHAPE)
+    arguments.model_shape = arguments.model_shape or (
+        arguments.gpu_shape if arguments.device == "cuda" else SMALL_SHAPE
+    )
     return arguments
 
 
-def device_settings(device: str) -> dict[str, object]:
+def device_settings(device: str, cpu_clock: str = "CPU time of the process") -> dict[str, object]:
     """What was measured on, beside what the harness records."""
     versions = {name: _version(name) for name in ("torch", "triton", "transformers")}
     if device == "cuda":
         return {"device": torch.cuda.get_device_name(), **versions}
-    return {"device": "cpu", "torch_threads": 1, "clock": "CPU time of the process", **versions}
+    return {"device": "cpu", "torch_threads": 1, "clock": cpu_clock, **versions}
 
 
 def is_h200(device: str) -> bool:

@@ -4,7 +4,8 @@
 
 Blocks are copied between two caches, from block ids to other block ids drawn at random; "adjacent" rows copy a run of
 neighbours, which is what `reserve` hands out. l2l is layer-major memory: one copy per layer per block. b2b is
-block-major. index_copy_ is torch's and is measured where torch is installed. No GPU columns yet.
+block-major. index_copy_ is torch's and is measured where torch is installed. Copies to and from a GPU are what
+`offloading_KV_cache.baseline.test_swap` measures.
 """
 
 from __future__ import annotations

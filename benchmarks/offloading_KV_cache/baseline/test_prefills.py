@@ -1,0 +1,186 @@
+"""Computing a prompt beside copying its KV: how many times faster is it to load?
+
+    python -m benchmarks.offloading_KV_cache.baseline.test_prefills [--quick] [--json FILE] [--model-shape NAME]
+
+One prompt of 8192 tokens, 1024 a step, one token out, for the shapes of several models: the time to compute it; to copy
+its blocks once from host memory to the device and back; and to answer it from host memory, the engine's whole way, with
+the device's cache off. With `--fp8` also with weights of 8 bits. Fewer tokens, and a small shape, on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.harness import Result, console, print_figures, print_table
+from benchmarks.model_configs import SMALL_SHAPE
+from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Variant
+from benchmarks.prefix_caching.options import device_settings, make_parser, parse
+from benchmarks.tier_stand import (
+    BELOW,
+    BLOCK_TOKENS,
+    DEVICE_OFF,
+    WALL,
+    expect_hits,
+    expect_tokens,
+    full_share,
+    host_tiers,
+    kv_bytes,
+    open_stand,
+    warm_up,
+)
+from kvtier.engine.copier import Copier, HostCopier
+from kvtier.engine.cuda_copier import CudaCopier
+from kvtier.memory.mapped import MappedArena
+
+GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B", "glm-4-9b-chat-1m", "Llama-3.1-8B", "Qwen2.5-32B")
+QUICK_GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B")
+CPU_TOKENS = {SMALL_SHAPE: 4096, "Qwen2.5-0.5B": 512}
+QUICK_CPU_TOKENS = {SMALL_SHAPE: 1024}
+"""What a core computes in some seconds."""
+
+_PATIENCE_S = 120.0
+
+Quantization = Literal["fp8"] | None
+
+
+@dataclass(frozen=True)
+class Size:
+    input_tokens: int
+    max_num_batched_tokens: int
+    repeats: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__ or "", "all of " + ", ".join(GPU_SHAPES))
+    parser.add_argument("--input-tokens", type=int, help="how long the prompt is")
+    parser.add_argument("--fp8", action="store_true", help="weights of 8 bits too")
+    given = parser.parse_args(argv).model_shape
+    arguments = parse(parser, argv)
+    is_cpu = arguments.device == "cpu"
+    shapes: tuple[str, ...] = QUICK_GPU_SHAPES if arguments.quick else GPU_SHAPES
+    if is_cpu:
+        shapes = tuple(QUICK_CPU_TOKENS if arguments.quick else CPU_TOKENS)
+    shapes = (given,) if given else shapes
+    settings = {"shapes": shapes, **device_settings(arguments.device, WALL), "quick": arguments.quick}
+    result = Result("offloading_KV_cache.baseline.test_prefills", settings)
+    try:
+        for shape in shapes:
+            for quantization in (None, "fp8") if arguments.fp8 else (None,):
+                arguments.model_shape = shape
+                measure(arguments, _size(arguments), quantization, result)
+        print_table("one prompt, computed, copied and loaded, medians", result.rows)
+        print_figures(result.figures, {})
+    finally:  # what was measured before a failure is not lost
+        result.write(arguments.json)
+
+
+def measure(arguments: argparse.Namespace, size: Size, quantization: Quantization, result: Result) -> None:
+    name = arguments.model_shape + (f", {quantization}" if quantization else "")
+    console.print(f"{name}: {size.input_tokens} tokens")
+    prefill_s: list[float] = []
+    loaded_s: list[float] = []
+    length = size.input_tokens
+    with (
+        host_tiers(kv_bytes(arguments, 3 * length)) as tiers,
+        open_stand(
+            arguments,
+            tiers,
+            kv_tokens=2 * length,
+            max_model_len=length + 32,
+            max_num_requests=4,
+            max_num_batched_tokens=size.max_num_batched_tokens,
+            quantization=quantization,
+        ) as stand,
+    ):
+        maker = PromptMaker(stand.vocab_size)
+        warm_up(stand, maker, 1, length)
+        for _ in range(size.repeats):
+            prompts = maker.make(1, length)
+            stand.use(Variant(DEVICE_OFF))
+            computed = stand.run(prompts, 1)
+            expect_hits(computed, (), 0.0, name)
+            stand.settle()
+            loaded = stand.run(prompts, 1)
+            expect_hits(loaded, BELOW, full_share(length), name)
+            expect_tokens(loaded, computed, arguments.device, name)
+            prefill_s.append(computed.seconds)
+            loaded_s.append(loaded.seconds)
+        in_s, out_s = _copy_once(stand, length // BLOCK_TOKENS, size.repeats)
+        layout = stand.llm.engine.arena.layout
+    prefill, load = statistics.median(prefill_s), statistics.median(loaded_s)
+    result.rows.append(
+        {
+            "shape": name,
+            "layers": layout.layers,
+            "KV heads": layout.kv_heads,
+            "head": layout.head_dim,
+            "tokens": length,
+            "KV MiB": round(length // BLOCK_TOKENS * layout.block_bytes / 2**20, 1),
+            "prefill ms": round(1000 * prefill, 2),
+            "copy in ms": round(1000 * in_s, 2),
+            "copy out ms": round(1000 * out_s, 2),
+            "prefill / copy in": round(prefill / in_s, 1),
+            "loaded ms": round(1000 * load, 2),
+            "prefill / loaded": round(prefill / load, 1),
+        }
+    )
+    result.figures[f"prefill_over_copy_{name}"] = prefill / in_s
+    result.figures[f"prefill_over_loaded_{name}"] = prefill / load
+
+
+def _copy_once(stand: EngineStand, num_blocks: int, repeats: int) -> tuple[float, float]:
+    """Median seconds of a copy of scattered blocks from host memory to the device, and of one back."""
+    kv = stand.llm.engine.arena
+    block_ids = random.Random(4).sample(range(kv.num_blocks), num_blocks)
+    offsets = [slot * kv.layout.slot_bytes for slot in range(num_blocks)]
+    ins: list[float] = []
+    outs: list[float] = []
+    with (
+        contextlib.closing(MappedArena.create(num_blocks * kv.layout.slot_bytes)) as arena,
+        _copier(stand, arena) as copier,
+    ):
+        for _ in range(repeats + 1):
+            stand.synchronize()
+            started_at = time.perf_counter()
+            copier.store(block_ids, arena, offsets, copier.mark()).wait()
+            stored_at = time.perf_counter()
+            copier.load(arena, offsets, block_ids, copier.mark()).wait()
+            ins.append(time.perf_counter() - stored_at)
+            outs.append(stored_at - started_at)
+    return statistics.median(ins[1:]), statistics.median(outs[1:])
+
+
+@contextlib.contextmanager
+def _copier(stand: EngineStand, arena: MappedArena) -> Iterator[Copier]:
+    kv = stand.llm.engine.arena
+    if kv.blocks.device.type != "cuda":
+        yield HostCopier(kv)
+        return
+    with contextlib.closing(CudaCopier(kv)) as copier:
+        copier.adopt(arena)
+        registration = copier.registration(arena)
+        assert registration is not None
+        assert registration.wait(_PATIENCE_S), "the memory could not be registered"
+        yield copier
+
+
+def _size(arguments: argparse.Namespace) -> Size:
+    if arguments.device == "cuda":
+        tokens, batched, repeats = 8192, 1024, 3 if arguments.quick else 7
+    else:
+        by_shape = QUICK_CPU_TOKENS if arguments.quick else CPU_TOKENS
+        tokens, batched, repeats = by_shape.get(arguments.model_shape, 32), 512, 3
+    return Size(
+        arguments.input_tokens or tokens, arguments.max_num_batched_tokens or batched, arguments.repeats or repeats
+    )
+
+
+if __name__ == "__main__":
+    main()

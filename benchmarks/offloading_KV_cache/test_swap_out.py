@@ -1,0 +1,29 @@
+"""Swapping out: does it cost requests per second that full blocks go to host memory as they are computed?
+
+    python -m benchmarks.offloading_KV_cache.test_swap_out [--quick] [--json FILE] [--plot FILE.png]
+
+4 prompts of 8192 new tokens, one token out, over the tokens that a step computes at most, sync and async-2; less on a
+CPU. QPS with `swap_space` over QPS without, as `benchmarks/store_cost.py` measures it. Each cell ends with a check:
+what was stored is loaded, all of it, and gives the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.store_cost import GPU_SHAPE, run
+from benchmarks.tier_stand import host_tiers, make_tier_parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(
+        make_tier_parser(__doc__ or "", GPU_SHAPE),
+        argv,
+        "offloading_KV_cache.test_swap_out",
+        lambda arguments: "swap_out_qps_min",
+        lambda arguments: host_tiers,
+    )
+
+
+if __name__ == "__main__":
+    main()
