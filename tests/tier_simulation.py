@@ -407,8 +407,8 @@ class SimulatedTraffic:
         self._offers.append(offer)
         self._num_held += len(held.ids)
 
-    def send_offers(self) -> None:
-        if self._offers:
+    def send_offers(self, *, is_last: bool = False) -> None:
+        if self._offers and (is_last or len(self._offers) > 1):  # one waits for another
             offers, self._offers = self._offers, []
             self._batches.append((offers, self._store(offers)))
 

@@ -26,6 +26,7 @@ _MIN_UNIT_S = 0.001
 _LATE_SLACK_S = 0.01
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 10.0
+_RETRY_SLOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class LoadOrCompute:
         self._always_loads = always_loads
         self._clock = clock
         self._rests: dict[str, _Rest] = {}
+        self._slow_since: dict[str, float] = {}
 
     def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
         """What to load now that all before block `position` is there; None when the rest is to be computed."""
@@ -151,6 +153,8 @@ class LoadOrCompute:
 
     def _retry(self, plan: Plan) -> Plan | None:
         """A tier that was slower than computing is tried again now and then: it may have become fast."""
-        has_rested = plan.part.tier in self._rests
-        self._rests[plan.part.tier] = _Rest(self._clock() + _LAST_REST_S, _LAST_REST_S)
-        return plan if has_rested else None
+        now = self._clock()
+        if now - self._slow_since.setdefault(plan.part.tier, now) < _RETRY_SLOW_S:
+            return None
+        self._slow_since[plan.part.tier] = now
+        return plan

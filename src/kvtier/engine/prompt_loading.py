@@ -46,6 +46,8 @@ class PromptLoading:
         self._clock = clock
         self._arrivals: list[Transfer] = []
         self._short_since: float | None = None
+        self._announced: dict[BlockHash, Request] = {}
+        """Who is computing, or has computed, a block."""
         self._last_steps = [0] * blocks.num_blocks
         """For each block the number of the last step that may read or write it for who had it before."""
         self._generation = traffic.generation
@@ -71,17 +73,21 @@ class PromptLoading:
         return not request.fetch.is_matching
 
     def is_useful(self, request: Request) -> bool:
-        """False, and it is matched again, when the device has lost what was there when the tiers were asked."""
+        """False, and it is matched again, when things have changed since the tiers were asked.
+
+        The device has lost what was there then, or another request has begun to compute what was not.
+        """
         fetch = request.fetch
         assert fetch is not None
-        if fetch.first <= request.num_computed // self._blocks.block_tokens or fetch.num_rematches >= _MAX_REMATCHES:
+        position = request.num_computed // self._blocks.block_tokens
+        hashes = self._wanted(request)
+        next_missing = max(position, fetch.end)
+        is_computed = next_missing < len(hashes) and hashes[next_missing] in self._announced
+        if fetch.num_rematches >= _MAX_REMATCHES or (fetch.first <= position and not is_computed):
             return True
         num_rematches = fetch.num_rematches + 1
         self._traffic.give_up(fetch)
-        request.fetch = self._traffic.match(
-            request.num_computed // self._blocks.block_tokens,
-            self._wanted(request)[request.num_computed // self._blocks.block_tokens :],
-        )
+        request.fetch = self._traffic.match(position, hashes[position:])
         request.fetch.num_rematches = num_rematches
         return False
 
@@ -217,7 +223,10 @@ class PromptLoading:
         request.is_announced = True
         extend_hashes(request, self._namespace, self._blocks.block_tokens)
         first = request.num_computed // self._blocks.block_tokens
-        self._traffic.announce(request, request.blocks.hashes[first:])
+        hashes = request.blocks.hashes[first:]
+        for block_hash in hashes:
+            self._announced.setdefault(block_hash, request)
+        self._traffic.announce(request, hashes)
 
     def offer_again(self, request: Request) -> None:
         """A tier was away since blocks that the device has were offered: offer them once more with this request."""
@@ -246,8 +255,9 @@ class PromptLoading:
             self._offered_again.update(hashes)
         request.num_offered = num_full
 
-    def send_offers(self) -> None:
-        self._traffic.send_offers()
+    def send_offers(self, *, is_last: bool = False) -> None:
+        """Once in a step at least; `is_last` when no step follows for now."""
+        self._traffic.send_offers(is_last=is_last)
 
     def note_step(self, step: Step) -> None:
         """It was handed to the device."""
@@ -260,6 +270,7 @@ class PromptLoading:
         if not self._traffic.has_stores:
             self._short_since = None
             return False
+        self._traffic.send_offers(is_last=True)
         now = self._clock()
         if self._short_since is None:
             self._short_since = now
@@ -281,4 +292,7 @@ class PromptLoading:
             request.fetch = None
         if request.is_announced:
             request.is_announced = False
+            for block_hash in request.blocks.hashes:
+                if self._announced.get(block_hash) is request:
+                    del self._announced[block_hash]
             self._traffic.withdraw(request)

@@ -112,6 +112,8 @@ class Scheduler:
             self._start_early(budget, decodes, prefills)
         rows = decodes + prefills
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
+        if self._loading is not None and not rows:
+            self._loading.send_offers(is_last=True)
         if self._loading is not None and rows:  # an empty step is not handed over: the next one waits for them
             step.arrivals = self._loading.take_arrivals()
         return step
@@ -283,7 +285,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         if self._loading is not None:
             self._loading.offer(request)
-            self._loading.send_offers()
+            self._loading.send_offers(is_last=not self.running)
             self._loading.leave(request)
         self.blocks.free(request)
         self._free_slots.append(request.slot)

@@ -1,21 +1,31 @@
 """How fast the device computes prompts and how fast each tier delivers them, as measured. Thread-safe, no torch.
 
-Both are straight lines fitted to what was seen, newer measurements counting more: seconds = fixed + slope * size. A
-small prompt is to be foretold as well as a large one, so what was small counts more.
+Both are straight lines: seconds = fixed + slopes * sizes. Measurements of about the same size are averaged, newer ones
+counting more, and the line is fitted to these averages: a thousand small steps say nothing new about large ones.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-_KEPT = 0.85
-"""How much of its weight a measurement keeps when the next one comes."""
+_NEW_SHARE = 0.3
+"""How much a measurement counts beside those of its size before it."""
 
 _SMALL = 0.02
 _RIDGE = 1e-9
 _FIXED_RIDGE = 1e-5
 """What was measured at one size only is taken for slope: the fixed part, the first feature, is what costs more."""
+
+
+@dataclass(slots=True)
+class _Average:
+    """Of what was measured at about one size."""
+
+    features: list[float]
+    seconds: float
 
 
 class Fit:
@@ -27,24 +37,26 @@ class Fit:
 
     def __init__(self, num_features: int) -> None:
         self._num_features = num_features
-        self._products = [[0.0] * num_features for _ in range(num_features)]
-        self._targets = [0.0] * num_features
+        self._averages: dict[tuple[int, ...], _Average] = {}
         self._coefficients: list[float] | None = None
-        self.num_measured = 0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._averages)
 
     def note(self, features: Sequence[float], seconds: float) -> None:
-        weight = 1.0 / (_SMALL + sum(features[1:])) ** 2
-        for row in range(self._num_features):
-            for column in range(self._num_features):
-                product = weight * features[row] * features[column]
-                self._products[row][column] = _KEPT * self._products[row][column] + product
-            self._targets[row] = _KEPT * self._targets[row] + weight * features[row] * seconds
+        size = tuple(math.frexp(feature)[1] for feature in features[1:])
+        known = self._averages.get(size)
+        if known is None:
+            self._averages[size] = _Average(list(features), seconds)
+        else:
+            known.features = [old + _NEW_SHARE * (new - old) for old, new in zip(known.features, features, strict=True)]
+            known.seconds += _NEW_SHARE * (seconds - known.seconds)
         self._coefficients = None
-        self.num_measured += 1
 
     def seconds(self, features: Sequence[float]) -> float | None:
         """None before anything was measured."""
-        if not self.num_measured:
+        if not self._averages:
             return None
         if self._coefficients is None:
             self._coefficients = self._solve()
@@ -52,13 +64,14 @@ class Fit:
 
     def _solve(self) -> list[float]:
         """Without the feature of the most negative coefficient, until none is negative."""
-        trace = sum(self._products[place][place] for place in range(self._num_features))
+        products, targets = self._sums()
+        trace = sum(products[place][place] for place in range(self._num_features))
         used = list(range(self._num_features))
-        while used:
-            matrix = [[self._products[row][column] for column in used] for row in used]
+        while True:
+            matrix = [[products[row][column] for column in used] for row in used]
             for place, feature in enumerate(used):
                 matrix[place][place] += trace * (_RIDGE if feature else _FIXED_RIDGE)
-            solution = _solve_linear(matrix, [self._targets[row] for row in used])
+            solution = _solve_linear(matrix, [targets[row] for row in used])
             lowest = min(range(len(used)), key=solution.__getitem__)
             if solution[lowest] >= 0 or len(used) == 1:
                 found = [0.0] * self._num_features
@@ -66,7 +79,20 @@ class Fit:
                     found[feature] = max(0.0, solution[place])
                 return found
             del used[lowest]
-        raise AssertionError("a fit has at least one feature")
+
+    def _sums(self) -> tuple[list[list[float]], list[float]]:
+        """What the normal equations are made of."""
+        places = range(self._num_features)
+        products = [[0.0] * self._num_features for _ in places]
+        targets = [0.0] * self._num_features
+        for average in self._averages.values():
+            features = average.features
+            weight = 1.0 / (_SMALL + sum(features[1:])) ** 2
+            for row in places:
+                for column in places:
+                    products[row][column] += weight * features[row] * features[column]
+                targets[row] += weight * features[row] * average.seconds
+        return products, targets
 
 
 class Speeds:
@@ -86,12 +112,11 @@ class Speeds:
         """How long `num_tokens` from position `first` take, in steps of `chunk_tokens`; None when nothing is known."""
         total = 0.0
         with self._lock:
+            if num_tokens > 0 and not self._prefill.is_known:
+                return None
             while num_tokens > 0:
                 count = min(num_tokens, chunk_tokens)
-                seconds = self._prefill.seconds(_prefill_features([(first, count)]))
-                if seconds is None:
-                    return None
-                total += seconds
+                total += self._prefill.seconds(_prefill_features([(first, count)])) or 0.0
                 first, num_tokens = first + count, num_tokens - count
         return total
 

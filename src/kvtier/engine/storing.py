@@ -81,6 +81,9 @@ class Storing:
         self._hierarchy = hierarchy
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
+        self._withdrawals: list[_Withdrawal] = []
+        self.num_offered = 0
+        """Blocks that were offered and not sent yet."""
         self._waiting: deque[_Offer] = deque()
         self._copied: deque[Held] = deque()
         self.num_held = 0
@@ -96,19 +99,20 @@ class Storing:
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
-    @property
-    def has_offers(self) -> bool:
-        return bool(self._offers)
-
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
         if hashes:
             self._jobs.put(_Announcement(owner, hashes))
 
     def withdraw(self, owner: object) -> None:
-        self._jobs.put(_Withdrawal(owner))
+        """After what was offered before."""
+        if self._offers:
+            self._withdrawals.append(_Withdrawal(owner))
+        else:
+            self._jobs.put(_Withdrawal(owner))
 
     def offer(self, hashes: Sequence[BlockHash], held: Held) -> None:
         self._offers.append(_Offer(hashes, held))
+        self.num_offered += len(held.ids)
         self.num_held += len(held.ids)
 
     def note(self, explanation: Explanation) -> None:
@@ -117,9 +121,13 @@ class Storing:
 
     def send(self, after: Mark) -> None:
         offers, self._offers = self._offers, []
+        self.num_offered = 0
         with self._lock:
             self._waiting.extend(offers)
         self._jobs.put(_Batch(offers, after))
+        for withdrawal in self._withdrawals:
+            self._jobs.put(withdrawal)
+        self._withdrawals.clear()
 
     def take_copied(self) -> list[Held]:
         copied = []
@@ -310,7 +318,11 @@ class _Places:
         self._guard = guard
         self._tier = tier
         self._copier = copier
-        self._metrics = hierarchy.metrics
+        metrics, name = hierarchy.metrics, tier.name
+        self._refused_blocks = metrics.refused_blocks.labels(tier=name)
+        self._stored_blocks = metrics.stored_blocks.labels(tier=name)
+        self._stored_bytes = metrics.stored_bytes.labels(tier=name)
+        self._store_seconds = metrics.store_seconds.labels(tier=name)
         self._places: dict[BlockHash, tuple[_Slots, int]] = {}
         self._announced: dict[object, list[tuple[BlockHash, _Slots]]] = {}
 
@@ -364,16 +376,15 @@ class _Places:
 
     def commit(self, copy: _Copy) -> None:
         """The bytes are there: show them."""
-        name = self._tier.name
         num_stored = 0
         for slots, numbers in copy.slots:
             with self._guard.watched():
                 for first, count in _runs(numbers):
                     num_stored += slots.reservation.commit(first, count)
         if num_stored:
-            self._metrics.stored_blocks.labels(tier=name).inc(num_stored)
-            self._metrics.stored_bytes.labels(tier=name).inc(num_stored * self._tier.layout.block_bytes)
-            self._metrics.store_seconds.labels(tier=name).inc(time.monotonic() - copy.started_at)
+            self._stored_blocks.inc(num_stored)
+            self._stored_bytes.inc(num_stored * self._tier.layout.block_bytes)
+            self._store_seconds.inc(time.monotonic() - copy.started_at)
 
     def give_back(self, hashes: Sequence[BlockHash]) -> None:
         """Their places are done with; a reservation without open ones ends."""
@@ -399,13 +410,13 @@ class _Places:
             try:
                 reservation = self._tier.reserve(hashes)
             except CapacityError:
-                self._metrics.refused_blocks.labels(tier=self._tier.name).inc(len(hashes))
+                self._refused_blocks.inc(len(hashes))
                 return []
             if not reservation.num_blocks:
                 reservation.close()
                 return []
             if reservation.num_refused:
-                self._metrics.refused_blocks.labels(tier=self._tier.name).inc(reservation.num_refused)
+                self._refused_blocks.inc(reservation.num_refused)
             slots = _Slots(reservation, reservation.num_blocks)
             for number, position in enumerate(reservation.positions):
                 self._places[hashes[position]] = (slots, number)

@@ -38,6 +38,8 @@ _PENDING_LOOK_S = 0.003
 _PENDING_SLACK_S = 0.1
 _UNKNOWN_PENDING_S = 1.0
 _MAX_PENDING_S = 30.0
+_BATCH_BLOCKS = 32
+_BATCH_S = 0.02
 _DRAIN_S = 60.0
 
 
@@ -92,6 +94,7 @@ class TierTraffic:
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
         self._storing = Storing(hierarchy, copier, self._woken.set)
         self._bringing = Bringing(hierarchy, copier, self._woken.set)
+        self._offered_at: float | None = None
         self.num_steps = 0
         self._marks: deque[tuple[int, Mark]] = deque([(0, copier.mark())])
         """Where the device is once it has done a step, for those it may not have done yet."""
@@ -183,10 +186,21 @@ class TierTraffic:
         """Blocks that are full once the device has done what was handed to it. `poll` returns `held` when it may go."""
         self._storing.offer(hashes, held)
 
-    def send_offers(self) -> None:
-        """All offers since the last time begin when the device is done with what was handed to it so far."""
-        if self._storing.has_offers:
-            self._storing.send(self._marks[-1][1])
+    def send_offers(self, *, is_last: bool = False) -> None:
+        """Offers begin when the device is done with what was handed to it so far.
+
+        A few blocks wait a moment for more, unless these are the last for now: each batch costs the engine something.
+        """
+        storing = self._storing
+        if not storing.num_offered:
+            self._offered_at = None
+            return
+        now = self._clock()
+        if self._offered_at is None:
+            self._offered_at = now
+        if is_last or storing.num_offered >= _BATCH_BLOCKS or now - self._offered_at >= _BATCH_S:
+            storing.send(self._marks[-1][1])
+            self._offered_at = None
 
     def poll(self) -> list[Held]:
         """Blocks that are copied away."""
@@ -199,6 +213,7 @@ class TierTraffic:
 
     def hurry(self) -> None:
         """Blocks are needed: what waits for a tier, and is not being copied, is not stored."""
+        self.send_offers(is_last=True)
         self._storing.cancel_waiting()
 
     def note(self, explanation: Explanation) -> None:
@@ -222,11 +237,16 @@ class TierTraffic:
         self._woken.clear()
 
     def settle(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything offered so far is stored, or was given up. False when that takes too long."""
+        """Wait until everything offered so far is stored, or was given up. False when that takes too long.
+
+        Not while another thread does steps.
+        """
+        self.send_offers(is_last=True)
         return self._storing.settle(timeout_s)
 
     def drain(self) -> None:
         """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
+        self.send_offers(is_last=True)
         self._storing.cancel_waiting()
         self._storing.settle_copies(_DRAIN_S)
         self._storing.take_copied()
@@ -236,6 +256,7 @@ class TierTraffic:
         if self._is_closed:
             return
         self._is_closed = True
+        self.send_offers(is_last=True)
         self._storing.close()
         self._loaders.shutdown()
         self._matchers.shutdown()

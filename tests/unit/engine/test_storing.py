@@ -92,7 +92,7 @@ def test_an_offer_is_not_stored_before_it_is_sent(open_bench: Open) -> None:
     bench = open_bench()
     hashes = chain(1, 2)
     bench.storing.offer(hashes, bench.device.fill([0, 1], hashes))
-    assert bench.storing.has_offers
+    assert bench.storing.num_offered
     bench.settle()
 
     assert bench.device.stored == []

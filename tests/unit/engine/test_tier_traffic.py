@@ -530,7 +530,7 @@ def test_close_ends_everything_and_a_second_one_nothing(open_bench: Open) -> Non
     bench = open_bench(FarTier())
     hashes = chain(1, 4)
     bench.traffic.offer(hashes, bench.device.fill(range(4), hashes))
-    bench.traffic.send_offers()
+    bench.traffic.send_offers(is_last=True)
 
     bench.traffic.close()
     bench.traffic.close()
@@ -543,7 +543,7 @@ def test_drain_waits_for_copies_and_forgets_what_is_held(open_bench: Open) -> No
     bench = open_bench()
     hashes = chain(1, 4)
     bench.traffic.offer(hashes, bench.device.fill(range(4), hashes))
-    bench.traffic.send_offers()
+    bench.traffic.send_offers(is_last=True)
 
     bench.traffic.drain()
 
