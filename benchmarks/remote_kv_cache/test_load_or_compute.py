@@ -79,6 +79,7 @@ class Cell:
 
 def main() -> int:
     parser = make_parser(__doc__ or "")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times over the lengths of prompts")
     arguments = parse(parser)
     device = arguments.device
     size = (QUICK if arguments.quick else SIZES)[device]
@@ -98,9 +99,9 @@ def main() -> int:
     result.figures["decision_worst"] = max(cell.score for cell in cells)
     print_table("time to the first token, medians", result.rows)
     print_figures(result.figures, {"decision_worst": f"<= {BAR}"})
-    if arguments.json not in (None, "-"):
-        plot(cells, Path(arguments.json).with_suffix(".png"))
     result.write(arguments.json)
+    if arguments.plot:
+        plot(cells, Path(arguments.plot))
     return 0
 
 

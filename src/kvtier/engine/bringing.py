@@ -115,6 +115,8 @@ class Bringing:
     def _bring_unit(self, load: Load, unit: _Unit) -> bool:
         """Let the device have it, or as much of it as came in order; False when that is not all."""
         lease, count = unit.lease, len(unit.hashes)
+        if not lease.num_blocks:
+            return False  # evicted since it was matched
         if isinstance(lease, BlockLease) and lease.arena is not None:
             arena = lease.arena
             self._copier.adopt(arena)
@@ -126,6 +128,7 @@ class Bringing:
             try:
                 unit.stage = host.stage(unit.hashes)
             except CapacityError:
+                load.lacks_room = True
                 return False
             arena, offsets = host.arena, unit.stage.offsets
             unit.num_arrived = lease.fetch(unit.stage.views(), unit.lease_first)

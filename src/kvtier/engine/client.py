@@ -130,6 +130,7 @@ class EngineClient:
         except Exception as error:
             logger.exception("the engine failed")
             stopped = EngineStopped(f"the engine has stopped: {error}")
+        self._engine.close()
         with self._lock:
             self._failure = stopped
         while not self._inbox.empty():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, get_args
 
@@ -58,8 +59,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
         if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
-        if not isinstance(self.cache_server, (str, tuple, list)):
-            raise ConfigError(f"cache_server must be an address or several, not {self.cache_server!r}")
+        servers = self.cache_server
+        if not isinstance(servers, str) and not (
+            isinstance(servers, (tuple, list)) and all(isinstance(one, str) for one in servers)
+        ):
+            raise ConfigError(f"cache_server must be an address or several, not {servers!r}")
+        for name in ("cache_server_token", "cache_server_ca_file", "salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name != "salt"):
+                raise ConfigError(f"{name} must be text, not {value!r}")
+        timeout_s = self.cache_server_timeout_s
+        if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
+        replicas, num_servers = self.cache_server_replicas, max(1, len(self.cache_servers))
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or not 1 <= replicas <= num_servers:
+            raise ConfigError(f"cache_server_replicas must be from 1 to {num_servers}, not {replicas!r}")
+        if not isinstance(self.always_load, bool):
+            raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
         if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
             raise ConfigError(f"schedule must be sync or async-N with N from 1 to 99, not {self.schedule!r}")
         if self.block_manager not in get_args(BlockManagerName):

@@ -70,6 +70,7 @@ class DecodeGraphs:
                 self._forward(tokens, batch)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads may register memory meanwhile, for another engine of this process.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = self._forward(tokens, batch)
         self._graphs[num_rows] = (graph, hidden)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from kvtier.engine.speeds import Speeds
 from kvtier.engine.step_timer import StepTimer
 from kvtier.engine.tier_building import make_hierarchy
 from kvtier.engine.tier_traffic import TierTraffic
-from kvtier.errors import ConfigError, InvalidParameter, PromptTooLong
+from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.models.loading import LoadedModel, load_model
 from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.sizes import format_size
@@ -108,11 +109,14 @@ class Engine:
         self.speeds = Speeds()
         self._timer = StepTimer(self.speeds, device)
         self.traffic = self._make_traffic(device)
+        if self.traffic is not None:  # its threads would keep it, and all it holds, after the engine
+            weakref.finalize(self, self.traffic.close).atexit = False
         self.scheduler = self._make_scheduler()
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
+        self._is_broken = False
         self.num_steps = 0
         self.schedule_s = 0.0
         logger.info(
@@ -144,6 +148,10 @@ class Engine:
 
         Raises a `RequestError` with one sentence, and nothing changes, when it cannot be served.
         """
+        if self._is_broken:  # starting over was interrupted too
+            self._start_over()
+        if self.traffic is not None and self.traffic.is_foreign:
+            raise EngineStopped("this engine belongs to the process that made it: make one after the fork")
         if request_id in self._requests:
             raise InvalidParameter(f"a request with the id {request_id} is being served already")
         tokens = self.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
@@ -201,6 +209,8 @@ class Engine:
         If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
         between any two lines, and a block that was never filled must not be used.
         """
+        if self._is_broken:
+            self._start_over()
         try:
             return self._step()
         except BaseException:
@@ -208,6 +218,7 @@ class Engine:
             raise
 
     def _start_over(self) -> None:
+        self._is_broken = True
         if self.traffic is not None:
             self.scheduler.leave_all()
         for requests in self._requests.values():
@@ -220,6 +231,7 @@ class Engine:
         if self.traffic is not None:
             self.traffic.drain()
         self.scheduler = self._make_scheduler()
+        self._is_broken = False
 
     def _make_scheduler(self) -> Scheduler:
         config, namespace = self.config, self._namespace
@@ -344,6 +356,8 @@ class Engine:
             first_tokens=tuple(request.tokens[: min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))]),
         )
         self._explanations[request.id] = explanation
+        if request.index == 0:
+            self._explanations[request.group] = explanation
         while len(self._explanations) > _MAX_EXPLANATIONS:
             self._explanations.popitem(last=False)
         self.traffic.note(explanation)

@@ -69,6 +69,8 @@ class LLM:
 
         Only an engine with tiers below the device knows.
         """
+        if "engine" not in self.__dict__:
+            raise ConfigError("this LLM is closed")
         return self.engine.explain(request_id)
 
     def close(self) -> None:

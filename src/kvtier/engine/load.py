@@ -75,6 +75,8 @@ class Load:
         self.after = after
         self.started_at = started_at
         self.transfers: list[Transfer] = []
+        self.lacks_room = False
+        """There was no host memory for it to pass through."""
         self.front = plan.first
         """The engine computes, or has computed, what lies before."""
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@ engine computes from the front, if that wins. What is late is abandoned once com
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ _LATE_SLACK_S = 0.01
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 10.0
 _RETRY_SLOW_S = 10.0
+_NUM_MATCH_TIMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class LoadOrCompute:
         self._clock = clock
         self._rests: dict[str, _Rest] = {}
         self._slow_since: dict[str, float] = {}
+        self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
 
     def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
         """What to load now that all before block `position` is there; None when the rest is to be computed."""
@@ -71,7 +74,7 @@ class LoadOrCompute:
         from_back = self._from_back(plan, load_s, compute_s)
         if from_back is not None:
             return from_back
-        return plan if load_s <= compute_s else self._retry(plan)
+        return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
 
     def share(self, load: Load, prompt_tokens: int) -> int:
         """From the back: how many blocks the engine should compute next, so that both sides meet at the same time."""
@@ -115,11 +118,26 @@ class LoadOrCompute:
         rest = self.speeds.prefill_s(stop, total - stop, self._chunk_tokens)
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
-    def note_load(self, tier: str, nbytes: int, seconds: float, *, is_late: bool) -> None:
-        """A load from `tier` took so long; if it was not abandoned as late, the tier is well."""
+    def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load from `tier` that was not abandoned took so long: the tier is well."""
         self.speeds.note_load(tier, nbytes, seconds)
-        if not is_late:
-            self._rests.pop(tier, None)
+        self._rests.pop(tier, None)
+
+    def note_match(self, seconds: float) -> None:
+        """All tiers took so long to say what they have."""
+        self._match_times.append(seconds)
+
+    def is_match_worth_it(self, first: int, end: int) -> bool:
+        """Asking the tiers for blocks `first..end` takes less than computing them. If not, it is tried now and then."""
+        compute_s = self.compute_s(first, end, None)
+        times = sorted(self._match_times)
+        if self._always_loads or compute_s is None or not times or times[len(times) // 2] < compute_s:
+            return True
+        now = self._clock()
+        if now - self._slow_since.setdefault("", now) < _RETRY_SLOW_S:
+            return False
+        self._slow_since[""] = now
+        return True
 
     def note_late(self, tier: str) -> None:
         """A load from `tier` was abandoned: it is left alone, longer each time."""

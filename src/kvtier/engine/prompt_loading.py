@@ -175,7 +175,9 @@ class PromptLoading:
         if request.ending is None:
             ending = fetch.ending
             left = next((part for part in fetch.parts if part.end > position), None)
-            if left is None:
+            if position >= len(self._wanted(request)):
+                request.ending = MatchEnding(position, MatchEnd.ALL, "")
+            elif left is None:
                 request.ending = MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
             elif left.first <= position:
                 request.ending = MatchEnding(position, MatchEnd.SLOWER, left.tier)
@@ -202,12 +204,14 @@ class PromptLoading:
             request.num_computed = end * block_tokens
             if not request.num_preemptions:
                 request.loaded_tokens[tier] = request.loaded_tokens.get(tier, 0) + (end - first) * block_tokens
-            if self._offered_again is None:  # else a tier that was away may lack what another had
+            # A tier that was away may lack what another had; but what is still on its way must not be offered.
+            if self._offered_again is None or not load.is_over:
                 request.num_offered = end
         if end < load.plan.end:
             self._blocks.unclaim(request)
             if request.ending is None:
-                request.ending = MatchEnding(end, MatchEnd.LOST, tier)
+                lost = MatchEnding(end, MatchEnd.LOST, tier)
+                request.ending = MatchEnding(end, MatchEnd.LIMIT, "host") if load.lacks_room else lost
             request.load = None
             self.settle(request)
         request.load = None

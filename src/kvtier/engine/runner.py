@@ -161,6 +161,8 @@ class Runner:
         """Hand a step to the device."""
         with torch.inference_mode():
             if step.copies:
+                for transfer in step.arrivals:  # a source may be among what arrives
+                    transfer.precede(self.arena.layout.layers - 1)
                 self.arena.copy(step.copies)
             rows = step.rows
             graph_rows = None

@@ -1,31 +1,40 @@
 """How fast the device computes prompts and how fast each tier delivers them, as measured. Thread-safe, no torch.
 
-Both are straight lines: seconds = fixed + slopes * sizes. Measurements of about the same size are averaged, newer ones
-counting more, and the line is fitted to these averages: a thousand small steps say nothing new about large ones.
+Both are straight lines: seconds = fixed + slopes * sizes, through the medians of the last few measurements of each
+size, and then stretched to meet the median of the size that is nearest to what is asked. So a thousand small steps say
+nothing new about large ones, and one that was held up says nothing about others.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NEW_SHARE = 0.3
-"""How much a measurement counts beside those of its size before it."""
+_NUM_KEPT = 5
+_AGED = 0.97
+_LEAST_WEIGHT = 1e-3
+"""A size that is not measured any more loses weight with every other measurement, down to this."""
 
 _SMALL = 0.02
-_RIDGE = 1e-9
-_FIXED_RIDGE = 1e-5
+_RIDGE = 1e-12
+_FIXED_RIDGE = 1e-7
 """What was measured at one size only is taken for slope: the fixed part, the first feature, is what costs more."""
 
 
 @dataclass(slots=True)
-class _Average:
-    """Of what was measured at about one size."""
+class _Size:
+    """What was measured last at about one size: features and seconds."""
 
-    features: list[float]
-    seconds: float
+    measured: deque[tuple[Sequence[float], float]]
+    last_number: int
+
+    def median(self) -> tuple[Sequence[float], float]:
+        """By the time for its size, so that one that was held up does not count."""
+        ordered = sorted(self.measured, key=lambda one: one[1] / (_SMALL + sum(one[0][1:])))
+        return ordered[(len(ordered) - 1) // 2]
 
 
 class Fit:
@@ -37,30 +46,45 @@ class Fit:
 
     def __init__(self, num_features: int) -> None:
         self._num_features = num_features
-        self._averages: dict[tuple[int, ...], _Average] = {}
+        self._sizes: dict[tuple[int, ...], _Size] = {}
         self._coefficients: list[float] | None = None
+        self._num_measured = 0
 
     @property
     def is_known(self) -> bool:
-        return bool(self._averages)
+        return bool(self._sizes)
 
     def note(self, features: Sequence[float], seconds: float) -> None:
-        size = tuple(math.frexp(feature)[1] for feature in features[1:])
-        known = self._averages.get(size)
-        if known is None:
-            self._averages[size] = _Average(list(features), seconds)
-        else:
-            known.features = [old + _NEW_SHARE * (new - old) for old, new in zip(known.features, features, strict=True)]
-            known.seconds += _NEW_SHARE * (seconds - known.seconds)
+        self._num_measured += 1
+        size = self._sizes.setdefault(_key(features), _Size(deque(maxlen=_NUM_KEPT), 0))
+        size.measured.append((features, seconds))
+        size.last_number = self._num_measured
         self._coefficients = None
 
     def seconds(self, features: Sequence[float]) -> float | None:
         """None before anything was measured."""
-        if not self._averages:
+        if not self._sizes:
             return None
+        nearest = self._nearest(features)
+        measured_features, measured_s = nearest.median()
+        line_s = self._line(measured_features)
+        return self._line(features) * (measured_s / line_s if line_s > 0 else 1.0)
+
+    def fixed_s(self) -> float:
+        """What the line has for no size at all."""
+        return self._line((1.0, *([0.0] * (self._num_features - 1)))) if self._sizes else 0.0
+
+    def _line(self, features: Sequence[float]) -> float:
         if self._coefficients is None:
             self._coefficients = self._solve()
         return sum(coefficient * feature for coefficient, feature in zip(self._coefficients, features, strict=True))
+
+    def _nearest(self, features: Sequence[float]) -> _Size:
+        key = _key(features)
+        known = self._sizes.get(key)
+        if known is not None:
+            return known
+        return self._sizes[min(self._sizes, key=lambda other: sum(abs(a - b) for a, b in zip(key, other, strict=True)))]
 
     def _solve(self) -> list[float]:
         """Without the feature of the most negative coefficient, until none is negative."""
@@ -85,13 +109,14 @@ class Fit:
         places = range(self._num_features)
         products = [[0.0] * self._num_features for _ in places]
         targets = [0.0] * self._num_features
-        for average in self._averages.values():
-            features = average.features
-            weight = 1.0 / (_SMALL + sum(features[1:])) ** 2
+        for size in self._sizes.values():
+            features, seconds = size.median()
+            age = max(_LEAST_WEIGHT, _AGED ** (self._num_measured - size.last_number))
+            weight = age / (_SMALL + sum(features[1:])) ** 2
             for row in places:
                 for column in places:
                     products[row][column] += weight * features[row] * features[column]
-                targets[row] += weight * features[row] * average.seconds
+                targets[row] += weight * features[row] * seconds
         return products, targets
 
 
@@ -123,7 +148,7 @@ class Speeds:
     def step_s(self) -> float:
         """What a step costs whatever it computes."""
         with self._lock:
-            return self._prefill.seconds((1.0, 0.0, 0.0)) or 0.0
+            return self._prefill.fixed_s()
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
         with self._lock:
@@ -134,6 +159,11 @@ class Speeds:
         with self._lock:
             fit = self._tiers.get(tier)
             return None if fit is None else fit.seconds(_load_features(nbytes))
+
+
+def _key(features: Sequence[float]) -> tuple[int, ...]:
+    """Sizes within a factor of two are about the same."""
+    return tuple(math.frexp(feature)[1] for feature in features[1:])
 
 
 def _prefill_features(chunks: Sequence[tuple[int, int]]) -> tuple[float, float, float]:

@@ -27,6 +27,7 @@ from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 
 logger = logging.getLogger(__name__)
 
+_MAX_JOBS = 512
 _MAX_PUSHES = 1024
 _PUSH_BYTES = 32 << 20
 _CLOSE_S = 1.0
@@ -82,6 +83,7 @@ class Storing:
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
         self._withdrawals: list[_Withdrawal] = []
+        self._announced: set[object] = set()
         self.num_offered = 0
         """Blocks that were offered and not sent yet."""
         self._waiting: deque[_Offer] = deque()
@@ -100,11 +102,16 @@ class Storing:
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
-        if hashes:
+        """Not while there is much to do: it would come too late, and the queue must not grow without end."""
+        if hashes and self._jobs.qsize() < _MAX_JOBS:
+            self._announced.add(owner)
             self._jobs.put(_Announcement(owner, hashes))
 
     def withdraw(self, owner: object) -> None:
         """After what was offered before."""
+        if owner not in self._announced:
+            return
+        self._announced.remove(owner)
         if self._offers:
             self._withdrawals.append(_Withdrawal(owner))
         else:
@@ -116,7 +123,7 @@ class Storing:
         self.num_held += len(held.ids)
 
     def note(self, explanation: Explanation) -> None:
-        if self._noters:
+        if self._noters and self._jobs.qsize() < _MAX_JOBS:
             self._jobs.put(explanation)
 
     def send(self, after: Mark) -> None:
@@ -143,6 +150,27 @@ class Storing:
                 if not offer.is_copying and not offer.is_cancelled:
                     offer.is_cancelled = True
                     self._copied.append(offer.held)
+                    for places in self._places:
+                        places.count_refused(len(offer.hashes))
+
+    def start_over(self, timeout_s: float) -> None:
+        """After a failure: whatever is held is forgotten, and nothing that was offered is shown to anybody any more.
+
+        Waits until nothing is copied from the device.
+        """
+        self._offers.clear()
+        self.num_offered = 0
+        for withdrawal in self._withdrawals:
+            self._jobs.put(withdrawal)
+        self._withdrawals.clear()
+        with self._lock:
+            for offer in self._waiting:
+                offer.is_cancelled = True
+        self.settle_copies(timeout_s)
+        with self._lock:
+            self._waiting.clear()
+            self._copied.clear()
+        self.num_held = 0
 
     def settle_copies(self, timeout_s: float) -> bool:
         """Wait until nothing of what was sent is copied from the device any more."""
@@ -217,8 +245,9 @@ class Storing:
                 places.wait(copy)
             self._end_copying(batch.offers)
             self._wake()
-            for places, copy in zip(self._places, copies, strict=True):
-                places.commit(copy)
+            if not any(offer.is_cancelled for offer in offers):  # else its blocks may be somebody else's by now
+                for places, copy in zip(self._places, copies, strict=True):
+                    places.commit(copy)
         finally:
             self._end_copying(batch.offers)
             for places in self._places:
@@ -276,6 +305,8 @@ class Storing:
         assert self._host is not None
         metrics = self._hierarchy.metrics
         with self._host.match(hashes) as lease:
+            if lease.num_blocks < len(hashes):
+                self._refuse_push(hashes[lease.num_blocks :])  # the host's tier is too small to keep them so long
             if not lease.num_blocks:
                 return
             for guard in self._far:
@@ -400,6 +431,9 @@ class _Places:
 
     def close(self) -> None:
         self.give_back(list(self._places))
+
+    def count_refused(self, num_blocks: int) -> None:
+        self._refused_blocks.inc(num_blocks)
 
     def _reserve(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Places for those of `hashes` that are neither there nor being written."""

@@ -7,6 +7,7 @@ they have done is told with the next `poll`. A tier that fails or is late costs 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -100,6 +101,12 @@ class TierTraffic:
         """Where the device is once it has done a step, for those it may not have done yet."""
         self._is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
         self._is_closed = False
+        self._pid = os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """This process was forked from the one that has the threads and the memory."""
+        return os.getpid() != self._pid
 
     @property
     def metrics(self) -> TierMetrics:
@@ -119,6 +126,10 @@ class TierTraffic:
                 self._found(fetch, lease)
                 return fetch
             lease.release()
+        if not self._decision.is_match_worth_it(first, first + len(hashes)):
+            fetch.ending = Ending("", first, "slow")
+            fetch.is_matching = False
+            return fetch
         fetch.num_users += 1
         self._matchers.submit(self._guarded, self._match, fetch)
         return fetch
@@ -246,14 +257,12 @@ class TierTraffic:
 
     def drain(self) -> None:
         """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
-        self.send_offers(is_last=True)
-        self._storing.cancel_waiting()
-        self._storing.settle_copies(_DRAIN_S)
-        self._storing.take_copied()
+        self._offered_at = None
+        self._storing.start_over(_DRAIN_S)
 
     def close(self) -> None:
         """Finish the stores that are under way and end everything."""
-        if self._is_closed:
+        if self._is_closed or self.is_foreign:
             return
         self._is_closed = True
         self.send_offers(is_last=True)
@@ -291,8 +300,10 @@ class TierTraffic:
     def _match_and_wait(self, fetch: Fetch) -> HierarchyLease:
         """Match, and wait for blocks that somebody is just computing, about as long as computing them would take."""
         hierarchy, hashes = self.hierarchy, fetch.hashes
+        asked_at = self._clock()
         lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
         started_at = progressed_at = self._clock()
+        self._decision.note_match(started_at - asked_at)
         num_blocks = lease.num_blocks
         while lease.ended == "pending" and not fetch.is_cancelled:
             now = self._clock()
@@ -349,8 +360,8 @@ class TierTraffic:
         tier = load.plan.part.tier
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
-        if nbytes:
-            self._decision.note_load(tier, nbytes, seconds, is_late=load.is_abandoned)
+        if nbytes and not load.is_abandoned:
+            self._decision.note_load(tier, nbytes, seconds)
 
     def _follow(self, transfer: Transfer) -> None:
         if not transfer.is_done:

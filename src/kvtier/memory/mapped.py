@@ -76,9 +76,10 @@ class MappedArena:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, nbytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(fd)
-            raise ConfigError(f"cannot map an arena of {format_size(nbytes)}: {error.strerror}") from error
+            why = error.strerror if isinstance(error, OSError) else "that is more than any machine has"
+            raise ConfigError(f"cannot map an arena of {format_size(nbytes)}: {why}") from error
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> MappedArena:

@@ -35,6 +35,7 @@ _BY_ENDING = {
     "limit": MatchEnd.LIMIT,
     "down": MatchEnd.TIER_DOWN,
     "lost": MatchEnd.LOST,
+    "slow": MatchEnd.SLOWER,
 }
 
 _WHY = {
