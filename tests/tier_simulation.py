@@ -381,6 +381,9 @@ class SimulatedTraffic:
         self.num_late += is_late
         return is_late
 
+    def note_met(self, load: Load) -> None:
+        pass
+
     def abandon_late(self, load: Load) -> None:
         self.abandon(load)
 

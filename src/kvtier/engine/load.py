@@ -52,7 +52,10 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Load blocks `first..end` of `part`, `unit` of them at a time where they come one after the other."""
+    """Load blocks `first..end` of `part`, `unit` of them at a time where they come one after the other.
+
+    From the back, both sides should meet after `meets_after_s`.
+    """
 
     part: Part
     first: int
@@ -60,6 +63,7 @@ class Plan:
     order: Order
     expected_s: float | None
     unit: int
+    meets_after_s: float = 0.0
 
 
 class Load:

@@ -29,6 +29,7 @@ _FIRST_REST_S = 1.0
 _LAST_REST_S = 10.0
 _RETRY_SLOW_S = 10.0
 _NUM_MATCH_TIMES = 5
+_NUM_DELAYS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class LoadOrCompute:
         self._clock = clock
         self._rests: dict[str, _Rest] = {}
         self._slow_since: dict[str, float] = {}
+        self._delays: dict[str, deque[float]] = {}
         self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
 
     def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
@@ -133,11 +135,13 @@ class LoadOrCompute:
         times = sorted(self._match_times)
         if self._always_loads or compute_s is None or not times or times[len(times) // 2] < compute_s:
             return True
-        now = self._clock()
-        if now - self._slow_since.setdefault("", now) < _RETRY_SLOW_S:
-            return False
-        self._slow_since[""] = now
-        return True
+        return self._may_retry("matching")
+
+    def note_met(self, load: Load) -> None:
+        """Both sides have met: computing and loading may hold each other up, by as much as this shows."""
+        if load.plan.meets_after_s > 0:
+            delay = (self._clock() - load.started_at) / load.plan.meets_after_s
+            self._delays.setdefault(load.plan.part.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
 
     def note_late(self, tier: str) -> None:
         """A load from `tier` was abandoned: it is left alone, longer each time."""
@@ -160,10 +164,14 @@ class LoadOrCompute:
         load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
         num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
         meet_s = num_loaded * load_block_s + _MEETING_STEPS * self.speeds.step_s()
-        if meet_s > _WORTH_MEETING * min(load_s, compute_s):
+        tier = plan.part.tier
+        delays = sorted(self._delays.get(tier, (1.0,)))
+        if meet_s * delays[len(delays) // 2] > _WORTH_MEETING * min(load_s, compute_s) and not self._may_retry(
+            f"meeting {tier}"
+        ):
             return None
         unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
-        return replace(plan, order=Order.BACK, unit=min(unit, plan.unit))
+        return replace(plan, order=Order.BACK, unit=min(unit, plan.unit), meets_after_s=meet_s)
 
     def _is_resting(self, tier: str) -> bool:
         rest = self._rests.get(tier)
@@ -171,8 +179,11 @@ class LoadOrCompute:
 
     def _retry(self, plan: Plan) -> Plan | None:
         """A tier that was slower than computing is tried again now and then: it may have become fast."""
+        return plan if self._may_retry(plan.part.tier) else None
+
+    def _may_retry(self, what: str) -> bool:
         now = self._clock()
-        if now - self._slow_since.setdefault(plan.part.tier, now) < _RETRY_SLOW_S:
-            return None
-        self._slow_since[plan.part.tier] = now
-        return plan
+        if now - self._slow_since.setdefault(what, now) < _RETRY_SLOW_S:
+            return False
+        self._slow_since[what] = now
+        return True

@@ -198,6 +198,8 @@ class PromptLoading:
     def _end(self, request: Request, load: Load) -> None:
         """Count what arrived as computed."""
         block_tokens = self._blocks.block_tokens
+        if load.plan.order is Order.BACK:
+            self._traffic.note_met(load)
         first, end = load.arrived()
         tier = load.plan.part.tier
         if end > first:

@@ -39,8 +39,8 @@ _PENDING_LOOK_S = 0.003
 _PENDING_SLACK_S = 0.1
 _UNKNOWN_PENDING_S = 1.0
 _MAX_PENDING_S = 30.0
-_BATCH_BLOCKS = 32
-_BATCH_S = 0.02
+_BATCH_BLOCKS = 64
+_BATCH_S = 0.05
 _DRAIN_S = 60.0
 
 
@@ -171,6 +171,10 @@ class TierTraffic:
             fetch.num_users += 1
         self._loaders.submit(self._guarded, self._run, fetch, load)
         return load
+
+    def note_met(self, load: Load) -> None:
+        """What came from the back and what was computed have met."""
+        self._decision.note_met(load)
 
     def abandon_late(self, load: Load) -> None:
         """As `abandon`; and its tier is left alone for a while."""
