@@ -32,8 +32,21 @@ ROWS = [
     ("engine with nothing but hits: yoco over prefix_caching", "baseline", "yoco_over_prefix_100", "≥ 0.98"),
     ("engine: scheduling and hashing a step of 64 requests, ms", "baseline", "schedule_step_ms", "≤ 1"),
     ("engine: decoding, of the memory's bandwidth", "long_prefill", "decode_of_limit", ""),
+    ("engine storing into host memory, of its speed without", "swap_out", "swap_out_qps_min", "≥ 0.97"),
+    ("engine storing into a cache server, likewise", "transfer_out", "transfer_out_qps_min", "≥ 0.97"),
+    (
+        "engine restarted, everything in the server, over the cold run",
+        "transfer_in",
+        "transfer_in_second_over_first",
+        "≥ 2.5",
+    ),
+    ("load or compute: the decision over the better one, worst cell", "load_or_compute", "decision_worst", "≤ 1.05"),
     ("server's arena to GPU, of pinned memory's speed", "gpu_hit", "gpu_hit_of_pinned_Qwen2.5-7B", ""),
 ]
+_NAMES = (
+    *("server", "disk", "gpu_hit", "baseline", "long_prefill"),
+    *("swap_out", "transfer_out", "transfer_in", "load_or_compute"),
+)
 MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
 
 
@@ -41,7 +54,7 @@ def main() -> None:
     figures = {
         (machine, name): json.loads(path.read_text())["figures"]
         for _, machine in MACHINES
-        for name in ("server", "disk", "gpu_hit", "baseline", "long_prefill")
+        for name in _NAMES
         if (path := _path(machine, name)).exists()
     }
     lines = [
@@ -82,6 +95,7 @@ def _engine_lines() -> list[str]:
         if row["part"] == "long prompts" and row["manager"] == "prefix_caching":
             cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
             lines.append("| " + " | ".join(f"{cell:.3g}" for cell in cells) + " |")
+    lines += ["", *_tier_lines()]
     lines += ["", "1000 tokens in, 24 out, by the share of the prompt that is a common prefix:", ""]
     sweep = [row for row in json.loads(_path("h200", "baseline").read_text())["rows"] if row["part"] == "sweep"]
     lines += [
@@ -92,6 +106,26 @@ def _engine_lines() -> list[str]:
         "",
         "![Requests per second over hit rate](benchmarks/results/h200_baseline.png)",
     ]
+    return lines
+
+
+def _tier_lines() -> list[str]:
+    """The same prompts from the tiers below the GPU."""
+    host = json.loads((RESULTS / "h200_offloading_test_long_prefill.json").read_text())["rows"]
+    remote = json.loads((RESULTS / "h200_remote_test_long_prefill.json").read_text())["rows"]
+    lines = [
+        "The same prompts with the GPU's own cache off, from host memory, and from a cache server after a restart:",
+        "",
+        "| N | host memory | vLLM, CPU offloading | cache server, after a restart |",
+        "|---|---|---|---|",
+    ]
+    for row in host:
+        if row["what"] == "host, device cache off":
+            server = next(
+                each for each in remote if each["device cache"] == "off" and "restarted" in str(each["round"])
+            )
+            cells = (row["later QPS"], row["vLLM 0.24"], server[f"N={row['N']}"])
+            lines.append(f"| {row['N']} | " + " | ".join(f"{float(cell):.3g}" for cell in cells) + " |")
     return lines
 
 

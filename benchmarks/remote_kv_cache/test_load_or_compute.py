@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import tempfile
 import time
@@ -123,6 +124,7 @@ def measure(arguments: argparse.Namespace, size: Size) -> list[Cell]:
                 with settings as found:
                     console.print(f"{tier} ...")
                     cells += stand.measure(tier, found, size)
+                gc.collect()  # engines of the last tier give their memory back
     return cells
 
 
@@ -164,6 +166,8 @@ class _Stand:
             "block_manager": "disable_prefix_caching",
             "max_num_requests": 8,
         }
+        self._is_exact = device == "cpu"
+        """In bfloat16, random weights make ties that fall either way; tests/gpu compares answers in float32."""
         self.compute = LLM(folder, **self._settings)
         engine = self.compute.engine
         self._prompts = PromptMaker(engine.loaded.config.vocab_size, seed=7)
@@ -225,7 +229,7 @@ class _Stand:
                 raise RuntimeError(f"only {cached} of {len(prompt)} tokens were loaded: {by_tier}")
             if mode == "decide":
                 num_loaded = cached
-        if len(answers) > 1:
+        if len(answers) > 1 and self._is_exact:
             raise RuntimeError("the answers differ")
         return seconds, num_loaded
 

@@ -283,7 +283,7 @@ def test_many_threads_copy_at_once() -> None:
 def test_an_arena_stays_in_use_until_its_copies_are_done_though_nobody_waits() -> None:
     with stand(LAYOUTS["7B"]) as here:
         here.register()
-        torch.cuda._sleep(SHORT_CYCLES)
+        torch.cuda._sleep(20 * SHORT_CYCLES)  # the collector may take its time
         here.bytes.fill_(9)
         here.copier.store([3], here.arena, here.offsets([5]), here.copier.mark())
         gc.collect()

@@ -245,7 +245,7 @@ class Engine:
 
     def _make_traffic(self, device: torch.device) -> TierTraffic | None:
         config, layout = self.config, self.arena.layout
-        hierarchy = make_hierarchy(config, layout, self._namespace_fields, self.name)
+        hierarchy = make_hierarchy(config, layout, self._namespace_fields, self.name, device_bytes=self.arena.nbytes)
         if hierarchy is None:
             return None
         if not config.always_load:

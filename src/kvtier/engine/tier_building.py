@@ -14,14 +14,19 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier, SharedMemoryTier, SingleServerTier
 from kvtier.tiers.tier import Tier
 
-_STAGING_BYTES = 256 << 20
-"""Host memory for what comes over TCP, when the engine has none of its own."""
+_MIN_STAGING_BYTES = 256 << 20
+_MAX_STAGING_BYTES = 4 << 30
+"""Host memory for what goes over TCP, when the engine has none of its own: as much as the device's, within these."""
 
 _MIN_STAGED_BLOCKS = 64
 
 
-def make_hierarchy(config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str) -> Hierarchy | None:
+def make_hierarchy(
+    config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str, *, device_bytes: int
+) -> Hierarchy | None:
     """None without any tier. A cache server need not answer now: it is used once it does.
+
+    `device_bytes` is what the device has for blocks.
 
     Raises `ConfigError` or `TierRefused` with one sentence for settings that cannot work.
     """
@@ -33,7 +38,8 @@ def make_hierarchy(config: EngineConfig, layout: KvLayout, fields: NamespaceFiel
             tiers.append(_server_tier(config, layout, fields, name, metrics))
         swap_space = config.swap_space
         if tiers and not swap_space and not isinstance(tiers[0], SharedMemoryTier):
-            swap_space = max(_STAGING_BYTES, _MIN_STAGED_BLOCKS * layout.slot_bytes)
+            wanted = min(_MAX_STAGING_BYTES, device_bytes)
+            swap_space = max(_MIN_STAGING_BYTES, wanted, _MIN_STAGED_BLOCKS * layout.slot_bytes)
         if swap_space:
             if swap_space < layout.slot_bytes:
                 raise ConfigError(f"swap_space {swap_space} holds no block of {layout.slot_bytes} bytes")

@@ -256,6 +256,8 @@ class TierTraffic:
 
         Not while another thread does steps.
         """
+        if self._is_closed:
+            return True
         self.send_offers(is_last=True)
         return self._storing.settle(timeout_s)
 
