@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from kvtier import SamplingParams
+from kvtier.engine import tier_traffic
 from tests.integration.actors import ROOT
 from tests.integration.tiered_engines import open_engine, tokens
 
@@ -127,6 +128,7 @@ def _grow_up(path: str, order: dict[str, Any]) -> None:
         file.write(json.dumps(answer) + "\n")
         file.flush()
 
+    tier_traffic._BATCH_S = 0.0  # blocks go as they come: a kill should find a prompt half stored
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with open_engine(Path(order["model"]), **order["settings"]) as llm:
         say(ready=True)

@@ -187,7 +187,7 @@ def test_an_unknown_parameter_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"block_sise": 16}, "unknown settings: block_sise; known are block_manager"),
+        ({"block_sise": 16}, "unknown settings: block_sise; did you mean block_size?"),
         ({"schedule": "async"}, "schedule must be sync or async-N"),
         ({"schedule": "async-0"}, "schedule must be sync or async-N"),
         ({"schedule": "later"}, "schedule must be sync or async-N"),

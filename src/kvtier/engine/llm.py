@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -28,11 +29,11 @@ class LLM:
         try:
             config = EngineConfig(model=model, **settings)
         except TypeError as error:
-            known = set(EngineConfig.__struct_fields__)
-            unknown = ", ".join(sorted(settings.keys() - known)) or str(error)
-            raise ConfigError(
-                f"unknown settings: {unknown}; known are {', '.join(sorted(known - {'model'}))}"
-            ) from error
+            known = EngineConfig.__struct_fields__
+            unknown = sorted(settings.keys() - set(known))
+            close = [match for name in unknown for match in difflib.get_close_matches(name, known, 1)]
+            hint = f"; did you mean {', '.join(close)}?" if close else "; see EngineConfig for those there are"
+            raise ConfigError(f"unknown settings: {', '.join(unknown) or error}{hint}") from error
         self.engine = Engine(config)
         self._lock = threading.Lock()
         self._numbers = itertools.count()

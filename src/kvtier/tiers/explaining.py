@@ -94,8 +94,6 @@ def _with_other_namespaces(
         return explanation
     known = client.namespaces()
     own = next((each for each in known if each.digest == explanation.namespace), None)
-    if own is not None and not explanation.ended_at_tokens and _is_cached(client, own, tokens):
-        return explanation  # it was not stored then, and is now
     if fields is None:
         fields = None if own is None else own.fields
     found: list[_Elsewhere] = []
@@ -111,10 +109,6 @@ def _with_other_namespaces(
         return explanation
     nearest = min(found, key=lambda each: (-each.cached_tokens, each.differs_in is None, len(each.differs_in or ())))
     return msgspec.structs.replace(explanation, reason=MatchEnd.OTHER_NAMESPACE, detail=str(nearest))
-
-
-def _is_cached(client: CacheClient, known: KnownNamespace, tokens: Sequence[int]) -> bool:
-    return _cached_tokens(client, known.namespace, tokens, known.block_tokens) > 0
 
 
 def _cached_tokens(client: CacheClient, namespace: Namespace, tokens: Sequence[int], block_tokens: int) -> int:

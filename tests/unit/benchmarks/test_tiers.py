@@ -22,8 +22,8 @@ from benchmarks.tier_stand import BELOW, DEVICE_OFF, DEVICE_ON, drop_below, expe
 
 TINY = ("--quick", "--device", "cpu", "--prompts", "2", "--input-tokens", "72")
 STORE = (*TINY, "--pairs", "1", "--turns", "1", "--batched-tokens", "64")
-LONG = (*TINY, "--outputs", "2")
-HITS = (*TINY, "--output-tokens", "2", "--hit-rates", "0", "50", "--repeats", "1")
+LONG = (*TINY, "--outputs", "2", "--always-load")
+HITS = (*TINY, "--output-tokens", "2", "--hit-rates", "0", "50", "--repeats", "1", "--always-load")
 
 MAINS = {
     "swap_out": (swap_out.main, STORE, "swap_out_qps_min"),
