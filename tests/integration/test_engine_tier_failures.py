@@ -24,6 +24,7 @@ from kvtier import LLM
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.engine.answer import RequestOutput
+from kvtier.engine.speeds import Speeds
 from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.lying_proxy import LIES, LyingProxy
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -149,6 +150,16 @@ def _is_hit_again(llm: LLM, expected: list[RequestOutput]) -> bool:
 def _warm(llm: LLM, expected: list[RequestOutput]) -> None:
     _timed(llm, ASKED, expected)
     settled(llm)
+
+
+def _let_loading_pay(llm: LLM) -> None:
+    """A model this small computes as fast as it is asked: let the decision take it for a larger one."""
+    traffic = llm.engine.traffic
+    assert traffic is not None
+    speeds = Speeds()
+    for num_tokens in (16, 64, 256):
+        speeds.note_prefill([(0, num_tokens)], 0.0005 * num_tokens)
+    traffic._decision.speeds = speeds
 
 
 # --- killed and hung -----------------------------------------------------------------------------------------------
@@ -413,10 +424,12 @@ def test_a_server_that_never_sends_its_blocks_whole_holds_up_nobody_for_long(
 ) -> None:
     """It answers everything else: who is late is given up, and after a while it is not asked any more."""
     with _proxied(model, "measured") as (proxy, llm):
+        _let_loading_pay(llm)
         _warm(llm, expected)
         proxy.lie = LIES["missing_bytes"]
         for _ in range(6):
             _timed(llm, ASKED, expected)
+        assert failures(llm, kind="late") > 0
         _timed(llm, ASKED, expected, bound_s=0.7)
 
 

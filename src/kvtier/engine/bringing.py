@@ -18,7 +18,6 @@ from kvtier.engine.load import DISK, Load, Order
 from kvtier.errors import CapacityError
 from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.host import HostTier
 from kvtier.tiers.tier import Tier
 
 _NUM_UNITS = 3
@@ -34,7 +33,7 @@ class Bringing:
         self._hierarchy = hierarchy
         self._copier = copier
         self._wake = wake
-        self._host = next((guard.tier for guard in hierarchy.guards if isinstance(guard.tier, HostTier)), None)
+        self._host = hierarchy.host
 
     def bring(self, load: Load) -> int:
         """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""

@@ -219,10 +219,9 @@ class Engine:
 
     def _start_over(self) -> None:
         self._is_broken = True
-        if self.traffic is not None:
-            self.scheduler.leave_all()
         for requests in self._requests.values():
             for request in requests:
+                self.scheduler.leave(request)
                 if request.status is not Status.FINISHED:
                     request.status = Status.FINISHED
                     request.finish_reason = FinishReason.ERROR
@@ -267,7 +266,9 @@ class Engine:
     def close(self) -> None:
         """Give the tiers back. The engine does no step after it."""
         if self.traffic is not None:
-            self.scheduler.leave_all()
+            for requests in self._requests.values():
+                for request in requests:
+                    self.scheduler.leave(request)
             self.traffic.close()
 
     def _step(self) -> list[Progress]:
@@ -275,9 +276,11 @@ class Engine:
         step = self.scheduler.schedule()
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
-            self._timer.start()
+            if self.traffic is not None:
+                self._timer.start()
             self._under_way.append(self.runner.submit(step))
-            self._timer.stop(step)
+            if self.traffic is not None:
+                self._timer.stop(step)
             started_at = time.perf_counter()
             self.scheduler.submitted(step)
             self.schedule_s += time.perf_counter() - started_at

@@ -60,11 +60,10 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
 
-    def leave_all(self) -> None:
-        """Nothing is loaded or promised for anybody any more."""
+    def leave(self, request: Request) -> None:
+        """Nothing is loaded or promised for it any more."""
         if self._loading is not None:
-            for request in (*self.running, *self.waiting):
-                self._loading.leave(request)
+            self._loading.leave(request)
 
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
@@ -228,25 +227,18 @@ class Scheduler:
             if loading is not None and not loading.is_matched(request):
                 passed_over.append(request)
                 continue
-            if not self.blocks.extend(request, partially=loading is None):
-                # Waits for a block under way, holding on to nothing meanwhile.
-                self.blocks.let_go(request)
-                request.num_computed = 0
+            is_clear = self.blocks.extend(request, partially=loading is None)
+            plan = None
+            if is_clear and loading is not None:
+                is_clear = loading.is_useful(request)
+                plan = loading.plan(request) if is_clear else None
+                if is_clear and plan is None:
+                    is_clear = self.blocks.extend(request)
+            if not is_clear:
+                # Waits for a block or an answer under way, holding on to nothing meanwhile.
+                self._let_go(request)
                 passed_over.append(request)
                 continue
-            plan = None
-            if loading is not None:
-                if not loading.is_useful(request):
-                    self.blocks.let_go(request)
-                    request.num_computed = 0
-                    passed_over.append(request)
-                    continue
-                plan = loading.plan(request)
-                if plan is None and not self.blocks.extend(request):
-                    self.blocks.let_go(request)
-                    request.num_computed = 0
-                    passed_over.append(request)
-                    continue
             start = request.num_computed
             if plan is not None:
                 num_tokens = plan.end * self.blocks.block_tokens
@@ -254,8 +246,7 @@ class Scheduler:
                 count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
                 num_tokens = start + count
             if not self.blocks.grow(request, num_tokens):
-                self.blocks.let_go(request)
-                request.num_computed = 0
+                self._let_go(request)
                 self.waiting.appendleft(request)
                 if loading is not None:
                     loading.may_wait_for_room()
@@ -281,6 +272,10 @@ class Scheduler:
             (decodes if row.count == 1 else prefills).append(row)
             budget -= row.count
         self.waiting.extendleft(reversed(passed_over))
+
+    def _let_go(self, request: Request) -> None:
+        self.blocks.let_go(request)
+        request.num_computed = 0
 
     def _give_back(self, request: Request) -> None:
         if self._loading is not None:

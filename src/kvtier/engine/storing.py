@@ -31,7 +31,6 @@ _MAX_JOBS = 512
 _MAX_PUSHES = 1024
 _PUSH_BYTES = 32 << 20
 _CLOSE_S = 1.0
-_NUM_OWNERS_WAITING = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +75,7 @@ class Storing:
             for guard in guards
             if isinstance(guard.tier, (HostTier, SharedMemoryTier))
         ]
-        self._host = next((guard.tier for guard in guards if isinstance(guard.tier, HostTier)), None)
+        self._host = hierarchy.host
         self._far = [guard for guard in guards if not isinstance(guard.tier, (HostTier, SharedMemoryTier))]
         self._noters = [guard.tier.client for guard in guards if isinstance(guard.tier, RemoteTier)]
         self._hierarchy = hierarchy
@@ -358,11 +357,10 @@ class _Places:
         self._announced: dict[object, list[tuple[BlockHash, _Slots]]] = {}
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
-        if len(self._announced) < _NUM_OWNERS_WAITING:
-            made = self._reserve([block_hash for block_hash in hashes if block_hash not in self._places])
-            if made:
-                known = self._announced.setdefault(owner, [])
-                known += [(block_hash, self._places[block_hash][0]) for block_hash in made]
+        made = self.make(hashes)
+        if made:
+            known = self._announced.setdefault(owner, [])
+            known += [(block_hash, self._places[block_hash][0]) for block_hash in made]
 
     def withdraw(self, owner: object) -> None:
         """Give back the places that were made for `owner` and are not used."""
@@ -371,9 +369,9 @@ class _Places:
             [known for known, slots in announced if known in self._places and self._places[known][0] is slots]
         )
 
-    def make(self, hashes: Sequence[BlockHash]) -> None:
-        """Places for all of them that the tier lacks."""
-        self._reserve([block_hash for block_hash in hashes if block_hash not in self._places])
+    def make(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Places for all of them that the tier lacks; for which they were made now."""
+        return self._reserve([block_hash for block_hash in hashes if block_hash not in self._places])
 
     def copy(self, ids: dict[BlockHash, int], after: Mark) -> _Copy:
         """Begin to copy the blocks that have a place."""

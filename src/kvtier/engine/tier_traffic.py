@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.engine.bringing import Bringing
-from kvtier.engine.copier import Copier, Mark, Transfer
+from kvtier.engine.copier import Copier, Mark
 from kvtier.engine.held import Held
 from kvtier.engine.load import DISK, Load, Part, Plan
 from kvtier.engine.load_or_compute import LoadOrCompute
@@ -86,10 +86,10 @@ class TierTraffic:
         self._last_layer = layout.layers - 1
         self._clock = clock
         self._decision = LoadOrCompute(speeds, layout, chunk_tokens, always_loads=always_loads, clock=clock)
-        for guard in hierarchy.guards:
-            if isinstance(guard.tier, HostTier):
-                copier.adopt(guard.tier.arena)
+        if hierarchy.host is not None:
+            copier.adopt(hierarchy.host.arena)
         self._lock = threading.Lock()
+        self._loads: set[Load] = set()
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -169,6 +169,7 @@ class TierTraffic:
         load = Load(plan, hashes, block_ids, after, self._clock())
         with self._lock:
             fetch.num_users += 1
+            self._loads.add(load)
         self._loaders.submit(self._guarded, self._run, fetch, load)
         return load
 
@@ -185,7 +186,8 @@ class TierTraffic:
     def abandon(self, load: Load) -> None:
         """No byte of it is written any more. What is being written comes before all that the device does next."""
         for transfer in load.abandon():
-            self._follow(transfer)
+            if not transfer.is_done:
+                transfer.precede(self._last_layer)
 
     # --- storing ---------------------------------------------------------------------------------------------------
 
@@ -263,6 +265,10 @@ class TierTraffic:
 
     def drain(self) -> None:
         """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
+        with self._lock:
+            loads = list(self._loads)
+        for load in loads:  # an interrupt may have come before its request knew of it
+            self.abandon(load)
         self._offered_at = None
         self._storing.start_over(_DRAIN_S)
 
@@ -359,6 +365,8 @@ class TierTraffic:
             self._note_speed(load, self._bringing.bring(load), self._clock() - started_at)
         finally:
             load.end()
+            with self._lock:
+                self._loads.discard(load)
             self._leave(fetch)
 
     def _note_speed(self, load: Load, num_blocks: int, seconds: float) -> None:
@@ -368,7 +376,3 @@ class TierTraffic:
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
         if nbytes and not load.is_abandoned:
             self._decision.note_load(tier, nbytes, seconds)
-
-    def _follow(self, transfer: Transfer) -> None:
-        if not transfer.is_done:
-            transfer.precede(self._last_layer)

@@ -21,6 +21,7 @@ from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.tier import LazyTier, Tier
 
@@ -172,6 +173,11 @@ class Hierarchy:
     def guards(self) -> Sequence[Guard]:
         """The tiers with their health, from fast to slow."""
         return self._guards
+
+    @property
+    def host(self) -> HostTier | None:
+        """The tier in memory of this process, if there is one."""
+        return next((guard.tier for guard in self._guards if isinstance(guard.tier, HostTier)), None)
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
         """Offer blocks to every tier. Returns how many each wrote."""
