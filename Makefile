@@ -7,8 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check soak peers bench clean
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.share_blocks
-	$(BIN)/python -m examples.compute_once
+	$(BIN)/python -m examples.demo
 
 test: check
 	$(BIN)/python -m pytest -m "not soak"
@@ -38,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
-	    --group test --group check --group bench -e ".[engine,terminal,testing]"
+	    --group test --group check --group bench -e ".[engine,server,terminal,testing]"
 	@touch $(STAMP)
 
 clean:

@@ -14,6 +14,7 @@
     │   └── RemoteProtocolError            the peer's bug, or bytes that are not ours
     ├── LeaseError                         use after release, or release while views are in use
     ├── EngineStopped                      the engine has failed or was closed: nothing more comes from it
+    │   └── EngineAway                     its process starts, restarts or died: ask again later
     └── RequestError                       a request that cannot be served as asked: the caller's to change
         ├── PromptTooLong                  more tokens than the model or the cache can hold
         ├── UnknownModel                   no model of that name is served
@@ -89,6 +90,12 @@ class LeaseError(KvtierError):
 
 class EngineStopped(KvtierError):
     """The engine has failed or was closed; no request is served any more."""
+
+
+class EngineAway(EngineStopped):
+    """The engine's process is starting or has died. It comes back by itself: ask again after `retry_after_s`."""
+
+    retry_after_s = 2
 
 
 class RequestError(KvtierError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import torch
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
-from kvtier.engine.client import AnswerStream, EngineClient, StreamPiece
+from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, StreamPiece, Submission
 from kvtier.engine.engine import Engine
 from kvtier.engine.step import Step
-from kvtier.errors import EngineStopped
+from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
+from tests.integration.actors import wait_until
 
 torch.set_num_threads(1)
 
@@ -134,6 +138,316 @@ def test_requests_are_served_one_after_another_by_one_client(client: EngineClien
     answers = [client.submit([1, 2, 3], params).wait()[0].token_ids for _ in range(3)]
 
     assert answers == [answers[0]] * 3
+
+
+# --- sinks ------------------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """A sink that keeps every call, and counts down the answers it waits for."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.calls: list[Sequence[tuple[str, News]]] = []
+        self.threads: set[str] = set()
+        self._num_left = fails_after
+
+    def put(self, news: Sequence[tuple[str, News]]) -> None:
+        if self._num_left is not None:
+            if not self._num_left:
+                raise RuntimeError("the connection is on fire")
+            self._num_left -= 1
+        self.threads.add(threading.current_thread().name)
+        self.calls.append(list(news))
+
+    def by_request(self) -> dict[str, list[News]]:
+        found: dict[str, list[News]] = defaultdict(list)
+        for call in self.calls:
+            for request_id, one in call:
+                found[request_id].append(one)
+        return found
+
+
+def wait_for_all(client: EngineClient) -> None:
+    wait_until(lambda: client.num_requests == 0, PATIENCE_S)
+
+
+def test_a_sink_gets_all_that_a_step_brings_in_one_call(client: EngineClient) -> None:
+    sink = Collector()
+    gate = Collector()
+    client.submit([9], ENDLESS, request_id="first", sink=gate)  # keeps the thread busy while the others are submitted
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    handles = [client.submit([1, 2, number], params, request_id=f"r{number}", sink=sink) for number in range(6)]
+    wait_until(lambda: client.num_requests == 1, PATIENCE_S)
+
+    assert all(type(handle) is Submission for handle in handles)
+    assert sink.threads == {"kvtier-engine"}
+    stepping = [call for call in sink.calls if not isinstance(call[0][1], Admitted)]
+    assert len(stepping) < 6 * 20, "several requests share a call"
+    for call in stepping:
+        assert len({request_id for request_id, _ in call}) == len(call), "one token a step"
+    for request_id, news in sink.by_request().items():
+        admitted, *pieces = news
+        assert admitted == Admitted(3)
+        assert [piece.completion is not None for piece in pieces] == [False] * 19 + [True], request_id
+        tokens = [token_id for piece in pieces for token_id in piece.token_ids]
+        assert tokens == pieces[-1].completion.token_ids
+
+
+def test_two_sinks_get_their_own_only(client: EngineClient) -> None:
+    one, other = Collector(), Collector()
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    client.submit([1], params, request_id="mine", sink=one)
+    client.submit([1], params, request_id="yours", sink=other)
+    wait_for_all(client)
+
+    assert set(one.by_request()) == {"mine"}
+    assert set(other.by_request()) == {"yours"}
+
+
+def test_a_sink_hears_how_long_the_prompt_is_before_its_first_token(client: EngineClient) -> None:
+    sink = Collector()
+    client.submit("the other one", SamplingParams(max_tokens=2, n=2), request_id="text", sink=sink)
+    wait_for_all(client)
+
+    admitted, *pieces = sink.by_request()["text"]
+    assert admitted == Admitted(len(client.engine.encode("the other one")))
+    assert sum(piece.completion is not None for piece in pieces) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ([], InvalidParameter),
+        ("half \ud800", InvalidParameter),
+        ([1] * 20_000, PromptTooLong),
+        (None, InvalidParameter),
+    ],
+    ids=["empty", "no text", "too long", "no prompt"],
+)
+def test_a_sink_hears_what_is_wrong_with_a_prompt_and_nothing_more(
+    client: EngineClient, prompt: object, kind: type[Exception]
+) -> None:
+    sink = Collector()
+    handle = client.submit(prompt, request_id="bad", sink=sink)
+    wait_for_all(client)
+    handle.abort()
+    client.submit([1], SamplingParams(max_tokens=1)).wait()
+
+    [error] = sink.by_request()["bad"]
+    assert type(error) is kind
+    assert sink.threads == {"kvtier-engine"}
+
+
+def test_an_abort_reaches_a_sink_as_the_end_of_every_answer(client: EngineClient) -> None:
+    sink = Collector()
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=None, ignore_eos=True, logprobs=1)
+    handle = client.submit([1, 2, 3], params, request_id="one", sink=sink)
+    wait_until(lambda: len(sink.calls) > 5, PATIENCE_S)
+
+    handle.abort()
+    wait_for_all(client)
+
+    assert len(sink.calls[-1]) == 2
+    for _, piece in sink.calls[-1]:
+        assert isinstance(piece, StreamPiece)
+        assert (piece.token_ids, piece.logprobs) == ([], [])
+        assert piece.completion is not None
+        assert piece.completion.finish_reason == "abort"
+
+
+def test_closing_tells_every_sink_once_for_each_request(engine: Engine) -> None:
+    sinks = [Collector(), Collector()]
+    client = EngineClient(engine)
+    for number in range(4):
+        client.submit([1, 2], ENDLESS, request_id=str(number), sink=sinks[number % 2])
+    wait_until(lambda: all(len(sink.calls) > 3 for sink in sinks), PATIENCE_S)
+
+    client.close()
+
+    for sink in sinks:
+        assert all(isinstance(error, EngineStopped) for _, error in sink.calls[-1])
+        for news in sink.by_request().values():
+            assert [isinstance(one, Exception) for one in news] == [False] * (len(news) - 1) + [True]
+    assert client.num_requests == 0
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 4])
+def test_a_sink_that_fails_loses_its_requests_and_nobody_elses(
+    engine: Engine, fails_after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, whole = Collector(fails_after=fails_after), Collector()
+    with EngineClient(engine) as client:
+        for number in range(2):
+            client.submit([1, 2], ENDLESS, request_id=f"lost-{number}", sink=broken)
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        client.submit([1, 2], params, request_id="kept", sink=whole)
+        wait_for_all(client)
+        assert_idle(engine)
+
+    assert whole.by_request()["kept"][-1].completion.finish_reason == "length"
+    assert "the connection is on fire" in caplog.text
+
+
+def test_requests_are_counted_from_their_submission_to_their_last_news(client: EngineClient) -> None:
+    stream = client.submit([1, 2], ENDLESS)
+    assert client.num_requests == 1
+    next(iter(stream))
+    assert client.num_requests == 1
+
+    stream.abort()
+    stream.wait()
+
+    wait_for_all(client)
+
+
+# --- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async-3"])
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+def test_pieces_carry_the_logprobs_of_their_tokens_and_of_no_others(
+    folder: Path, schedule: str, num_logprobs: int
+) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=40, logprobs=num_logprobs, stop="e")
+    with EngineClient(open_engine(folder, schedule=schedule)) as client:
+        pieces, completions = read(client.submit([1, 2, 3], params))
+
+    for index, completion in completions.items():
+        own = [piece for piece in pieces if piece.index == index]
+        assert [one for piece in own for one in piece.logprobs] == completion.logprobs
+        for piece in own:
+            assert len(piece.logprobs) == len(piece.token_ids)
+            for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=True):
+                assert token_id in logprobs
+                assert num_logprobs <= len(logprobs) <= num_logprobs + 1
+
+
+def test_who_asks_for_no_logprobs_gets_none(client: EngineClient) -> None:
+    pieces, _ = read(client.submit([1, 2, 3], SamplingParams(max_tokens=3)))
+
+    assert [piece.logprobs for piece in pieces] == [None] * len(pieces)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_text_is_encoded_by_who_submits_it(engine: Engine) -> None:
+    encode, threads = engine.encode, []
+
+    def noting(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(text)
+
+    engine.encode = noting
+    with EngineClient(engine) as client, ThreadPoolExecutor(2, "submitting") as pool:
+        params = SamplingParams(temperature=0.0, max_tokens=3)
+        answers = [pool.submit(lambda: client.submit("the one", params).wait()[0]) for _ in range(4)]
+        texts = {answer.result(PATIENCE_S).text for answer in answers}
+
+    assert len(texts) == 1
+    assert {name.partition("_")[0] for name in threads} == {"submitting"}
+
+
+def test_many_threads_encode_while_answers_are_decoded(engine: Engine) -> None:
+    texts = [f"{number} naïve 你好 👩‍👧 " * 50 for number in range(8)]
+    expected = [engine.encode(text) for text in texts]
+    with EngineClient(engine) as client, ThreadPoolExecutor(8) as pool:
+        stream = client.submit([1, 2, 3], ENDLESS)
+        found = list(pool.map(client.engine.encode, texts * 20))
+        stream.abort()
+        stream.wait()
+
+    assert found == expected * 20
+
+
+# --- settling ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_tiers_there_is_nothing_to_settle(client: EngineClient) -> None:
+    assert client.settle(PATIENCE_S)
+
+
+def test_settling_waits_for_requests_and_then_for_their_blocks(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with cache_server(tcp=True) as server:
+        settings = {"cache_server": server.tcp, "cache_server_token": server.token, "always_load": True}
+        with EngineClient(open_engine(folder, **settings)) as client:
+            stream = client.submit(list(range(200)), params)
+            assert client.settle(PATIENCE_S)
+            [first] = stream.wait()
+            assert client.settle(PATIENCE_S), "again"
+        with EngineClient(open_engine(folder, **settings)) as client:
+            [again] = client.submit(list(range(200)) + first.token_ids, params).wait()
+
+    assert again.cached_tokens["server"] == 288
+
+
+def test_settling_gives_up_in_time_and_the_request_goes_on(client: EngineClient) -> None:
+    stream = client.submit([1, 2], ENDLESS)
+    next(iter(stream))
+    started_at = time.monotonic()
+
+    assert not client.settle(0.05)
+
+    assert time.monotonic() - started_at < PATIENCE_S / 2
+    stream.abort()
+    assert stream.wait()[0].finish_reason == "abort"
+    assert client.settle(PATIENCE_S)
+
+
+def test_a_prompt_that_comes_while_stores_are_waited_for_is_served(folder: Path) -> None:
+    engine = open_engine(folder, swap_space=1 << 22)
+    assert engine.traffic is not None
+    engine.traffic.settle = slow_settle(engine.traffic.settle, num_slow=10_000)
+    with EngineClient(engine) as client, ThreadPoolExecutor(1) as pool:
+        settling = pool.submit(client.settle, 0.5)
+        assert client.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)).wait()
+        assert not settling.done()
+        assert not settling.result(PATIENCE_S)
+
+
+def slow_settle(settle: Callable[[float], bool], num_slow: int) -> Callable[[float], bool]:
+    num_left = iter(range(num_slow))
+
+    def slowly(timeout_s: float) -> bool:
+        if next(num_left, None) is None:
+            return settle(timeout_s)
+        time.sleep(min(timeout_s, 0.01))
+        return False
+
+    return slowly
+
+
+def test_closing_stores_what_was_computed(folder: Path) -> None:
+    with cache_server(tcp=True) as server:
+        settings = {"cache_server": server.tcp, "cache_server_token": server.token, "always_load": True}
+        client = EngineClient(open_engine(folder, **settings))
+        stream = client.submit(list(range(200)), ENDLESS)
+        next(iter(stream))
+        client.close(settle_s=PATIENCE_S)
+        with EngineClient(open_engine(folder, **settings)) as client:
+            [again] = client.submit(list(range(200)), SamplingParams(max_tokens=1)).wait()
+
+    assert again.cached_tokens["server"] == 192
+
+
+def test_after_the_end_nothing_settles(engine: Engine) -> None:
+    client = EngineClient(engine)
+    client.close()
+
+    assert not client.settle(PATIENCE_S)
+
+
+def test_a_close_ends_those_who_wait_for_stores(engine: Engine) -> None:
+    client = EngineClient(engine)
+    stream = client.submit([1, 2], ENDLESS)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        settling = pool.submit(client.settle, PATIENCE_S)
+        wait_until(lambda: bool(client._settlings), PATIENCE_S)
+        client.close()
+
+        assert not settling.result(PATIENCE_S / 2)
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------
@@ -285,6 +599,7 @@ def test_a_failure_ends_every_stream_and_refuses_what_comes_later(engine: Engine
                 list(stream)
         with pytest.raises(EngineStopped, match="the device is on fire"):
             client.submit([1])
+        assert "the device is on fire" in str(client.failure)
 
 
 def test_a_failure_while_a_request_is_taken_in_ends_its_stream_too(engine: Engine) -> None:

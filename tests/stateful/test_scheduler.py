@@ -22,6 +22,7 @@ stems = st.sampled_from([[], [1] * 9, [1, 2] * 9, [1] * 6 + [2] * 6, [2] * 14])
 prompts = st.builds(lambda stem, tail: (stem + tail)[:MAX_PROMPT], stems, st.lists(tokens, min_size=1, max_size=10))
 chunks = st.sampled_from([1, 2, 3, 5, 8, 13, 1000])
 block_sizes = st.sampled_from([1, 2, 3, 4, 8])
+salts = st.sampled_from(["", "one", "other"])
 
 
 class SchedulerUnderAnyOrder(RuleBasedStateMachine):
@@ -58,6 +59,10 @@ class SchedulerUnderAnyOrder(RuleBasedStateMachine):
     def submit(self, prompt: list[int], max_tokens: int) -> None:
         self.engine.submit(prompt, max_tokens)
 
+    @rule(prompt=prompts, max_tokens=st.integers(1, 14), salt=salts)
+    def submit_with_a_salt(self, prompt: list[int], max_tokens: int, salt: str) -> None:
+        self.engine.submit(prompt, max_tokens).salt = salt
+
     @rule(prompt=prompts, max_tokens=st.integers(1, 8), count=st.integers(2, 4))
     def submit_the_same_several_times(self, prompt: list[int], max_tokens: int, count: int) -> None:
         for _ in range(count):
@@ -93,13 +98,13 @@ class SchedulerUnderAnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def no_block_serves_two_requests_unless_it_is_full_and_the_same_for_both(self) -> None:
-        owners: dict[int, tuple[int, int]] = {}
+        owners: dict[int, tuple[int, int, str]] = {}
         block_tokens = self.engine.block_manager.block_tokens
         for request in self.engine.scheduler.running:
             sums = checksums(request.tokens)
             for position, block_id in enumerate(request.blocks.ids):
                 end = (position + 1) * block_tokens
-                meaning = (position, sums[end - 1]) if end <= len(sums) else (position, -1 - hash(request))
+                meaning = (position, sums[end - 1] if end <= len(sums) else -1 - hash(request), request.salt)
                 assert owners.setdefault(block_id, meaning) == meaning
                 assert self.has_cache or list(owners).count(block_id) == 1
 
@@ -219,3 +224,74 @@ def test_yoco_computes_one_token_of_every_repeated_prompt(
     for request, decoded in zip(repeated[1:], num_decoded[1:], strict=True):
         assert 1 <= engine.num_computed(request) - decoded <= 1 + overshoot
         assert request.cached_tokens == len(prompt) - 1
+
+
+# --- salts ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    manager=st.sampled_from(MANAGERS),
+    several=st.lists(st.tuples(prompts, salts), min_size=1, max_size=12),
+    block_tokens=block_sizes,
+    chunk=chunks,
+    num_steps_ahead=st.integers(0, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_salt_is_like_a_device_of_its_own(
+    manager: BlockManagerName,
+    several: list[tuple[list[int], str]],
+    block_tokens: int,
+    chunk: int,
+    num_steps_ahead: int,
+) -> None:
+    def make() -> SimulatedEngine:
+        return SimulatedEngine(
+            manager, num_blocks=400, block_tokens=block_tokens, chunk=chunk, num_steps_ahead=num_steps_ahead
+        )
+
+    shared, own = make(), {salt: make() for _, salt in several}
+    for prompt, salt in several:
+        request = shared.submit(prompt, 3)
+        request.salt = salt
+        shared.run()
+        alone = own[salt].submit(prompt, 3)
+        own[salt].run()
+
+        assert request.cached_tokens == alone.cached_tokens
+        assert shared.num_computed(request) == own[salt].num_computed(alone)
+
+
+@given(
+    manager=st.sampled_from(CACHING_MANAGERS),
+    prompt=prompts,
+    salt=st.sampled_from(["one", "other"]),
+    block_tokens=block_sizes,
+    chunk=chunks,
+    num_steps_ahead=st.integers(0, 3),
+    num_steps_between=st.integers(0, 30),
+)
+@settings(max_examples=300, deadline=None)
+def test_requests_of_one_salt_share_what_requests_without_one_share(
+    manager: BlockManagerName,
+    prompt: list[int],
+    salt: str,
+    block_tokens: int,
+    chunk: int,
+    num_steps_ahead: int,
+    num_steps_between: int,
+) -> None:
+    def cached(salt: str) -> list[int]:
+        engine = SimulatedEngine(
+            manager, num_blocks=400, block_tokens=block_tokens, chunk=chunk, num_steps_ahead=num_steps_ahead
+        )
+        requests = []
+        for _ in range(3):
+            request = engine.submit(prompt, 2)
+            request.salt = salt
+            requests.append(request)
+            for _ in range(num_steps_between):
+                engine.step()
+        engine.run()
+        return [request.cached_tokens for request in requests]
+
+    assert cached(salt) == cached("")

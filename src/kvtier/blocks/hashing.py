@@ -1,7 +1,8 @@
 """Block identity: a SHA-256 chain over token ids, rooted in the namespace.
 
-`hash(n) = SHA-256(hash(n-1) ‖ token ids of block n as little-endian u32)`, and `hash(-1)` is the namespace.
-So one hash names a block *and* everything before it, the same in every process, restart and machine.
+`hash(n) = SHA-256(hash(n-1) ‖ token ids of block n as little-endian u32)`, and `hash(-1)` is the namespace, or for a
+prompt with a salt of its own a digest of both. So one hash names a block *and* everything before it, the same in every
+process, restart and machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ BlockHash = NewType("BlockHash", bytes)
 """32 bytes."""
 
 HASH_BYTES = 32
+
+_SALTED = b"salted root"
 
 
 def block_hashes(
@@ -40,6 +43,17 @@ def block_hashes(
         last = sha256(last + data[start : start + step]).digest()
         hashes.append(BlockHash(last))
     return hashes
+
+
+def salted_root(namespace: Namespace, salt: str) -> Namespace:
+    """Where the chain of a prompt with `salt` begins: prompts of different salts never have a hash in common.
+
+    Without a salt that is the namespace itself. Nobody can tell the salt from the hashes, unless by guessing it.
+    """
+    if not salt:
+        return namespace
+    # Starts unlike a block's digest does: no block of any tokens has this hash.
+    return Namespace(hashlib.sha256(_SALTED + namespace + salt.encode(errors="surrogatepass")).digest())
 
 
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:

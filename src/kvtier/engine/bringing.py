@@ -21,6 +21,10 @@ from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.tier import Tier
 
 _NUM_UNITS = 3
+_MAX_UNITS = 12
+"""So many units are read from disk ahead of the device's copies, where the server's memory has room for that."""
+
+_ARENA_SHARE = 16
 _HOST_SHARE = 8
 """All loads together use about this part of the host's tier for what passes through it: one in so many blocks each."""
 
@@ -81,13 +85,15 @@ class Bringing:
         coming: deque[_Unit] = deque()
         going: deque[_Unit] = deque()
         num_blocks = 0
+        most = _NUM_UNITS if load.plan.part.lease is None else 1
         try:
             while True:
-                while len(coming) < (_NUM_UNITS if load.plan.part.lease is None else 1):
+                while len(coming) < most:
                     first, end = load.take(unit)
                     if first >= end:
                         break
                     coming.append(self._open_unit(load, tier, first, end))
+                    most = max(most, self._num_ahead(coming[-1], unit * tier.layout.slot_bytes))
                 if not coming:
                     self._tell_submitted(load)
                     return num_blocks
@@ -102,6 +108,13 @@ class Bringing:
             with contextlib.ExitStack() as stack:
                 for one in (*coming, *going):
                     stack.callback(one.finish)
+
+    def _num_ahead(self, unit: _Unit, unit_bytes: int) -> int:
+        """How many units to have under way: as many as keep a disk busy, in a small part of the server's memory."""
+        lease = unit.own_lease
+        if not isinstance(lease, BlockLease) or lease.arena is None:
+            return 1
+        return min(_MAX_UNITS, lease.arena.nbytes // (_ARENA_SHARE * unit_bytes))
 
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan

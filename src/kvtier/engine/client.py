@@ -1,7 +1,8 @@
 """The engine for servers: any thread submits, streams and aborts; one thread of the client's own does the steps.
 
-Requests and aborts reach that thread through a queue; what it computes reaches the callers through a queue each. When
-the engine fails, every stream ends with that error, and so does every later submission.
+Requests and aborts reach that thread through a queue. What it computes reaches the callers through their sinks, one
+call per step and sink; an `AnswerStream` is the sink of whoever names none. When the engine fails, every request ends
+with that error, and every later submission is refused with it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, overload
 
 from kvtier.engine.answer import Completion, completion_of
 from kvtier.engine.engine import Engine, Progress
@@ -22,25 +25,65 @@ from kvtier.errors import EngineStopped, RequestError
 
 logger = logging.getLogger(__name__)
 
+_SETTLING_LOOK_S = 0.02
+"""So long may a prompt that comes while nothing but stores is under way wait for its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The engine has taken a prompt in: it waits for its turn, or is being computed."""
+
+    prompt_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """What came for answer `index`: new tokens and text, and at its end the whole completion."""
+    """What came for answer `index`: new tokens and text, and at its end the whole completion.
+
+    `logprobs[i]` are those of `token_ids[i]`, by token id, when they were asked for.
+    """
 
     index: int
     token_ids: list[int]
     text: str
+    logprobs: list[dict[int, float]] | None
     completion: Completion | None
 
 
-class AnswerStream:
+News = Admitted | StreamPiece | Exception
+"""Of one request: `Admitted` comes first, unless it is refused. An exception, or the last completion, is the end."""
+
+
+class PieceSink(Protocol):
+    """Where news of requests go. One sink may serve many requests whose ids are all different."""
+
+    def put(self, news: Sequence[tuple[str, News]]) -> None:
+        """All that a step brought for this sink, with the requests' ids. The engine's thread calls it: never wait.
+
+        When it raises, that is logged and all requests of the sink are aborted; nothing more is put.
+        """
+        ...
+
+
+class Submission:
+    """A prompt that was handed to the engine. Any thread."""
+
+    def __init__(self, request_id: str, abort: Callable[[Submission], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+
+    def abort(self) -> None:
+        """End it: what was computed comes with the reason "abort". Does nothing for one that is over."""
+        self._abort(self)
+
+
+class AnswerStream(Submission):
     """The answers to one prompt as they grow. Iterate in one thread; `abort` from any."""
 
-    def __init__(self, request_id: str, num_answers: int, abort: Callable[[AnswerStream], None]) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, num_answers: int, abort: Callable[[Submission], None]) -> None:
+        super().__init__(request_id, abort)
         self._num_left = num_answers
         self._pieces: queue.SimpleQueue[StreamPiece | Exception] = queue.SimpleQueue()
-        self._abort = abort
 
     def __iter__(self) -> Iterator[StreamPiece]:
         while self._num_left:
@@ -52,25 +95,35 @@ class AnswerStream:
                 self._num_left -= 1
             yield piece
 
-    def abort(self) -> None:
-        """End it; iterating ends with what was computed, and the reason "abort"."""
-        self._abort(self)
-
     def wait(self) -> list[Completion]:
         """All answers, in order, once they are complete."""
         done = [piece.completion for piece in self if piece.completion is not None]
         return sorted(done, key=lambda completion: completion.index)
 
-    def put(self, piece: StreamPiece | Exception) -> None:
+    def put(self, news: Sequence[tuple[str, News]]) -> None:
         """Called by the engine's thread."""
-        self._pieces.put(piece)
+        for _, one in news:
+            if not isinstance(one, Admitted):
+                self._pieces.put(one)
 
 
 @dataclass(frozen=True, slots=True)
-class _Submission:
-    stream: AnswerStream
-    prompt: str | Sequence[int]
+class _Arrival:
+    """What `submit` hands over; `prompt` is an error when it could not be encoded."""
+
+    submission: Submission
+    sink: PieceSink
+    prompt: Sequence[int] | RequestError
     params: SamplingParams
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """Somebody waits until everything is stored."""
+
+    deadline: float
+    is_settled: Future[bool] = field(default_factory=Future)
 
 
 class EngineClient:
@@ -79,36 +132,113 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Submission | AnswerStream | None] = queue.SimpleQueue()
-        self._streams: dict[str, AnswerStream] = {}
+        self._inbox: queue.SimpleQueue[_Arrival | Submission | _Settling | None] = queue.SimpleQueue()
+        self._served: dict[str, tuple[Submission, PieceSink]] = {}
+        self._settlings: list[_Settling] = []
+        self._num_requests = 0
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._is_closed = False
+        self._settle_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AnswerStream:
-        """Queue a prompt. What is wrong with it comes as the stream's error, a `RequestError`.
+    @property
+    def engine(self) -> Engine:
+        """Its thread owns it: others read what does not change, and call `encode`."""
+        return self._engine
 
-        Raises `EngineStopped` when the engine has failed or was closed.
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing is served any more, a close among the reasons; None while the engine works. Any thread."""
+        return self._failure
+
+    @property
+    def num_requests(self) -> int:
+        """Prompts that were submitted and are not over. Any thread."""
+        return self._num_requests
+
+    @overload
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str = "",
+        sink: None = None,
+    ) -> AnswerStream: ...
+
+    @overload
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str = "",
+        sink: PieceSink,
+    ) -> Submission: ...
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str = "",
+        sink: PieceSink | None = None,
+    ) -> Submission:
+        """Queue a prompt; text is encoded here, in the caller's thread. Prompts share blocks if their `salt` is equal.
+
+        What is wrong with it comes as the stream's error, or as news to the sink: a `RequestError`, by the engine's
+        thread like everything else; a sink may hear of the request before this returns. Raises `EngineStopped` when
+        the engine has failed or was closed.
         """
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._numbers)}"
-        stream = AnswerStream(request_id, params.n, self._inbox.put)
+        submission: Submission
+        if sink is None:
+            submission = sink = AnswerStream(request_id, params.n, self._inbox.put)
+        else:
+            submission = Submission(request_id, self._inbox.put)
+        tokens: Sequence[int] | RequestError
+        try:
+            tokens = self._engine.encode(prompt) if isinstance(prompt, str) else prompt
+        except RequestError as error:
+            tokens = error
         with self._lock:
             if self._failure is not None or self._is_closed:
                 raise EngineStopped(str(self._failure or "the engine was closed"))
-            self._inbox.put(_Submission(stream, prompt, params))
+            self._num_requests += 1
+            self._inbox.put(_Arrival(submission, sink, tokens, params, salt))
         self._engine.wake()
-        return stream
+        return submission
 
-    def close(self) -> None:
-        """Abort what is under way and end the thread."""
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no request is under way and all that was offered to the engine's tiers is stored. Any thread.
+
+        False when that takes too long, and after the engine has failed or was closed.
+        """
+        settling = _Settling(time.monotonic() + timeout_s)
         with self._lock:
-            self._is_closed = True
-        self._inbox.put(None)
+            if self._failure is not None or self._is_closed:
+                return False
+            self._inbox.put(settling)
+        self._engine.wake()
+        try:
+            return settling.is_settled.result(timeout_s)
+        except TimeoutError:
+            return False
+
+    def close(self, settle_s: float = 0.0) -> None:
+        """Abort what is under way and end the thread; for up to `settle_s` seconds, first store what was computed."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._settle_s = settle_s
+                self._inbox.put(None)
+        self._engine.wake()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -119,60 +249,126 @@ class EngineClient:
     ) -> None:
         self.close()
 
+    # --- private: the engine's thread --------------------------------------------------------------------------------
+
     def _run(self) -> None:
         try:
             while self._read_inbox():
                 self._pass_on(self._engine.step())
             stopped = EngineStopped("the engine was closed")
-            for request_id in self._streams:
+            for request_id in self._served:
                 self._engine.abort(request_id)
                 self._engine.forget(request_id)
         except Exception as error:
             logger.exception("the engine failed")
             stopped = EngineStopped(f"the engine has stopped: {error}")
-        self._engine.close()
         with self._lock:
             self._failure = stopped
+        self._refuse_all(stopped)
+        if self._settle_s > 0 and self._engine.traffic is not None:
+            self._engine.traffic.settle(self._settle_s)
+        self._engine.close()
+
+    def _refuse_all(self, stopped: EngineStopped) -> None:
+        """Nothing comes any more, neither for those who are served nor for those who wait."""
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, _Submission):
-                item.stream.put(stopped)
-        for stream in self._streams.values():
-            stream.put(stopped)
+            if isinstance(item, _Arrival):
+                self._put(item.sink, [(item.submission.request_id, stopped)])
+            elif isinstance(item, _Settling):
+                self._settlings.append(item)
+        for settling in self._settlings:
+            settling.is_settled.set_result(False)
+        news: dict[PieceSink, list[tuple[str, News]]] = {}
+        for request_id, (_, sink) in self._served.items():
+            news.setdefault(sink, []).append((request_id, stopped))
+        self._served.clear()
+        for sink, items in news.items():
+            self._put(sink, items)
+        with self._lock:
+            self._num_requests = 0
 
     def _read_inbox(self) -> bool:
         """Take in what waits; wait for something when there is nothing to do. False at the end."""
         while True:
+            is_idle = not self._engine.has_requests
+            if is_idle:
+                self._settle()
             try:
-                item = self._inbox.get(block=not self._engine.has_requests)
+                item = self._inbox.get(block=is_idle and not self._settlings)
             except queue.Empty:
+                if is_idle:
+                    continue
                 return True
             if item is None:
                 return False
-            if isinstance(item, _Submission):
+            if isinstance(item, _Arrival):
                 self._add(item)
-            elif self._streams.get(item.request_id) is item:  # neither over nor refused
+            elif isinstance(item, _Settling):
+                self._settlings.append(item)
+            elif item.request_id in self._served and self._served[item.request_id][0] is item:
                 self._pass_on(self._engine.abort(item.request_id))
 
-    def _add(self, submission: _Submission) -> None:
-        stream = submission.stream
+    def _settle(self) -> None:
+        """Give stores a moment, if somebody waits for them."""
+        if not self._settlings:
+            return
+        traffic = self._engine.traffic
+        is_settled = traffic is None or traffic.settle(_SETTLING_LOOK_S)
+        now = time.monotonic()
+        for settling in self._settlings:
+            if is_settled or now >= settling.deadline:
+                settling.is_settled.set_result(is_settled)
+        self._settlings = [settling for settling in self._settlings if not settling.is_settled.done()]
+
+    def _add(self, arrival: _Arrival) -> None:
+        request_id = arrival.submission.request_id
         try:
-            self._engine.add(stream.request_id, submission.prompt, submission.params)
+            if isinstance(arrival.prompt, RequestError):
+                raise arrival.prompt
+            requests = self._engine.add(request_id, arrival.prompt, arrival.params, arrival.salt)
         except RequestError as error:
-            stream.put(error)
+            self._put(arrival.sink, [(request_id, error)])
+            self._note_over()
             return
         except Exception as error:
-            stream.put(EngineStopped(f"the engine has stopped: {error}"))
+            self._put(arrival.sink, [(request_id, EngineStopped(f"the engine has stopped: {error}"))])
             raise
-        self._streams[stream.request_id] = stream
+        self._served[request_id] = (arrival.submission, arrival.sink)
+        self._put(arrival.sink, [(request_id, Admitted(requests[0].prompt_tokens))])
 
-    def _pass_on(self, news: list[Progress]) -> None:
-        """To each stream what came for it; prompts whose answers are all complete are forgotten afterwards."""
-        for one in news:
+    def _pass_on(self, progress: Iterable[Progress]) -> None:
+        """To each sink what came for it; prompts whose answers are all complete are forgotten afterwards."""
+        news: dict[PieceSink, list[tuple[str, News]]] = {}
+        finished = set()
+        for one in progress:
             request = one.request
-            completion = completion_of(request, self._engine.text_of(request)) if one.is_finished else None
-            self._streams[request.group].put(StreamPiece(request.index, one.token_ids, one.text, completion))
-        for request_id in {one.request.group for one in news if one.is_finished}:
+            completion = None
+            if one.is_finished:
+                completion = completion_of(request, self._engine.text_of(request))
+                finished.add(request.group)
+            piece = StreamPiece(request.index, one.token_ids, one.text, one.logprobs, completion)
+            news.setdefault(self._served[request.group][1], []).append((request.group, piece))
+        for sink, items in news.items():
+            self._put(sink, items)
+        for request_id in finished & self._served.keys():
             if all(request.finish_reason is not None for request in self._engine.requests_of(request_id)):
-                del self._streams[request_id]
-                self._engine.forget(request_id)
+                self._forget(request_id)
+
+    def _put(self, sink: PieceSink, news: Sequence[tuple[str, News]]) -> None:
+        try:
+            sink.put(news)
+        except Exception:
+            logger.exception("news could not be handed over: the requests of that sink are aborted")
+            for request_id in [one for one, (_, its) in self._served.items() if its is sink]:
+                self._engine.abort(request_id)
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._served[request_id]
+        self._engine.forget(request_id)
+        self._note_over()
+
+    def _note_over(self) -> None:
+        with self._lock:
+            self._num_requests -= 1

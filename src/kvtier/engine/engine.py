@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from prometheus_client import CollectorRegistry
 
+from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, cached_tokens_of
 from kvtier.engine.block_manager import make_block_manager
 from kvtier.engine.config import EngineConfig
@@ -29,16 +31,19 @@ from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sizing import choose_num_blocks
+from kvtier.engine.sizing import allocated_bytes, choose_num_blocks
 from kvtier.engine.speeds import Speeds
 from kvtier.engine.step_timer import StepTimer
 from kvtier.engine.tier_building import make_hierarchy
 from kvtier.engine.tier_traffic import TierTraffic
+from kvtier.engine.warm_up import compile_kernels
 from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTooLong
-from kvtier.models.loading import LoadedModel, load_model
+from kvtier.models.loading import LoadedModel, LoadProgress, load_model
+from kvtier.models.progress import terminal_progress
 from kvtier.models.tokenizer import TextStream, Tokenizer
+from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
-from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.explanation import Explanation, MatchEnd
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +57,37 @@ _EXPLAINED_TOKENS = 64
 
 @dataclass(slots=True)
 class Progress:
-    """What a step brought for one request: `text` to show, and whether it is over."""
+    """What a step brought for one request: `text` to show, and whether it is over.
+
+    `logprobs` are those of `token_ids`, when they were asked for.
+    """
 
     request: Request
     token_ids: list[int]
     text: str
+    logprobs: list[dict[int, float]] | None
     is_finished: bool
 
 
 class Engine:
     """Everything for one model. Call `step` while `has_requests`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Loads the model and takes the device's memory. Raises `ConfigError` when that cannot work."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        registry: CollectorRegistry | None = None,
+        *,
+        progress: LoadProgress = terminal_progress,
+    ) -> None:
+        """Loads the model and takes the device's memory. Raises `ConfigError` when that cannot work.
+
+        `metrics` are in `registry`, or in one of their own; `progress` shows how far the weights are.
+        """
         self.config = config
         device = _device_of(config.device)
         if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
+        allocated_before_bytes = allocated_bytes(device)
         self.loaded: LoadedModel = load_model(
             config.model,
             dtype=config.dtype,
@@ -79,12 +98,13 @@ class Engine:
             cache_dir=config.cache_dir,
             trust_remote_code=config.trust_remote_code,
             max_model_len=config.max_model_len,
+            progress=progress,
         )
         folder = self.loaded.folder
         self.tokenizer = None if folder is None else Tokenizer(folder, trust_remote_code=config.trust_remote_code)
         model_config = self.loaded.config
         layout = model_config.kv_layout(config.block_size, self.loaded.dtype)
-        num_blocks = choose_num_blocks(config, self.loaded, layout, device)
+        num_blocks = choose_num_blocks(config, self.loaded, layout, device, allocated_before_bytes)
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
@@ -104,6 +124,8 @@ class Engine:
             if config.cuda_graphs and device.type == "cuda"
             else 0,
         )
+        if device.type == "cuda":
+            compile_kernels(self.runner, config, self.max_model_len)
         self._namespace_fields = self.loaded.namespace_fields(layout, salt=config.salt)
         self._namespace = self._namespace_fields.digest()
         self.speeds = Speeds()
@@ -119,6 +141,8 @@ class Engine:
         self._is_broken = False
         self.num_steps = 0
         self.schedule_s = 0.0
+        self._counts = EngineCounts(num_blocks=num_blocks)
+        self.metrics = EngineMetrics(self._counts, registry)
         logger.info(
             "%s: weights %s, %d KV blocks of %d tokens (%s) left, prompts up to %d tokens",
             model_config.architecture,
@@ -130,21 +154,28 @@ class Engine:
         )
 
     @property
+    def namespace(self) -> Namespace:
+        """Whose blocks this engine shares, on the device and in every tier."""
+        return self._namespace
+
+    @property
     def has_requests(self) -> bool:
         return self.scheduler.has_requests or bool(self._under_way)
 
-    def encode(self, text: str) -> list[int]:
-        """Raises `InvalidParameter` when the model has no tokenizer."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters."""
         if self.tokenizer is None:
             raise InvalidParameter("this model has no tokenizer: pass token ids")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidParameter(f"the prompt is no valid text: {error.reason} at character {error.start}") from None
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def add(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> list[Request]:
-        """Take in a prompt; one request for each of its `n` answers.
+    def add(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = ""
+    ) -> list[Request]:
+        """Take in a prompt; one request for each of its `n` answers. It shares blocks with those of the same `salt`.
 
         Raises a `RequestError` with one sentence, and nothing changes, when it cannot be served.
         """
@@ -154,6 +185,8 @@ class Engine:
             raise EngineStopped("this engine belongs to the process that made it: make one after the fork")
         if request_id in self._requests:
             raise InvalidParameter(f"a request with the id {request_id} is being served already")
+        if not isinstance(salt, str):
+            raise InvalidParameter("cache_salt must be text")
         tokens = self.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
         if not tokens:
             raise InvalidParameter("the prompt is empty")
@@ -174,6 +207,7 @@ class Engine:
                 max_tokens=max_tokens,
                 index=index,
                 group=request_id,
+                salt=salt,
             )
             self._texts[request] = AnswerText(
                 self._text_stream(params), params.stop_strings, min_tokens=params.min_tokens
@@ -181,6 +215,7 @@ class Engine:
             self.scheduler.add(request)
             requests.append(request)
         self._requests[request_id] = requests
+        self._note_levels()
         return requests
 
     def wake(self) -> None:
@@ -190,11 +225,13 @@ class Engine:
 
     def abort(self, request_id: str) -> list[Progress]:
         """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
-        return [
+        news = [
             self._end(request, FinishReason.ABORT)
             for request in list(self._requests.get(request_id, ()))
             if request.status is not Status.FINISHED
         ]
+        self._note_levels()
+        return news
 
     def requests_of(self, request_id: str) -> list[Request]:
         """The requests of a prompt, one for each answer, until it is forgotten."""
@@ -212,10 +249,12 @@ class Engine:
         if self._is_broken:
             self._start_over()
         try:
-            return self._step()
+            news = self._step()
         except BaseException:
             self._start_over()
             raise
+        self._note_levels()
+        return news
 
     def _start_over(self) -> None:
         self._is_broken = True
@@ -226,11 +265,30 @@ class Engine:
                     request.status = Status.FINISHED
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
+                    self._count_end(request)
         self._under_way.clear()
         if self.traffic is not None:
             self.traffic.drain()
         self.scheduler = self._make_scheduler()
+        self._note_levels()
         self._is_broken = False
+
+    def _note_levels(self) -> None:
+        counts, scheduler = self._counts, self.scheduler
+        counts.num_steps = self.num_steps
+        counts.running_requests = len(scheduler.running)
+        counts.waiting_requests = len(scheduler.waiting)
+        counts.used_blocks = counts.num_blocks - scheduler.blocks.num_free_blocks
+
+    def _count_end(self, request: Request) -> None:
+        """Of a request that never got its turn no token counts."""
+        assert request.finish_reason is not None
+        was_admitted = request.was_admitted
+        self._counts.note_end(
+            request.finish_reason.value,
+            request.prompt_tokens if was_admitted else 0,
+            cached_tokens_of(request) if was_admitted else {},
+        )
 
     def _make_scheduler(self) -> Scheduler:
         config, namespace = self.config, self._namespace
@@ -273,7 +331,9 @@ class Engine:
 
     def _step(self) -> list[Progress]:
         started_at = time.perf_counter()
+        num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
+        self._counts.num_preemptions += self.scheduler.num_preemptions - num_preemptions
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
             if self.traffic is not None:
@@ -303,6 +363,7 @@ class Engine:
             request.num_in_flight -= 1
             if request.status is not Status.FINISHED:
                 news.append(self._take(request, result))
+        self._counts.output_tokens += len(news)
         return news
 
     def _take(self, request: Request, result: TokenResult) -> Progress:
@@ -320,7 +381,7 @@ class Engine:
             return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
             return self._end(request, FinishReason.LENGTH, [token_id])
-        return Progress(request, [token_id], text.take(), False)
+        return _progress(request, [token_id], text.take(), is_finished=False)
 
     def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> Progress:
         self.scheduler.finish(request, reason)
@@ -331,7 +392,8 @@ class Engine:
         text.finish()
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
-        return Progress(request, list(token_ids), text.take(), True)
+        self._count_end(request)
+        return _progress(request, list(token_ids), text.take(), is_finished=True)
 
     def explain(self, request_id: str) -> Explanation:
         """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
@@ -345,6 +407,11 @@ class Engine:
             return
         block_tokens = self.config.block_size
         ending = request.ending
+        detail, num_first = ending.detail, min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))
+        if request.salt:  # where it is cached without the salt, or with another, says nothing about this one
+            num_first = 0
+            if ending.reason is MatchEnd.NEVER_STORED:
+                detail = "the request has a cache_salt of its own"
         explanation = Explanation(
             request_id=request.id,
             model=self.name,
@@ -355,8 +422,8 @@ class Engine:
             ended_at_tokens=min(ending.position * block_tokens, request.prompt_tokens),
             reason=ending.reason,
             tier=ending.tier,
-            detail=ending.detail,
-            first_tokens=tuple(request.tokens[: min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))]),
+            detail=detail,
+            first_tokens=tuple(request.tokens[:num_first]),
         )
         self._explanations[request.id] = explanation
         if request.index == 0:
@@ -391,6 +458,13 @@ class Engine:
         if self.tokenizer is None or self.tokenizer.is_absent:
             return None
         return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+
+
+def _progress(request: Request, token_ids: list[int], text: str, *, is_finished: bool) -> Progress:
+    logprobs = None
+    if request.params.logprobs is not None:
+        logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
+    return Progress(request, token_ids, text, logprobs, is_finished)
 
 
 def _device_of(name: str) -> torch.device:

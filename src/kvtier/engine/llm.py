@@ -44,10 +44,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers to `prompts`, texts or lists of token ids, in order. Other threads wait: see `EngineClient`.
 
-        A prompt that cannot be served has its `error` set; the others are served all the same.
+        A prompt that cannot be served has its `error` set; the others are served all the same. What is cached is
+        shared with calls of the same `cache_salt` only.
         """
         if "engine" not in self.__dict__:
             raise ConfigError("this LLM is closed")
@@ -62,7 +64,7 @@ class LLM:
                 raise InvalidParameter(f"{len(each)} sampling parameters for {len(several)} prompts")
         outputs: list[RequestOutput | None] = [None] * len(several)
         with self._lock, prompt_progress(len(several), is_shown=progress) as advance:
-            self._run(several, each, outputs, advance)
+            self._run(several, each, cache_salt, outputs, advance)
         return [output for output in outputs if output is not None]
 
     def explain(self, request_id: str) -> Explanation:
@@ -92,6 +94,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
+        salt: str,
         outputs: list[RequestOutput | None],
         advance: Callable[[int], None],
     ) -> None:
@@ -102,7 +105,7 @@ class LLM:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"request-{next(self._numbers)}"
                 try:
-                    requests = engine.add(request_id, prompt, one)
+                    requests = engine.add(request_id, prompt, one, salt)
                 except RequestError as error:
                     ids = list(prompt) if isinstance(prompt, (list, tuple)) else []
                     outputs[place] = RequestOutput(request_id, ids, error=str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtier.blocks.hashing import block_hashes
+from kvtier.blocks.hashing import block_hashes, salted_root
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.held import Held
 from kvtier.engine.request import Request
@@ -94,10 +94,19 @@ class HashedBlocks(NaiveBlocks):
         extend_hashes(request, self._namespace, self.block_tokens)
 
 
+def root_of(request: Request, namespace: Namespace) -> Namespace:
+    """What the hashes of a request's blocks are chained from."""
+    blocks = request.blocks
+    if blocks.root is None:
+        blocks.root = salted_root(namespace, request.salt)
+    return blocks.root
+
+
 def extend_hashes(request: Request, namespace: Namespace, block_tokens: int) -> None:
     """Hash the full blocks of known tokens that are not hashed yet."""
     hashes = request.blocks.hashes
     num_hashed = len(hashes) * block_tokens
     if len(request.tokens) - num_hashed >= block_tokens:
         parent = hashes[-1] if hashes else None
-        hashes += block_hashes(namespace, request.tokens[num_hashed:], block_tokens, parent=parent)
+        root = root_of(request, namespace)
+        hashes += block_hashes(root, request.tokens[num_hashed:], block_tokens, parent=parent)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.tiers.explanation import MatchEnd
@@ -70,12 +71,14 @@ class SequenceBlocks:
     """The blocks of one request, in order, as its block manager keeps them.
 
     `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
-    been shown under their hashes. `version` changes when `ids` are not just longer than before.
+    been shown under their hashes, which are chained from `root`, once it is known. `version` changes when `ids` are not
+    just longer than before.
     """
 
     ids: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
+    root: Namespace | None = None
     num_shown: int = 0
     version: int = 0
 
@@ -110,6 +113,7 @@ class Request:
         "num_preemptions",
         "params",
         "prompt_tokens",
+        "salt",
         "slot",
         "status",
         "times",
@@ -126,12 +130,17 @@ class Request:
         max_tokens: int,
         index: int = 0,
         group: str = "",
+        salt: str = "",
         arrived_at: float | None = None,
     ) -> None:
-        """`max_tokens` is how many may be sampled; `index` numbers the answers to one prompt of the group `group`."""
+        """`max_tokens` is how many may be sampled; `index` numbers the answers to one prompt of the group `group`.
+
+        Requests share blocks if their `salt` is equal.
+        """
         self.id = request_id
         self.index = index
         self.group = group or request_id
+        self.salt = salt
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
         self.params = params

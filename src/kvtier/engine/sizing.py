@@ -1,6 +1,13 @@
-"""How many KV blocks the device has room for."""
+"""How many KV blocks the device has room for.
+
+`gpu_memory_utilization` is this engine's own share: what other processes, or other engines of this one, use of the
+device does not count against it. Two engines of 0.45 run beside each other, also when they start at the same time.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -20,29 +27,59 @@ _MIN_BLOCKS = 2
 _PEAK_SLACK = 1.1
 
 
-def choose_num_blocks(config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """A device before KV is put on it. `own_bytes` are this engine's so far, `step_bytes` what a step takes besides."""
+
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+    step_bytes: int
+
+    def limits(self, share: float) -> dict[str, int]:
+        """Bytes for KV, each under the name of what allows no more. Below zero where there is no room at all."""
+        return {
+            "gpu_memory_utilization": int(self.total_bytes * share) - self.own_bytes - self.step_bytes,
+            "the free memory of the device": self.free_bytes - self.step_bytes,
+        }
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What this process has on a GPU; to be asked before an engine puts anything there."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def choose_num_blocks(
+    config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device, allocated_before_bytes: int
+) -> int:
     """As many as `kv_cache_space` and, on a GPU, `gpu_memory_utilization` allow once the largest step has its room.
 
-    Raises `ConfigError` when that is too few to serve anything.
+    `allocated_before_bytes` are those of `allocated_bytes` before the model was loaded. Raises `ConfigError` when that
+    is too few to serve anything.
     """
-    limits = {"kv_cache_space": config.kv_cache_space}
+    limits = {} if config.kv_cache_space is None else {"kv_cache_space": config.kv_cache_space}
     if device.type == "cuda":
-        limits["gpu_memory_utilization"] = _free_bytes(config, loaded, layout, device)
-    elif config.kv_cache_space is None:
-        limits["kv_cache_space"] = _DEFAULT_HOST_BYTES
-    known = {name: nbytes for name, nbytes in limits.items() if nbytes is not None}
-    name = min(known, key=lambda one: known[one])
-    num_blocks = known[name] // layout.block_bytes
+        memory = _measure(config, loaded, layout, device, allocated_before_bytes)
+        limits |= memory.limits(config.gpu_memory_utilization)
+    return fit_blocks(limits or {"kv_cache_space": _DEFAULT_HOST_BYTES}, layout.block_bytes)
+
+
+def fit_blocks(limits: Mapping[str, int], block_bytes: int) -> int:
+    """As many as the tightest of `limits` allows. Raises `ConfigError`, and names it, when that is too few."""
+    name = min(limits, key=lambda one: limits[one])
+    num_blocks = limits[name] // block_bytes
     if num_blocks < _MIN_BLOCKS:
         raise ConfigError(
-            f"{name} leaves {format_size(max(0, known[name]))} for KV, "
-            f"but {_MIN_BLOCKS} blocks take {format_size(_MIN_BLOCKS * layout.block_bytes)}"
+            f"{name} leaves {format_size(max(0, limits[name]))} for KV, "
+            f"but {_MIN_BLOCKS} blocks take {format_size(_MIN_BLOCKS * block_bytes)}"
         )
     return num_blocks
 
 
-def _free_bytes(config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device) -> int:
-    """What is left of the share after the weights and the activations of a step of the largest size."""
+def _measure(
+    config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device, allocated_before_bytes: int
+) -> DeviceMemory:
+    """Runs a step of the largest size, to see what it takes."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -56,8 +93,12 @@ def _free_bytes(config: EngineConfig, loaded: LoadedModel, layout: KvLayout, dev
     del runner, arena
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    left: int = int(total * config.gpu_memory_utilization) - (total - free) - int(peak * _PEAK_SLACK)
-    return left
+    return DeviceMemory(
+        total_bytes=total,
+        free_bytes=free,
+        own_bytes=before - allocated_before_bytes,
+        step_bytes=int(peak * _PEAK_SLACK),
+    )
 
 
 def _largest_step(config: EngineConfig, loaded: LoadedModel, block_tokens: int) -> tuple[Step, int]:

@@ -6,6 +6,7 @@ they have done is told with the next `poll`. A tier that fails or is late costs 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,12 +25,13 @@ from kvtier.engine.load import DISK, Load, Part, Plan
 from kvtier.engine.load_or_compute import LoadOrCompute
 from kvtier.engine.speeds import Speeds
 from kvtier.engine.storing import Storing
+from kvtier.errors import TierError
 from kvtier.memory.lease import BlockLease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +88,7 @@ class TierTraffic:
         self._last_layer = layout.layers - 1
         self._clock = clock
         self._decision = LoadOrCompute(speeds, layout, chunk_tokens, always_loads=always_loads, clock=clock)
-        if hierarchy.host is not None:
-            copier.adopt(hierarchy.host.arena)
+        self._adopt_arenas()
         self._lock = threading.Lock()
         self._loads: set[Load] = set()
         self._woken = threading.Event()
@@ -283,6 +284,17 @@ class TierTraffic:
         self._matchers.shutdown()
         self._copier.close()
         self.hierarchy.close()
+
+    # --- private: the engine's thread ------------------------------------------------------------------------------
+
+    def _adopt_arenas(self) -> None:
+        """Before the first request needs them: that takes a GPU seconds. A server that is away is adopted later."""
+        for guard in self.hierarchy.guards:
+            if isinstance(guard.tier, SharedMemoryTier):
+                with contextlib.suppress(TierError):
+                    self._copier.adopt(guard.tier.arena)
+        if self.hierarchy.host is not None:
+            self._copier.adopt(self.hierarchy.host.arena)
 
     # --- private: the tiers' threads -------------------------------------------------------------------------------
 

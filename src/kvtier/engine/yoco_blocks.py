@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState
-from kvtier.engine.naive_blocks import extend_hashes
+from kvtier.engine.naive_blocks import extend_hashes, root_of
 from kvtier.engine.request import Request
 from kvtier.engine.shared_blocks import SharedBlocks
 from kvtier.engine.step import BlockCopy
@@ -141,7 +141,7 @@ class YocoBlocks(SharedBlocks):
         return (best, longest) if is_worth_it else (None, 0)
 
     def _parent(self, request: Request, position: int) -> bytes:
-        return request.blocks.hashes[position - 1] if position else self._namespace
+        return request.blocks.hashes[position - 1] if position else root_of(request, self._namespace)
 
     def _note_shown(self, request: Request, position: int) -> None:
         block = request.blocks.blocks[position]

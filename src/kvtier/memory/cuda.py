@@ -271,6 +271,7 @@ class Registration:
                 del mapped
                 self._cudart.register(self._address + start, length)
                 self._is_registered[number] = 1
+            logger.info("all of %s is registered with CUDA", format_size(self._nbytes))
         except TierUnavailable as error:
             logger.warning(
                 "copies go through unregistered memory from byte %d of %d: %s",

@@ -6,6 +6,7 @@ Offline, or when the hub does not answer, what is in the cache is used.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
 from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -64,6 +67,7 @@ def _download(
     model: str, revision: str | None, cache_dir: str | Path | None, patterns: list[str], endpoint: str | None
 ) -> Path:
     at = f" at revision {revision}" if revision else ""
+    logger.info("looking for %s%s on the hub, and downloading what is not in the cache", model, at)
     try:
         snapshot = snapshot_download(
             model,

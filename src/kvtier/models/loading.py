@@ -34,7 +34,7 @@ from kvtier.models.slot import Slot
 
 DUMMY_SEED = 0
 
-Progress = Callable[[str, int], AbstractContextManager[Advance]]
+LoadProgress = Callable[[str, int], AbstractContextManager[Advance]]
 """Makes the scope of one load from its title and its number of bytes."""
 
 
@@ -75,7 +75,7 @@ def load_model(
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
     seed: int = DUMMY_SEED,
-    progress: Progress = terminal_progress,
+    progress: LoadProgress = terminal_progress,
 ) -> LoadedModel:
     """Load `model`: a folder, a hub name, or (with dummy weights only) the content of a config.json.
 
@@ -128,7 +128,7 @@ def load_model(
     )
 
 
-def fill_from_checkpoint(model: Model, checkpoint: Checkpoint, progress: Progress = terminal_progress) -> None:
+def fill_from_checkpoint(model: Model, checkpoint: Checkpoint, progress: LoadProgress = terminal_progress) -> None:
     """Write every tensor of `checkpoint` into its slot.
 
     Names and shapes are compared before the first byte is read; raises `ConfigError` when they do not agree.

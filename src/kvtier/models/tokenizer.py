@@ -1,12 +1,14 @@
 """Text to token ids and back, with the tokenizer and the chat template of a model folder.
 
 A folder may have no tokenizer: its model then serves token ids, and text is refused. Importing this module imports
-transformers; who handles token ids only has no need to. One thread at a time uses a `TextStream`; a `Tokenizer` may be
-shared.
+transformers; who handles token ids only has no need to. One thread at a time uses a `TextStream`; any number of
+threads share a `Tokenizer`.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from kvtier.errors import ConfigError, InvalidParameter
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
+_SPACE_MARK = "▁"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -27,12 +31,15 @@ class Tokenizer:
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         """Raises `ConfigError` when there are tokenizer files that cannot be used."""
         self._inner: Any = None
+        self._token_bytes: dict[int, bytes] = {}
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return
         try:
             self._inner = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
+            # The first use turns a stored truncation off, which must not happen while another thread encodes.
+            self._inner.encode("")
         except Exception as error:  # its parsers raise whatever they like
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
@@ -44,6 +51,14 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return not self.is_absent and bool(self._inner.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """As the model's folder has it, of several the default one; empty when there is none."""
+        template = None if self.is_absent else self._inner.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        return template or ""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -62,6 +77,23 @@ class Tokenizer:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be part of a character; none for an id that is no token.
+
+        Of special tokens their text. The bytes of all tokens of a text are those of the text, but for a space that
+        some tokenizers begin every text with.
+        """
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._bytes_of(token_id)
+            if known:
+                self._token_bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token; what is part of a character is shown as broken."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
         self,
@@ -105,6 +137,51 @@ class Tokenizer:
         """A decoder for one answer as it grows."""
         self._present()
         return TextStream(self, skip_special_tokens=skip_special_tokens)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self.is_absent:
+            return b""
+        added = self._added_tokens.get(token_id)
+        if added is not None:
+            return added.encode()
+        try:
+            token = self._inner.convert_ids_to_tokens(token_id)
+        except (IndexError, KeyError, OverflowError):
+            token = None
+        if token is None or isinstance(token, bytes):
+            return token or b""
+        alphabet = _byte_alphabet()
+        if self._is_byte_level and all(character in alphabet for character in token):
+            return bytes(map(alphabet.__getitem__, token))
+        spelled = _BYTE_TOKEN.fullmatch(token)
+        if spelled is not None and self._spells_bytes:
+            return bytes.fromhex(spelled[1])
+        text: str = token.replace(_SPACE_MARK, " ") if self._marks_spaces else token
+        return text.encode()
+
+    @functools.cached_property
+    def _added_tokens(self) -> dict[int, str]:
+        """They stand for their own text, in tokenizers of every kind."""
+        return {token_id: str(token) for token_id, token in self._inner.added_tokens_decoder.items()}
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return self._joined("x", "Ġ") == "x "
+
+    @functools.cached_property
+    def _spells_bytes(self) -> bool:
+        return self._joined("x", "<0x41>") == "xA"
+
+    @functools.cached_property
+    def _marks_spaces(self) -> bool:
+        return self._joined("x", _SPACE_MARK, "x") == "x x"
+
+    def _joined(self, *tokens: str) -> str:
+        """What the tokenizer's decoder makes of tokens: how it writes bytes and spaces is told by nothing else."""
+        try:
+            return str(self._inner.convert_tokens_to_string(list(tokens)))
+        except (KeyError, TypeError, ValueError, UnicodeError):  # it has its own code, and no such token
+            return ""
 
     def _present(self) -> Any:
         if self._inner is None:
@@ -155,3 +232,11 @@ class TextStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The byte behind each printable character that byte-level BPE writes for it."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,7 +31,25 @@ TIER_LOAD_SECONDS = "kvtier_tier_load_seconds"
 TIER_STORED_BYTES = "kvtier_tier_stored_bytes"
 TIER_STORE_SECONDS = "kvtier_tier_store_seconds"
 
+ENGINE_STEPS = "kvtier_engine_steps"
+ENGINE_PROMPT_TOKENS = "kvtier_engine_prompt_tokens"
+ENGINE_CACHED_TOKENS = "kvtier_engine_cached_tokens"
+ENGINE_OUTPUT_TOKENS = "kvtier_engine_output_tokens"
+ENGINE_FINISHED_REQUESTS = "kvtier_engine_finished_requests"
+ENGINE_PREEMPTIONS = "kvtier_engine_preemptions"
+ENGINE_RUNNING_REQUESTS = "kvtier_engine_running_requests"
+ENGINE_WAITING_REQUESTS = "kvtier_engine_waiting_requests"
+ENGINE_USED_BLOCKS = "kvtier_engine_used_blocks"
+ENGINE_BLOCKS = "kvtier_engine_blocks"
+
+API_REQUESTS = "kvtier_api_requests"
+API_TTFT_SECONDS = "kvtier_api_ttft_seconds"
+API_PROMPT_TOKENS = "kvtier_api_prompt_tokens"
+API_OUTPUT_TOKENS = "kvtier_api_output_tokens"
+API_CACHED_TOKENS = "kvtier_api_cached_tokens"
+
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_TTFT_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class ServerMetrics:
@@ -113,4 +132,91 @@ class TierMetrics:
             for metric in counter.collect()
             for sample in metric.samples
             if sample.name.endswith("_total") and wanted.items() <= sample.labels.items()
+        )
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine has done, and how full it is: plain numbers, which cost its thread next to nothing.
+
+    The engine's thread adds, any thread reads. Prompts count once for each answer, when that ends.
+    """
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """By tier."""
+    output_tokens: int = 0
+    finished_requests: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    num_preemptions: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
+
+    def note_end(self, reason: str, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
+        self.finished_requests[reason] = self.finished_requests.get(reason, 0) + 1
+        self.prompt_tokens += prompt_tokens
+        for tier, count in cached_tokens.items():
+            self.cached_tokens[tier] = self.cached_tokens.get(tier, 0) + count
+
+
+class EngineMetrics:
+    """The counts of one engine, read when scraped."""
+
+    def __init__(self, counts: EngineCounts, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.registry.register(_EngineCollector(counts))
+
+
+class _EngineCollector(Collector):
+    def __init__(self, counts: EngineCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts
+        yield CounterMetricFamily(ENGINE_STEPS, "Steps handed to the device.", value=counts.num_steps)
+        yield CounterMetricFamily(ENGINE_PROMPT_TOKENS, "Tokens of prompts.", value=counts.prompt_tokens)
+        yield CounterMetricFamily(ENGINE_OUTPUT_TOKENS, "Tokens sampled for answers.", value=counts.output_tokens)
+        yield CounterMetricFamily(ENGINE_PREEMPTIONS, "Requests that had to start over.", value=counts.num_preemptions)
+        cached = CounterMetricFamily(
+            ENGINE_CACHED_TOKENS, "Tokens of prompts that were not computed, by tier.", labels=["tier"]
+        )
+        for tier, count in dict(counts.cached_tokens).items():
+            cached.add_metric([tier], count)
+        yield cached
+        finished = CounterMetricFamily(
+            ENGINE_FINISHED_REQUESTS, "Answers that are over, by the reason.", labels=["reason"]
+        )
+        for reason, count in dict(counts.finished_requests).items():
+            finished.add_metric([reason], count)
+        yield finished
+        yield GaugeMetricFamily(ENGINE_RUNNING_REQUESTS, "Answers being computed.", value=counts.running_requests)
+        yield GaugeMetricFamily(ENGINE_WAITING_REQUESTS, "Answers that wait.", value=counts.waiting_requests)
+        yield GaugeMetricFamily(ENGINE_USED_BLOCKS, "KV blocks that are in use.", value=counts.used_blocks)
+        yield GaugeMetricFamily(ENGINE_BLOCKS, "KV blocks there are.", value=counts.num_blocks)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class ApiMetrics:
+    """What the HTTP server counts. Tokens and times are those of answers that were complete."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.requests = Counter(
+            API_REQUESTS, "Requests by API, path and status.", ["api", "path", "status"], registry=self.registry
+        )
+        self.ttft_seconds = Histogram(
+            API_TTFT_SECONDS, "Time to the first token.", ["model"], buckets=_TTFT_BUCKETS, registry=self.registry
+        )
+        self.prompt_tokens = Counter(API_PROMPT_TOKENS, "Tokens of prompts.", ["model"], registry=self.registry)
+        self.output_tokens = Counter(API_OUTPUT_TOKENS, "Tokens of answers.", ["model"], registry=self.registry)
+        self.cached_tokens = Counter(
+            API_CACHED_TOKENS,
+            "Tokens of prompts that were not computed, by tier.",
+            ["model", "tier"],
+            registry=self.registry,
         )

@@ -9,6 +9,7 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
+from kvtier.memory.mapped import MappedArena
 
 
 class RemoteTier:
@@ -60,6 +61,11 @@ class SingleServerTier(RemoteTier):
 
 class SharedMemoryTier(SingleServerTier):
     """The cache server of this host: its slots can be written in place."""
+
+    @property
+    def arena(self) -> MappedArena:
+        """Its memory. Raises `TierUnavailable` while there is no server."""
+        return self._single.arena
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
         return self._single.reserve(hashes)

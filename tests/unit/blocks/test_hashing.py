@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, split_hashes
+from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, salted_root, split_hashes
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
 
@@ -20,6 +20,7 @@ PINNED = [
     "5d3128ecb23511bb8fc8b33f3dfa0703c04dbbef88c7b142d3810cc6ec9d9e56",
     "f16e4edb031447ea793edb3058fda698dfafdef4807df9a00665075bcf463012",
 ]
+PINNED_SALTED = "b906ad7d2d6388a07be8d298ed9d453fda1353d4865be346b61c57e75ebaae80"
 
 token_ids = st.integers(0, 2**32 - 1)
 prompts = st.lists(token_ids, max_size=70)
@@ -72,6 +73,40 @@ def test_another_namespace_has_no_hash_in_common() -> None:
     other = Namespace(bytes(32))
 
     assert not set(block_hashes(NAMESPACE, [1] * 64, 16)) & set(block_hashes(other, [1] * 64, 16))
+
+
+# --- salts ------------------------------------------------------------------------------------------------------------
+
+
+def test_salted_roots_are_the_same_on_every_machine_and_version() -> None:
+    assert salted_root(NAMESPACE, "tenant").hex() == PINNED_SALTED
+
+
+def test_without_a_salt_hashes_are_what_they_always_were() -> None:
+    assert [found.hex() for found in block_hashes(salted_root(NAMESPACE, ""), list(range(32)), 16)] == PINNED
+
+
+@given(st.text(), st.text(), st.lists(token_ids, min_size=1, max_size=40))
+def test_prompts_share_hashes_exactly_when_their_salts_are_equal(one: str, other: str, tokens: list[int]) -> None:
+    mine = block_hashes(salted_root(NAMESPACE, one), tokens, 1)
+    its = block_hashes(salted_root(NAMESPACE, other), tokens, 1)
+
+    assert mine == its if one == other else not set(mine) & set(its)
+
+
+@given(st.text(min_size=1), st.lists(token_ids, min_size=1, max_size=40))
+def test_a_root_is_no_blocks_hash_and_no_other_namespaces_root(salt: str, tokens: list[int]) -> None:
+    root = salted_root(NAMESPACE, salt)
+
+    assert root not in {NAMESPACE, salted_root(Namespace(bytes(32)), salt)}
+    assert root not in block_hashes(NAMESPACE, tokens, 1) + block_hashes(root, tokens, 1)
+
+
+def test_half_a_character_is_a_salt_too() -> None:
+    assert salted_root(NAMESPACE, "\ud800") != salted_root(NAMESPACE, "\ud801")
+
+
+# --- tokens of any kind -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("typecode", ["B", "H", "i", "I", "q", "Q"])

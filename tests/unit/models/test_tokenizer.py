@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -136,6 +140,90 @@ def test_a_stream_keeps_the_spaces_of_sentencepiece(
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+# --- one token --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def byte_level_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_tokenizer().save_pretrained(folder)
+        return Tokenizer(Path(folder))
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(text: str) -> None:
+    tokenizer = byte_level_tokenizer()
+
+    found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, add_special_tokens=False)))
+
+    assert found == text.encode()
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "Ġ and ▁ and <0x41> and <|end|>"])
+def test_marks_of_tokenizers_are_text_when_they_are_in_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
+    assert sorted(tokenizer.token_bytes(token_id) for token_id in range(256)) == [bytes([byte]) for byte in range(256)]
+
+
+def test_a_tokens_text_is_its_own_also_when_it_is_special_or_half_a_character(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_text(token_id) for token_id in (260, 256, "你".encode()[0])] == [
+        " the",
+        "<|end|>",
+        "\ufffd",
+    ]
+    assert tokenizer.token_bytes(257) == b"<|role|>"
+
+
+@pytest.mark.parametrize("token_id", [-1, 266, 10**6, 2**32, 2**70])
+def test_what_is_no_token_has_no_bytes(tokenizer: Tokenizer, token_id: int) -> None:
+    assert tokenizer.token_bytes(token_id) == b""
+    assert tokenizer.token_text(token_id) == ""
+
+
+def test_the_tokens_of_sentencepiece_have_spaces_and_bytes(spaced_tokenizer: Tokenizer) -> None:
+    token_ids = [1, 4, 261, *(5 + byte for byte in "你".encode()), 262]
+
+    assert [spaced_tokenizer.token_bytes(token_id) for token_id in token_ids] == [
+        b" hello", b"!", b" ", b"\xe4", b"\xbd", b"\xa0", b"</s>",
+    ]  # fmt: skip
+    assert spaced_tokenizer.token_text(5 + 0xE4) == "\ufffd"
+    assert spaced_tokenizer.token_bytes(5 + 0x00) == b"\x00"
+    assert spaced_tokenizer.token_bytes(999) == b""
+
+
+def test_a_token_that_was_added_is_its_own_text(tmp_path: Path) -> None:
+    inner = make_tiny_tokenizer()
+    inner.add_tokens(["Ġé▁<0x41>"])
+    inner.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+
+    [token_id] = tokenizer.encode("Ġé▁<0x41>")
+
+    assert tokenizer.token_text(token_id) == "Ġé▁<0x41>"
+
+
+def test_a_tokenizer_whose_file_truncates_encodes_whole_texts(tmp_path: Path) -> None:
+    inner = make_tiny_tokenizer()
+    inner.backend_tokenizer.enable_truncation(4)
+    inner.save_pretrained(tmp_path)
+
+    assert len(Tokenizer(tmp_path).encode("a" * 100)) == 100
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_chat_template_can_be_read(tokenizer: Tokenizer) -> None:
+    assert tokenizer.chat_template.startswith("{% for message in messages %}")
+    tokenizer._inner.chat_template = {"tool_use": "{{ tools }}", "default": "{{ messages }}"}
+    assert tokenizer.chat_template == "{{ messages }}"
+    tokenizer._inner.chat_template = {"tool_use": "{{ tools }}"}
+    assert tokenizer.chat_template == ""
+
+
 def test_a_conversation_becomes_a_prompt(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hé"}]
 
@@ -157,6 +245,7 @@ def test_messages_that_the_template_cannot_take_are_refused(tokenizer: Tokenizer
 def test_without_a_template_messages_are_refused(spaced_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="has no chat template: give a prompt rather than messages"):
         spaced_tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    assert spaced_tokenizer.chat_template == ""
 
 
 def test_a_folder_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
@@ -164,6 +253,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> N
 
     assert tokenizer.is_absent
     assert tokenizer.eos_token_ids == ()
+    assert (tokenizer.chat_template, tokenizer.token_bytes(5), tokenizer.token_text(5)) == ("", b"", "")
     with pytest.raises(InvalidParameter, match="has no tokenizer: give token ids rather than text"):
         tokenizer.encode("text")
     with pytest.raises(InvalidParameter, match="has no tokenizer: give token ids rather than text"):

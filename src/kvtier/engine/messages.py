@@ -1,0 +1,225 @@
+"""What an engine's process and those who ask it say to each other over a Unix socket. No torch, no sockets.
+
+A message is four bytes of length, little-endian, and so many bytes of msgpack. The engine speaks first, with `Hello`.
+Whoever asks numbers its requests; everything the engine says of one carries that number. Both ends are the same
+release on the same host: there is no version to agree on.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import RemoteProtocolError
+from kvtier.sizes import format_size
+
+_Kind = TypeVar("_Kind")
+
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+MAX_MESSAGE_BYTES = 256 << 20
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    pass
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+class TextPrompt(_Message, frozen=True, tag="text"):
+    """Text as it stands; with `adds_special_tokens`, behind those the tokenizer starts every text with."""
+
+    text: str
+    adds_special_tokens: bool = True
+
+
+class TokenPrompt(_Message, frozen=True, tag="tokens"):
+    token_ids: list[int]
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    content: str
+    name: str | None = None
+
+
+class ChatPrompt(_Message, frozen=True, tag="chat"):
+    """A conversation for the model's chat template; `template_values` are further names for it, plain JSON values."""
+
+    messages: list[ChatMessage]
+    template_values: dict[str, object] = {}
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+# --- to the engine ---------------------------------------------------------------------------------------------------
+
+
+class Submit(_Message, frozen=True, tag="submit"):
+    """Answer a prompt. `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal."""
+
+    number: int
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    salt: str = ""
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """Nobody waits for it any more. The engine says nothing more of it, or what it had said already."""
+
+    number: int
+
+
+class AskMetrics(_Message, frozen=True, tag="ask_metrics"):
+    number: int
+
+
+Request = Submit | Abort | AskMetrics
+
+
+# --- from the engine -------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """What runs here, as people are told it."""
+
+    engine: str
+    model: str
+    architecture: str
+    dtype: str
+    quantization: str
+    weights_bytes: int
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    block_tokens: int
+    num_blocks: int
+    kv_bytes: int
+    device: str
+    namespace: str
+    has_tokenizer: bool
+    chat_template: str
+    started_at: float
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    """A prompt is in the engine's queue."""
+
+    number: int
+    prompt_tokens: int
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """A prompt is not served, or not any more. `reason` says whose fault it is."""
+
+    number: int
+    reason: str
+    sentence: str
+
+
+TOO_LONG = "too_long"
+INVALID = "invalid"
+STOPPED = "stopped"
+
+
+class LikelyToken(msgspec.Struct, frozen=True, array_like=True):
+    """`raw` are its bytes: a token may be part of a character."""
+
+    text: str
+    raw: bytes
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The token that was sampled, and the likeliest ones, as many as were asked for."""
+
+    sampled: LikelyToken
+    top: list[LikelyToken]
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """An answer is complete. `cached_tokens` of its prompt are by tier, from fast to slow."""
+
+    finish_reason: str
+    output_tokens: int
+    cached_tokens: dict[str, int]
+    ttft_s: float
+    decode_s: float
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What came for answer `index` of a prompt. `text` may be empty: a stop string, or a character, is not complete."""
+
+    number: int
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs] | None = None
+    end: End | None = None
+
+
+class News(_Message, frozen=True, tag="news"):
+    """What one step brought for everybody on this connection."""
+
+    pieces: list[Piece]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    kind: str
+    documentation: str
+    samples: list[Sample]
+
+
+class Metrics(_Message, frozen=True, tag="metrics"):
+    number: int
+    families: list[MetricFamily]
+
+
+Reply = Hello | Accepted | Refused | News | Metrics
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def body_length(head: bytes) -> int:
+    """Raises `RemoteProtocolError` for a message that nobody of ours would send."""
+    (length,) = _LENGTH.unpack(head)
+    if not 0 < length <= MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a message of {format_size(length)}: the limit is {format_size(MAX_MESSAGE_BYTES)}")
+    return int(length)
+
+
+def decode_request(body: bytes) -> Request:
+    request: Request = _decode(_requests, body)
+    return request
+
+
+def decode_reply(body: bytes) -> Reply:
+    reply: Reply = _decode(_replies, body)
+    return reply
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Kind], body: bytes) -> _Kind:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"a message that cannot be read: {error}") from error

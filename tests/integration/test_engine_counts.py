@@ -1,0 +1,182 @@
+"""What an engine says of itself: what it is, and what it has done."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvtier import LLM, SamplingParams
+from kvtier.engine.client import EngineClient
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.engine import Engine
+from kvtier.engine.facts import count_parameters, facts_of
+from kvtier.engine.messages import Hello
+from kvtier.models.loading import load_model
+from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.integration.tiered_engines import tokens
+
+torch.set_num_threads(1)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+BLOCK_BYTES = 8192
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(path, "qwen3")
+    return path
+
+
+def open_llm(folder: Path, **settings: object) -> LLM:
+    values = {"device": "cpu", "dtype": "float32", "kv_cache_space": 64 * BLOCK_BYTES, "always_load": True}
+    return LLM(str(folder), **{**values, **settings})
+
+
+def counted(engine: Engine) -> dict[str, float]:
+    """Every sample by its name, labels behind it."""
+    return {
+        " ".join([sample.name.removeprefix("kvtier_engine_"), *sample.labels.values()]): sample.value
+        for family in engine.metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_knows_what_it_is(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        facts = facts_of(llm.engine)
+        hello = Hello(engine="one", started_at=0.0, **dataclasses.asdict(facts))
+
+        assert facts.namespace == llm.engine.namespace.hex()
+        assert facts.chat_template == llm.engine.tokenizer.chat_template
+    assert hello.model == facts.model == "tiny"
+    assert (facts.architecture, facts.dtype, facts.quantization) == ("Qwen3ForCausalLM", "float32", "")
+    assert (facts.vocab_size, facts.device, facts.has_tokenizer) == (VOCAB_SIZE, "cpu", True)
+    assert (facts.block_tokens, facts.num_blocks, facts.kv_bytes) == (16, 64, 64 * BLOCK_BYTES)
+    assert facts.max_model_len == 512
+    assert facts.weights_bytes == facts.num_parameters * 4
+
+
+def test_a_model_without_a_tokenizer_has_none_and_no_template(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", num_layers=1, with_tokenizer=False)
+    with open_llm(tmp_path) as llm:
+        facts = facts_of(llm.engine)
+
+    assert (facts.has_tokenizer, facts.chat_template) == (False, "")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "glm4"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_parameters_are_counted_as_the_makers_do(tmp_path: Path, family: str, is_tied: bool) -> None:
+    theirs = save_tiny_model(tmp_path, family, tie_word_embeddings=is_tied)
+
+    plain = load_model(tmp_path, device="cpu").model
+    small = load_model(tmp_path, device="cpu", quantization="fp8").model
+
+    assert count_parameters(plain) == count_parameters(small) == theirs.num_parameters()
+
+
+# --- what it has done -------------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_ends_are_counted(folder: Path) -> None:
+    prompt = tokens(1, 100)
+    with open_llm(folder) as llm:
+        llm.generate([prompt], GREEDY, progress=False)
+        llm.generate([prompt], SamplingParams(n=2, seed=1, max_tokens=3, ignore_eos=True), progress=False)
+        found = counted(llm.engine)
+
+    assert found["prompt_tokens_total"] == 300
+    assert found["cached_tokens_total device"] == 2 * 96
+    assert found["output_tokens_total"] == 5 + 2 * 3
+    assert found["finished_requests_total length"] == 3
+    assert found["preemptions_total"] == 0
+    assert found["steps_total"] >= 5 + 3
+    assert (found["running_requests"], found["waiting_requests"]) == (0, 0)
+    assert (found["used_blocks"], found["blocks"]) == (0, 64)
+
+
+def test_tokens_from_tiers_are_counted_by_tier(folder: Path) -> None:
+    with open_llm(folder, swap_space=1 << 20, block_manager="naive") as llm:
+        for _ in range(2):
+            llm.generate([tokens(1, 100)], GREEDY, progress=False)
+            assert llm.engine.traffic.settle(10.0)
+        found = counted(llm.engine)
+
+    assert found["cached_tokens_total host"] == 96
+    assert found["cached_tokens_total device"] == 0
+
+
+def test_levels_are_those_of_now(folder: Path) -> None:
+    with open_llm(folder, max_num_requests=1) as llm:
+        engine = llm.engine
+        engine.add("one", tokens(1, 40), GREEDY)
+        engine.add("two", tokens(2, 40), GREEDY)
+        before = counted(engine)
+        engine.step()
+        meanwhile = counted(engine)
+        engine.abort("one")
+        engine.abort("two")
+        after = counted(engine)
+
+    assert (before["running_requests"], before["waiting_requests"], before["used_blocks"]) == (0, 2, 0)
+    assert (meanwhile["running_requests"], meanwhile["waiting_requests"], meanwhile["used_blocks"]) == (1, 1, 3)
+    assert (after["running_requests"], after["waiting_requests"], after["used_blocks"]) == (0, 0, 0)
+    assert after["finished_requests_total abort"] == 2
+    assert after["prompt_tokens_total"] == 40, "the other one never got its turn"
+
+
+def test_preemptions_are_counted(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with open_llm(folder, kv_cache_space=10 * BLOCK_BYTES) as llm:
+        llm.generate([tokens(seed, 40) for seed in range(4)], params, progress=False)
+        found = counted(llm.engine)
+
+    assert found["preemptions_total"] > 0
+    assert found["output_tokens_total"] == 4 * 60
+    assert found["prompt_tokens_total"] == 4 * 40
+
+
+def test_what_a_failure_ends_is_counted_as_that(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        engine = llm.engine
+        engine.add("one", tokens(1, 40), GREEDY)
+        engine.step()
+        engine.runner.submit = lambda step: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        found = counted(engine)
+
+    assert found["finished_requests_total error"] == 1
+    assert (found["running_requests"], found["used_blocks"]) == (0, 0)
+
+
+def test_metrics_can_be_read_while_requests_run(folder: Path) -> None:
+    with EngineClient(open_llm(folder).engine) as client:
+        streams = [client.submit(tokens(seed, 50), GREEDY) for seed in range(20)]
+        while client.num_requests:
+            assert 0 <= counted(client.engine)["used_blocks"] <= 64
+        assert all(stream.wait() for stream in streams)
+        assert counted(client.engine)["output_tokens_total"] == 100
+
+
+def test_a_registry_can_be_given_and_keeps_no_engine_alive(folder: Path) -> None:
+    registry = CollectorRegistry()
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", kv_cache_space=64 * BLOCK_BYTES), registry)
+    assert engine.metrics.registry is registry
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None, "its memory comes back at once"
+    finally:
+        gc.enable()

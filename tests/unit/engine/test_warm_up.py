@@ -1,0 +1,39 @@
+"""Warming up runs steps of every size and leaves nothing behind. On a CPU, with the torch twins of the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.engine import Engine
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.warm_up import compile_kernels
+from kvtier.testing.tiny_models import save_tiny_model
+
+
+def _answer(engine: Engine) -> list[int]:
+    (request,) = engine.add("one", list(range(40)), SamplingParams(max_tokens=4, temperature=0.0))
+    while engine.has_requests:
+        engine.step()
+    engine.forget("one")
+    return request.output_tokens
+
+
+def test_an_engine_answers_the_same_after_warming_up(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2", max_position_embeddings=2048)
+    config = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_space=4 << 20)
+    cold, warm = Engine(config), Engine(config)
+    compile_kernels(warm.runner, config, warm.max_model_len)
+
+    assert _answer(warm) == _answer(cold)
+
+
+def test_one_request_at_a_time_and_few_tokens_need_no_mixed_steps(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", kv_cache_space=4 << 20, max_num_requests=1, max_num_batched_tokens=2
+    )
+    engine = Engine(config)
+    compile_kernels(engine.runner, config, engine.max_model_len)
+
+    assert len(_answer(engine)) == 4
