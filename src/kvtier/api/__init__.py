@@ -1,0 +1,1 @@
+"""HTTP for engines: OpenAI's and Ollama's APIs. The only asyncio in the project."""

@@ -1,0 +1,70 @@
+"""The HTTP server's settings, checked once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import ConfigError
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may ask. Prompts of keys with different salts share no blocks; `name` is for logs and metrics."""
+
+    name: str
+    key: str
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.key.strip() or not self.key.isascii() or not self.key.isprintable():
+            raise ConfigError(f"the API key of {self.name or 'a tenant'} must be printable ASCII, and not empty")
+
+
+class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine's process, and the Unix socket that it listens on."""
+
+    name: str
+    socket: str
+
+
+class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model by the names that clients call it; `default_options` are fields of `SamplingParams`."""
+
+    names: tuple[str, ...]
+    engines: tuple[EngineAddress, ...]
+    default_options: dict[str, object] = {}
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ConfigError("a model needs a name")
+        try:
+            msgspec.convert(self.default_options, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"default_options of {self.names[0]}: {error}") from error
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Without `keys` everybody who reaches the port may ask.
+
+    `max_requests` is how many may be served or wait at once, `drain_s` how long those under way have at the end.
+    """
+
+    models: tuple[ServedModelConfig, ...]
+    keys: tuple[ApiKey, ...] = ()
+    max_body_bytes: int = 64 << 20
+    max_requests: int = 1024
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_requests"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
+        names = [name for model in self.models for name in model.names]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two models are called {name!r}: give one of them another name")
+        keys = [key.key for key in self.keys]
+        if len(set(keys)) < len(keys):
+            raise ConfigError("two API keys are equal")

@@ -1,0 +1,111 @@
+"""The models that are served, and the engines behind each: which of them gets a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.api.link import Answers, EngineLink
+from kvtier.engine.messages import ChatPrompt, Hello, Prompt, TextPrompt
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import EngineAway, EngineStopped, UnknownModel
+
+_AFFINITY_SLACK = 4
+"""An engine that has so many requests more than the idlest one is passed over, also for a prompt it knows."""
+
+_AFFINITY_CHARACTERS = 2048
+_AFFINITY_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model by the names that clients call it, the first being its own.
+
+    `default_options` are fields of `SamplingParams` for requests that do not give them.
+    """
+
+    names: Sequence[str]
+    links: Sequence[EngineLink]
+    default_options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def hello(self) -> Hello | None:
+        """What its engines are; None while none of them is there."""
+        return next((link.hello for link in self.links if link.hello is not None), None)
+
+
+class Engines:
+    """All of them. `start` in the event loop, `close` there too."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.models = models
+        self._by_name = {name: model for model in models for name in model.names}
+
+    @property
+    def links(self) -> list[EngineLink]:
+        return [link for model in self.models for link in model.links]
+
+    @property
+    def is_ready(self) -> bool:
+        return all(link.hello is not None for link in self.links)
+
+    def start(self) -> None:
+        for link in self.links:
+            link.start()
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.close()
+
+    def find(self, name: str) -> ServedModel:
+        """Raises `UnknownModel` with the names there are."""
+        model = self._by_name.get(name)
+        if model is None:
+            known = ", ".join(one.name for one in self.models)
+            raise UnknownModel(f"the model {name!r} is not served here; there is {known}")
+        return model
+
+    async def submit(
+        self, model: ServedModel, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = ""
+    ) -> Answers:
+        """Hand a prompt to one of the model's engines. Raises as `EngineLink.submit` does."""
+        error: EngineStopped = EngineAway(f"the model {model.name} is starting")
+        left = list(model.links)
+        while there := _in_order(left, prompt, salt):
+            try:
+                return await there[0].submit(prompt, params, request_id=request_id, salt=salt)
+            except EngineStopped as stopped:  # before it took the prompt: another one may, also one that came meanwhile
+                left.remove(there[0])
+                error = stopped
+        raise error
+
+
+def _in_order(links: Sequence[EngineLink], prompt: Prompt, salt: str) -> list[EngineLink]:
+    """Those that are there, the best one first: where prompts that begin alike went, unless it is much busier."""
+    there = [link for link in links if link.hello is not None]
+    if len(there) < 2:
+        return there
+    idlest = min(link.num_requests for link in there)
+    beginning = _beginning(prompt, salt)
+
+    def rank(link: EngineLink) -> tuple[bool, int, bytes]:
+        is_busy = link.num_requests > idlest + _AFFINITY_SLACK
+        weight = hashlib.sha256(link.name.encode() + beginning).digest()
+        return is_busy, link.num_requests if is_busy else 0, weight
+
+    return sorted(there, key=rank)
+
+
+def _beginning(prompt: Prompt, salt: str) -> bytes:
+    if isinstance(prompt, TextPrompt):
+        text = prompt.text[:_AFFINITY_CHARACTERS]
+    elif isinstance(prompt, ChatPrompt):
+        text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages[:2])[:_AFFINITY_CHARACTERS]
+    else:
+        text = repr(prompt.token_ids[:_AFFINITY_TOKENS])
+    return f"{salt}\n{text}".encode(errors="replace")

@@ -1,0 +1,67 @@
+"""`/health`, `/ready` and `/metrics`: for those who look after the server. They need no API key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtier.api.link import EngineLink
+from kvtier.api.service import Service
+from kvtier.engine.messages import MetricFamily
+from kvtier.errors import EngineAway
+
+
+def operation_routes(service: Service) -> list[Route]:
+    async def health(request: Request) -> Response:
+        """The process answers: no more is said."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        """Whether every engine is there."""
+        is_ready = service.engines.is_ready and not service.is_draining
+        document = {
+            "status": "stopping" if service.is_draining else "ready" if is_ready else "starting",
+            "models": {
+                model.name: {link.name: _state(link) for link in model.links} for model in service.engines.models
+            },
+        }
+        if is_ready:
+            return JSONResponse(document)
+        return JSONResponse(document, 503, {"Retry-After": str(EngineAway.retry_after_s)})
+
+    async def metrics(request: Request) -> Response:
+        """What this process counts, and what each engine counts, with its name as a label."""
+        found = [(link.name, await link.metrics()) for link in service.engines.links]
+        registry = CollectorRegistry()
+        registry.register(_OfEngines(found))
+        body = generate_latest(service.metrics.registry) + generate_latest(registry)
+        return Response(body, media_type=CONTENT_TYPE_LATEST)
+
+    return [Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)]
+
+
+def _state(link: EngineLink) -> dict[str, object]:
+    """`since` is when the engine was ready, in seconds of the epoch."""
+    hello = link.hello
+    return {"status": "starting"} if hello is None else {"status": "ready", "since": hello.started_at}
+
+
+class _OfEngines(Collector):
+    def __init__(self, found: Iterable[tuple[str, list[MetricFamily]]]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for engine, families in self._found:
+            for family in families:
+                metric = merged.setdefault(family.name, Metric(family.name, family.documentation, family.kind))
+                for sample in family.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "engine": engine}, sample.value)
+        yield from merged.values()

@@ -1,0 +1,147 @@
+"""The HTTP server's process: both APIs in one event loop, on sockets that were bound before, until it is told to stop.
+
+A stop drains: nothing new is taken, what is under way has `drain_s` to end, then it is broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier.api.config import ApiConfig
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.link import EngineLink
+from kvtier.api.ollama import ollama_app
+from kvtier.api.openai import openai_app
+from kvtier.api.service import Service
+
+logger = logging.getLogger(__name__)
+
+_APPS: Mapping[str, Callable[[Service], Starlette]] = {"openai": openai_app, "ollama": ollama_app}
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+
+
+def serve_http(
+    config: ApiConfig, listeners: Sequence[tuple[str, socket.socket]], is_ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve the API of each listener ("openai" or "ollama") on its socket. Returns after SIGTERM or SIGINT."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, listeners, is_ready))
+
+
+async def _serve(
+    config: ApiConfig, listeners: Sequence[tuple[str, socket.socket]], is_ready: Callable[[], None]
+) -> None:
+    service = make_service(config)
+    servers = [http_server(api, service) for api, _ in listeners]
+
+    def stop() -> None:
+        if service.is_draining:  # asked twice: what is under way need not end
+            for server in servers:
+                server.force_exit = True
+        service.is_draining = True
+        for server in servers:
+            server.should_exit = True
+        logger.info("stopping; %d requests are under way", service.num_requests)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    service.engines.start()
+    try:
+        serving = [
+            asyncio.create_task(server.serve([sock])) for server, (_, sock) in zip(servers, listeners, strict=True)
+        ]
+        while not all(server.started for server in servers) and not any(task.done() for task in serving):
+            await asyncio.sleep(0.01)
+        is_ready()
+        await asyncio.gather(*serving)
+    finally:
+        await service.engines.close()
+
+
+def http_server(api: str, service: Service) -> uvicorn.Server:
+    """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
+    return _Server(
+        uvicorn.Config(
+            _Counted(_APPS[api](service), api, service),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(service.config.drain_s)),
+            backlog=_BACKLOG,
+        )
+    )
+
+
+def make_service(config: ApiConfig) -> Service:
+    """With links to the engines that are not started yet."""
+    models = [
+        ServedModel(
+            names=model.names,
+            links=[EngineLink(engine.name, engine.socket) for engine in model.engines],
+            default_options=model.default_options,
+        )
+        for model in config.models
+    ]
+    return Service(config, Engines(models))
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: two servers share a loop."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():  # what it accepts inherits this, which asyncio does not set for every socket
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().serve(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Counted:
+    """Counts every request by its route and status; unknown paths together, so that nobody can make up series."""
+
+    def __init__(self, app: Starlette, api: str, service: Service) -> None:
+        self._app: ASGIApp = app
+        self._api = api
+        self._paths = {getattr(route, "path", "") for route in app.routes}
+        self._requests = service.metrics.requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before it was answered
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            path = scope.get("path", "")
+            known = path if path in self._paths else "other"
+            self._requests.labels(api=self._api, path=known, status=str(status)).inc()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - faster where it is installed
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
