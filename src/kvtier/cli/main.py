@@ -6,7 +6,9 @@ import click
 
 from kvtier.cli.cache import cache
 from kvtier.cli.cache_server import cache_server
+from kvtier.cli.check import check_command
 from kvtier.cli.explain import explain_command
+from kvtier.cli.serve import serve
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,3 +20,5 @@ def main() -> None:
 main.add_command(cache_server)
 main.add_command(cache)
 main.add_command(explain_command)
+main.add_command(check_command)
+main.add_command(serve)

@@ -1,0 +1,59 @@
+"""The one log of a deployment: every line with the time and the part it comes from. One thread writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+import click
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+_PROGRESS_EVERY_S = 2.0
+
+
+class DeploymentLog:
+    """Writes to `stream`; on a terminal with colours, and with progress on a line that is overwritten."""
+
+    def __init__(self, stream: TextIO, parts: list[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._width = max(map(len, parts), default=0)
+        self._colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(parts)}
+        self._clock = clock
+        self._progress_at: dict[str, float] = {}
+        self._has_progress_line = False
+
+    def line(self, part: str, text: str) -> None:
+        """What a part has written, or what is said of it."""
+        self._write(f"{self._head(part)} {text}\n")
+
+    def progress(self, part: str, text: str, *, is_last: bool) -> None:
+        """How far a part is. Where lines cannot be overwritten, one every two seconds is enough."""
+        if self._is_terminal and not is_last:
+            self._write(f"{self._head(part)} {text}", is_progress=True)
+            return
+        now = self._clock()
+        if is_last or now - self._progress_at.get(part, float("-inf")) >= _PROGRESS_EVERY_S:
+            self._progress_at[part] = now
+            self.line(part, text)
+
+    def plain(self, text: str) -> None:
+        """Without a part: for the summary."""
+        self._write(text + "\n")
+
+    def _head(self, part: str) -> str:
+        name = f"{part:{self._width}}"
+        if self._is_terminal:
+            name = click.style(name, fg=self._colours.get(part, "white"))
+        return f"{time.strftime('%H:%M:%S')} {name} |"
+
+    def _write(self, text: str, *, is_progress: bool = False) -> None:
+        if self._has_progress_line:
+            text = "\r\x1b[K" + text
+        self._has_progress_line = is_progress
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            pass  # nobody reads any more; the deployment goes on

@@ -1,0 +1,80 @@
+"""What a deployment consists of: every part with all it needs to start. Made from a deployment file by `deploy/...`.
+
+Each part is a process of its own and gets its value here as JSON.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from kvtier.api.config import ApiConfig
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.engine.config import EngineConfig
+
+_Part = TypeVar("_Part")
+
+
+class CachePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache server. `server.unix` is where its engines reach it."""
+
+    name: str
+    server: CacheServerConfig
+
+
+class EnginePart(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine. `socket` is where the HTTP server reaches it; `served_as` is what clients call its model."""
+
+    name: str
+    served_as: str
+    engine: EngineConfig
+    socket: str
+
+
+class Listener(msgspec.Struct, frozen=True):
+    """An address that an API is served on."""
+
+    api: Literal["openai", "ollama"]
+    host: str
+    port: int
+
+
+class HttpPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server. The supervisor binds the listeners' sockets and hands them over, in this order."""
+
+    name: str
+    api: ApiConfig
+    listeners: tuple[Listener, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    caches: tuple[CachePart, ...]
+    engines: tuple[EnginePart, ...]
+    http: HttpPart
+
+
+Part = CachePart | EnginePart | HttpPart
+
+
+def encode_part(part: Part) -> bytes:
+    return msgspec.json.encode(part, enc_hook=_encode_path)
+
+
+def decode_part(data: bytes, kind: type[_Part]) -> _Part:
+    return msgspec.json.decode(data, type=kind, dec_hook=_decode_path)
+
+
+def _encode_path(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a part holds no {type(value).__name__}")
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    if kind is object:  # plain JSON already
+        return value
+    raise TypeError(f"a part holds no {kind.__name__}")

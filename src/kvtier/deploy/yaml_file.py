@@ -1,0 +1,209 @@
+"""A YAML file as plain values, with the line of every key and value, so that whatever is wrong later has its line.
+
+Covers what is wrong with the file itself: syntax, keys given twice, tags, aliases without end. What its values mean is
+for whoever reads them. Anchors, aliases and merge keys work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from kvtier.errors import ConfigError
+
+Location = tuple[str | int, ...]
+"""Where a value is: the keys and positions on the way to it."""
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_VALUES = 100_000  # aliases of aliases make as many as they like of a few lines
+_TAG = "tag:yaml.org,2002:"
+_MERGE, _TEXT, _TIMESTAMP, _BINARY = f"{_TAG}merge", f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}binary"
+
+
+@dataclass(frozen=True, slots=True)
+class YamlFile:
+    """What the file at `path` holds: a mapping with text for keys."""
+
+    path: Path
+    value: dict[str, object]
+    _lines: dict[Location, int] = field(default_factory=dict, repr=False)
+    _key_lines: dict[Location, int] = field(default_factory=dict, repr=False)
+
+    def has(self, location: Location) -> bool:
+        return location in self._lines
+
+    def at(self, location: Location) -> object:
+        """The value there; `has` says whether there is one."""
+        value: object = self.value
+        for step in location:
+            value = value[step]  # type: ignore[index]
+        return value
+
+    def line_of(self, location: Location) -> int:
+        """The line of the value there, or of what it would be in."""
+        while location not in self._lines:
+            location = location[:-1]
+        return self._lines[location]
+
+    def line_of_key(self, location: Location) -> int:
+        return self._key_lines.get(location) or self.line_of(location)
+
+    def sentence(self, line: int, text: str) -> str:
+        return f"{self.path}:{line}: {text}"
+
+    def error(self, location: Location, text: str) -> ConfigError:
+        """`text` is wrong about the value at `location`."""
+        return ConfigError(self.sentence(self.line_of(location), text))
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """The file at `path`. Raises `ConfigError` with one sentence that begins with file and line."""
+    text = _read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path}:1: the file is empty")
+    loader: yaml.SafeLoader | None = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            line = 1 if node is None else _line(node)
+            raise ConfigError(f"{path}:{line}: the file must hold a mapping, with lines such as `models:`")
+        builder = _Builder(path, loader)
+        value = builder.mapping(node, ())
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: the character {chr(error.character)!r} is not allowed in YAML") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = 1 if mark is None else mark.line + 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {_problem(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}:1: the file is nested too deeply") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return YamlFile(path, value, builder.lines, builder.key_lines)
+
+
+def dotted(location: Location) -> str:
+    """`models[0].swap_space`, as people name a value."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    return text.removeprefix(".")
+
+
+class _Builder:
+    """Turns nodes into values; `lines` and `key_lines` fill on the way."""
+
+    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
+        self._path = path
+        self._loader = loader
+        self._open: set[int] = set()  # nodes that we are inside of
+        self._num_values = 0
+        self.lines: dict[Location, int] = {}
+        self.key_lines: dict[Location, int] = {}
+
+    def mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, object]:
+        self.lines[location] = _line(node)
+        self._check_tag(node, "map")
+        self._enter(node)
+        values: dict[str, object] = {}
+        for name, (key, value) in self._entries(node).items():
+            self.key_lines[*location, name] = _line(key)
+            values[name] = self._value(value, (*location, name))
+        self._open.remove(id(node))
+        return values
+
+    def _value(self, node: yaml.Node, location: Location) -> object:
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise self._wrong(node, f"the file has more than {_MAX_VALUES} values once its aliases are filled in")
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, location)
+        self.lines[location] = _line(node)
+        if isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, "seq")
+            self._enter(node)
+            items = [self._value(item, (*location, number)) for number, item in enumerate(node.value)]
+            self._open.remove(id(node))
+            return items
+        return self._scalar(node)
+
+    def _scalar(self, node: yaml.Node) -> object:
+        if node.tag == _TIMESTAMP:
+            return node.value  # a name may look like a date
+        if node.tag == _BINARY:
+            raise self._wrong(node, "the tag !!binary has no place here")
+        try:
+            value: object = self._loader.construct_object(node)
+        except ValueError as error:
+            raise self._wrong(node, f"{node.value!r} is not the number that it looks like") from error
+        return value
+
+    def _entries(self, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """By key: the mapping's own, and what it merges in."""
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                for name, entry in self._merged(value).items():
+                    merged.setdefault(name, entry)
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._wrong(key, "a key must be text, not a list or a mapping")
+            if key.tag != _TEXT:
+                raise self._wrong(key, f"a key must be text; for {key.value} write '{key.value}'")
+            if key.value in own:
+                raise self._wrong(key, f"{key.value} is given twice, first in line {_line(own[key.value][0])}")
+            own[key.value] = (key, value)
+        return merged | own
+
+    def _merged(self, node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        entries: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                raise self._wrong(source, "<< takes a mapping, or a list of them")
+            self._enter(source)
+            entries = self._entries(source) | entries
+            self._open.remove(id(source))
+        return entries
+
+    def _enter(self, node: yaml.Node) -> None:
+        if id(node) in self._open:
+            raise self._wrong(node, "an alias stands inside of what it stands for")
+        self._open.add(id(node))
+
+    def _check_tag(self, node: yaml.Node, kind: str) -> None:
+        if node.tag != f"{_TAG}{kind}":
+            raise self._wrong(node, f"the tag {node.tag.replace(_TAG, '!!')} has no place here")
+
+    def _wrong(self, node: yaml.Node, text: str) -> ConfigError:
+        return ConfigError(f"{self._path}:{_line(node)}: {text}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than 1MiB: is it a deployment file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: the file is no text in UTF-8") from error
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "it cannot be read"
+    if "'\\t'" in problem:
+        return "a tab cannot indent, use spaces"
+    return f"{problem} {error.context}" if error.context and problem.startswith("but found") else problem
