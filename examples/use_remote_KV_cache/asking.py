@@ -1,0 +1,108 @@
+"""Ask a running deployment over its OpenAI API, with nothing but the standard library, and time the first token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+_TIMEOUT_S = 1200.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`ttft_s` is from sending the request to the first token's arrival; `cached` are the prompt's tokens by tier."""
+
+    ttft_s: float
+    text: str
+    prompt_tokens: int
+    cached: dict[str, int] = field(default_factory=dict)
+    request_id: str = ""
+
+    @property
+    def sources(self) -> str:
+        return ", ".join(f"{count} tokens from {tier}" for tier, count in self.cached.items() if count) or "computed"
+
+
+class Refused(Exception):
+    """The server answered, but not with an answer."""
+
+
+def ask(url: str, model: str, document: str, *, question: str = "What is this about?", max_tokens: int = 8) -> Answer:
+    """Send a document with a question, greedily answered."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"{document}\n\n{question}"}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+    data = json.dumps(body).encode()
+    started_at = time.perf_counter()
+    try:
+        connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise Refused(f"{response.status}: {response.read().decode(errors='replace')}")
+        return _read(response, started_at)
+    finally:
+        connection.close()
+
+
+def _read(response: http.client.HTTPResponse, started_at: float) -> Answer:
+    ttft_s, text = 0.0, ""
+    usage: dict[str, object] = {}
+    request_id = response.headers.get("x-request-id", "")
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        ttft_s = ttft_s or time.perf_counter() - started_at
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise Refused(chunk["error"]["message"])
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content") or ""
+        usage = chunk.get("usage") or usage
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens_by_tier") if isinstance(details, dict) else None
+    prompt_tokens = usage.get("prompt_tokens")
+    return Answer(
+        ttft_s,
+        text,
+        prompt_tokens if isinstance(prompt_tokens, int) else 0,
+        dict(cached) if isinstance(cached, dict) else {},
+        request_id,
+    )
+
+
+def ready_since(url: str) -> dict[str, float] | None:
+    """When each engine was ready; None while not all of them are, or nobody answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
+            document = json.load(response)
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
+    return {
+        engine: float(state["since"]) for engines in document["models"].values() for engine, state in engines.items()
+    }
+
+
+def wait_until_ready(url: str, *, after: float = 0.0, timeout_s: float = 600.0) -> None:
+    """Until every engine is ready, and was started after the time `after`. Raises `TimeoutError`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        since = ready_since(url)
+        if since and min(since.values()) > after:
+            return
+        time.sleep(_LOOK_S)
+    raise TimeoutError(f"{url} is not ready after {timeout_s:g} s")
