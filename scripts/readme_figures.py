@@ -42,10 +42,20 @@ ROWS = [
     ),
     ("load or compute: the decision over the better one, worst cell", "load_or_compute", "decision_worst", "≤ 1.05"),
     ("server's arena to GPU, of pinned memory's speed", "gpu_hit", "gpu_hit_of_pinned_Qwen2.5-7B", ""),
+    ("32 streams: tokens/s through the OpenAI API, of the engine's own", "http", "http_over_engine", "≥ 0.95"),
+    ("32 streams: time to the first token, likewise", "http", "http_ttft_over_engine", "≤ 1.05"),
+    (
+        "a deployment, hit on the device: how many times faster than computing",
+        "speed",
+        "device_hit_x",
+        "≥ 20 on 2 cores",
+    ),
+    ("engine restarted, hit in the cache server, likewise", "speed", "server_hit_x", "≥ 10 on 2 cores"),
+    ("everything restarted, hit on its disk, likewise", "speed", "disk_hit_x", "≥ 5 on 2 cores"),
 ]
 _NAMES = (
     *("server", "disk", "gpu_hit", "baseline", "long_prefill"),
-    *("swap_out", "transfer_out", "transfer_in", "load_or_compute"),
+    *("swap_out", "transfer_out", "transfer_in", "load_or_compute", "http", "speed"),
 )
 MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
 
@@ -70,7 +80,7 @@ def main() -> None:
             value = figures.get((machine, name), {}).get(figure)
             cells.append("" if value is None else f"{value:.3g}")
         lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
-    lines += ["", *_engine_lines()]
+    lines += ["", *_deployment_lines(), "", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()
     block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
@@ -78,7 +88,39 @@ def main() -> None:
 
 
 def _path(machine: str, name: str) -> Path:
-    return RESULTS / (f"{machine}_baseline.json" if name == "baseline" else f"{machine}_test_{name}.json")
+    file = {"baseline": "baseline", "speed": "speed_test"}.get(name, f"test_{name}")
+    return RESULTS / f"{machine}_{file}.json"
+
+
+# An RTX 4090 with the engine that the examples come from: seconds, the same documents, tiers of the same sizes.
+_BEFORE = [
+    [33.94],
+    [0.33, 33.97],
+    [1.25, 1.18, 33.89],
+    [3.49, 2.48, 2.59, 33.88],
+    [5.76, 5.84, 6.20, 6.24, 33.81],
+    [5.91, 6.33, 6.29, 5.90, 5.94, 34.36],
+]
+
+
+def _deployment_lines() -> list[str]:
+    """The triangle of stress_test beside the one it is modelled on."""
+    result = json.loads((RESULTS / "h200_stress_test.json").read_text())
+    rows, count = result["rows"], result["settings"]["n"]
+    lines = [
+        "A deployment of the glm-4-9b shape (fp8, random weights) on an H200 with 10.5 GiB of GPU memory for KV, 20 GiB of",
+        "host memory, a cache server with 20 GiB and an SSD: seconds to the first token about documents of",
+        f"{result['settings']['prompt_tokens']:,} tokens. Round n asks about documents 1 to n, the last of them new. In",
+        "brackets what [wde](https://github.com/noooop/wde), where this test comes from, reports on an RTX 4090.",
+        "",
+        "| n | " + " | ".join(str(number) for number in range(1, count + 1)) + " |",
+        "|---|" + "---|" * count,
+    ]
+    for number in range(1, count + 1):
+        found = [row["ttft_s"] for row in rows if row["round"] == number]
+        cells = [f"{seconds:.2f} ({before})" for seconds, before in zip(found, _BEFORE[number - 1], strict=True)]
+        lines.append(f"| {number} | " + " | ".join(cells + [""] * (count - number)) + " |")
+    return lines
 
 
 def _engine_lines() -> list[str]:

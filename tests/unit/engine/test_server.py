@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -167,15 +168,16 @@ class _Bench:
         )
         self._peers: list[_Peer] = []
         self._is_closed = False
+        self._numbers = itertools.count(1)
 
     def connect(self) -> _Peer:
         self._peers.append(_Peer(self.path))
         return self._peers[-1]
 
     def submitted(self, peer: _Peer, *request_ids: str, params: SamplingParams | None = None) -> None:
-        """Prompts that the engine has; their numbers count from 1."""
-        for number, request_id in enumerate(request_ids, 1):
-            peer.send(_submit(number, request_id, params=params))
+        """Prompts that the engine has; their numbers count from 1, over all who ask."""
+        for request_id in request_ids:
+            peer.send(_submit(next(self._numbers), request_id, params=params))
         _wait_until(lambda: all(request_id in self.client.prompts for request_id in request_ids))
 
     def close_server(self) -> None:
@@ -289,7 +291,7 @@ def _pieces(peer: _Peer, count: int) -> Iterator[Piece]:
 
 def test_logprobs_have_text_and_bytes_of_their_tokens_the_likeliest_first(bench: _Bench) -> None:
     peer = bench.connect()
-    bench.submitted(peer, "a")
+    bench.submitted(peer, "a", params=SamplingParams(logprobs=3))
     bench.client.say("a", _piece("x", logprobs=[{ord("w"): -3.0, ord("x"): -2.0, ord("ü"): -1.0}]))
 
     (piece,) = _pieces(peer, 1)
@@ -395,11 +397,11 @@ def test_an_abort_reaches_the_engine_once(bench: _Bench) -> None:
 def test_a_prompt_that_is_aborted_while_it_is_made_is_not_computed(bench: _Bench) -> None:
     bench.texts.hold.clear()
     peer = bench.connect()
-    for number in range(1, 5):  # more than there are threads to make prompts: some have not begun
+    for number in range(51, 55):  # more than there are threads to make prompts: some have not begun
         peer.send(_submit(number, f"{number}", TextPrompt("a")))
-    for number in range(1, 5):
+    for number in range(51, 55):
         peer.send(Abort(number))
-    peer.send(AskMetrics(9))
+    peer.send(AskMetrics(99))
     assert isinstance(peer.receive(), Metrics)  # the aborts were read
     bench.texts.hold.set()
 
