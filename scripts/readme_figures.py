@@ -108,10 +108,10 @@ def _deployment_lines() -> list[str]:
     result = json.loads((RESULTS / "h200_stress_test.json").read_text())
     rows, count = result["rows"], result["settings"]["n"]
     lines = [
-        "A deployment of the glm-4-9b shape (fp8, random weights) on an H200 with 10.5 GiB of GPU memory for KV, 20 GiB of",
-        "host memory, a cache server with 20 GiB and an SSD: seconds to the first token about documents of",
-        f"{result['settings']['prompt_tokens']:,} tokens. Round n asks about documents 1 to n, the last of them new. In",
-        "brackets what [wde](https://github.com/noooop/wde), where this test comes from, reports on an RTX 4090.",
+        "A deployment of the glm-4-9b shape (fp8, random weights) on an H200, with 10.5 GiB of the GPU for KV, 20 GiB",
+        "of host memory, a cache server with 20 GiB and an SSD: seconds to the first token about documents of",
+        f"{result['settings']['prompt_tokens']:,} tokens. Round n asks about documents 1 to n, the last of them new.",
+        "In brackets what [wde](https://github.com/noooop/wde), where this test comes from, reports on an RTX 4090.",
         "",
         "| n | " + " | ".join(str(number) for number in range(1, count + 1)) + " |",
         "|---|" + "---|" * count,

@@ -28,7 +28,8 @@ def sources_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in _NAMES}
     for row in rows:
         cached, seconds = row["cached"], row["ttft_s"]
-        assert isinstance(cached, dict) and isinstance(seconds, float)
+        assert isinstance(cached, dict)
+        assert isinstance(seconds, float)
         least = sum(cached.values()) / 10
         source = next((name for name in _NAMES if cached.get(name, 0) > least), "computed")
         times[source].append(seconds)
@@ -37,7 +38,8 @@ def sources_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
 
 def draw(result: Mapping[str, object], target: Path) -> None:
     rows, settings = result["rows"], result["settings"]
-    assert isinstance(rows, list) and isinstance(settings, dict)
+    assert isinstance(rows, list)
+    assert isinstance(settings, dict)
     times = sources_of(rows)
     medians = {name: statistics.median(found) for name, found in times.items()}
     figure = Figure(figsize=(8, 2.6), layout="constrained")

@@ -92,9 +92,10 @@ class _FakeClient:
 
 
 class _Texts:
-    """A token per character; `hold` keeps a prompt from being made."""
+    """A token per character; nothing is made of text, and no text of tokens, while `hold` is clear."""
 
     def __init__(self) -> None:
+        self.num_shown = 0
         self.hold = threading.Event()
         self.hold.set()
 
@@ -110,6 +111,8 @@ class _Texts:
         return self.encode("".join(f"{one['role']}{one['content']}" for one in messages), add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
+        self.num_shown += 1
+        assert self.hold.wait(20)
         return chr(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -494,14 +497,18 @@ def test_half_a_message_and_an_end_is_a_disconnect(bench: _Bench) -> None:
 def test_what_was_said_before_the_end_is_sent(bench: _Bench) -> None:
     """Also when it waits with the end in one queue: an answer that is complete is not lost."""
     peer = bench.connect()
-    bench.submitted(peer, "a")
-    for number in range(500):
-        bench.client.say("a", _piece(f"{number} ", reason="stop" if number == 499 else None))
+    bench.submitted(peer, "a", params=SamplingParams(logprobs=1))
+    bench.texts.hold.clear()
+    bench.client.say("a", _piece("x", logprobs=[{ord("x"): -1.0}]))
+    _wait_until(lambda: bench.texts.num_shown)  # whoever writes is busy with it
+    bench.client.say("a", _piece("y", reason="stop"))
+    closing = threading.Thread(target=bench.close_server)
+    closing.start()
+    _wait_until(lambda: bench.client.aborted)  # nothing more is read
+    bench.texts.hold.set()
+    closing.join()
 
-    bench.close_server()
-
-    text = "".join(piece.text for piece in _pieces(peer, 500))
-    assert text == "".join(f"{number} " for number in range(500))
+    assert "".join(piece.text for piece in _pieces(peer, 2)) == "xy"
     assert peer.has_ended()
 
 
