@@ -2,7 +2,8 @@
 
 One thread, one loop over descriptors: the parts' output, their reports, their ends, and signals. SIGINT and SIGTERM
 stop it: the HTTP server drains first, then the engines store what they have, then the cache servers write to disk. A
-second signal cuts that short, a third kills. SIGHUP starts the engines again, one by one.
+second signal cuts that short, a third kills. SIGHUP starts the engines again, one by one; but when it comes because the
+terminal was closed, it stops everything.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Supervisor:
         self._http = Child("http", plan.http, runtime_folder, listener_fds=fds, command=command)
         self._children = [*self._caches, *self._engines, self._http]
         self._selector = selectors.DefaultSelector()
+        self._has_terminal = _is_terminal_there()
         self._started_at = time.monotonic()
         self._is_announced = False
         self._status = 0
@@ -318,7 +320,7 @@ class Supervisor:
     def _heed_signals(self) -> None:
         while self._signals:
             number = self._signals.popleft()
-            if number == signal.SIGHUP:
+            if number == signal.SIGHUP and not (self._has_terminal and not _is_terminal_there()):
                 if not self.is_stopping:
                     self._restart_engines()
                 continue
@@ -351,6 +353,15 @@ class Supervisor:
         poll.register(fd, selectors.EVENT_READ)
         with poll:
             return bool(poll.select(0))
+
+
+def _is_terminal_there() -> bool:
+    """This process has a terminal that is not closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _bind_all(listeners: Iterable[Listener]) -> list[socket.socket]:

@@ -294,10 +294,11 @@ class EngineClient:
             is_idle = not self._engine.has_requests
             if is_idle:
                 self._settle()
+            holds_blocks = self._engine.holds_blocks
             try:
-                item = self._inbox.get(block=is_idle and not self._settlings)
+                item = self._inbox.get(block=is_idle and not self._settlings and not holds_blocks)
             except queue.Empty:
-                if is_idle:
+                if is_idle and not holds_blocks:
                     continue
                 return True
             if item is None:

@@ -162,6 +162,11 @@ class Engine:
     def has_requests(self) -> bool:
         return self.scheduler.has_requests or bool(self._under_way)
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks that nobody needs are being copied away: a step, even an empty one, takes back those that are."""
+        return self.traffic is not None and self.traffic.has_stores
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters."""
         if self.tokenizer is None:
