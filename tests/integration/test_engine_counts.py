@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -15,8 +14,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
-from kvtier.engine.facts import count_parameters, facts_of
-from kvtier.engine.messages import Hello
+from kvtier.engine.facts import count_parameters, hello_of
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.integration.tiered_engines import tokens
@@ -53,12 +51,11 @@ def counted(engine: Engine) -> dict[str, float]:
 
 def test_an_engine_knows_what_it_is(folder: Path) -> None:
     with open_llm(folder) as llm:
-        facts = facts_of(llm.engine)
-        hello = Hello(engine="one", started_at=0.0, **dataclasses.asdict(facts))
+        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
 
         assert facts.namespace == llm.engine.namespace.hex()
         assert facts.chat_template == llm.engine.tokenizer.chat_template
-    assert hello.model == facts.model == "tiny"
+    assert (facts.engine, facts.model, facts.started_at) == ("engine-0", "tiny", 0.0)
     assert (facts.architecture, facts.dtype, facts.quantization) == ("Qwen3ForCausalLM", "float32", "")
     assert (facts.vocab_size, facts.device, facts.has_tokenizer) == (VOCAB_SIZE, "cpu", True)
     assert (facts.block_tokens, facts.num_blocks, facts.kv_bytes) == (16, 64, 64 * BLOCK_BYTES)
@@ -69,7 +66,7 @@ def test_an_engine_knows_what_it_is(folder: Path) -> None:
 def test_a_model_without_a_tokenizer_has_none_and_no_template(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", num_layers=1, with_tokenizer=False)
     with open_llm(tmp_path) as llm:
-        facts = facts_of(llm.engine)
+        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
 
     assert (facts.has_tokenizer, facts.chat_template) == (False, "")
 

@@ -9,6 +9,7 @@ import msgspec
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.errors import ConfigError
+from kvtier.memory.machine import machine_memory_bytes
 from kvtier.sizes import format_size
 from kvtier.transport.address import TcpAddress, UnixAddress
 
@@ -53,7 +54,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.memory_bytes < SLOT_ALIGN_BYTES:
             raise ConfigError(f"memory must be at least 4KiB, not {format_size(self.memory_bytes)}")
-        total_bytes = _machine_memory_bytes()
+        total_bytes = machine_memory_bytes()
         if self.memory_bytes > total_bytes:
             raise ConfigError(
                 f"memory of {format_size(self.memory_bytes)} is more than the {format_size(total_bytes)} "
@@ -94,16 +95,3 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def leased_bytes_per_client(self) -> int:
         return self.memory_bytes // 2 if self.max_leased_bytes is None else self.max_leased_bytes
-
-
-def _machine_memory_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        total = int(file.readline().split()[1]) * 1024
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total

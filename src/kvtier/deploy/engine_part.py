@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import signal
 import time
@@ -15,8 +14,7 @@ from kvtier.deploy.plan import EnginePart
 from kvtier.deploy.reports import Ready, Reporter
 from kvtier.engine.client import EngineClient
 from kvtier.engine.engine import Engine
-from kvtier.engine.facts import facts_of
-from kvtier.engine.messages import Hello
+from kvtier.engine.facts import hello_of
 from kvtier.engine.server import EngineServer
 from kvtier.errors import EngineStopped, InvalidParameter
 from kvtier.models.tokenizer import Tokenizer
@@ -34,7 +32,7 @@ _SETTLE_S = 20.0
 def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Signals]) -> None:
     """Until a signal of `signals`, which are blocked, comes. Raises `EngineStopped` when the engine fails."""
     engine = Engine(part.engine, progress=reporter.progress)
-    hello = _hello(part, engine)
+    hello = hello_of(engine, name=part.name, model=part.served_as, started_at=time.time())
     client = EngineClient(engine)
     registries = [engine.metrics.registry, *([engine.traffic.metrics.registry] if engine.traffic is not None else [])]
     with contextlib.ExitStack() as stack:
@@ -59,11 +57,6 @@ def _drain(client: EngineClient, signals: Sequence[signal.Signals]) -> None:
     while client.num_requests and time.monotonic() < deadline and client.failure is None:
         if signal.sigtimedwait(signals, _LOOK_S) is not None:
             return
-
-
-def _hello(part: EnginePart, engine: Engine) -> Hello:
-    facts = dataclasses.asdict(facts_of(engine)) | {"model": part.served_as}
-    return Hello(engine=part.name, started_at=time.time(), **facts)
 
 
 class _EngineTexts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -10,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from kvtier.memory.machine import machine_memory_bytes
 
 _EXTRAS = {"engine": ("torch", "safetensors", "transformers"), "server": ("starlette", "uvicorn")}
 """What a deployment needs beside the core, and modules by which it is recognised."""
@@ -45,7 +46,7 @@ def this_machine() -> Machine:
     """Imports torch, if it is there, to see the GPUs."""
     missing = tuple(extra for extra, modules in _EXTRAS.items() if not all(find_spec(module) for module in modules))
     return Machine(
-        memory_bytes=_memory_bytes(),
+        memory_bytes=machine_memory_bytes(),
         gpus=() if "engine" in missing else _gpus(),
         missing_extras=missing,
         filesystem_of=_filesystem_of,
@@ -58,16 +59,6 @@ def existing_part(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-def _memory_bytes() -> int:
-    """Of the machine, or of our control group if that has less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError):
-            text = Path(path).read_text().strip()
-            total = min(total, int(text)) if text.isdigit() else total
-    return total
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from kvtier.engine.engine import Engine
+from kvtier.engine.messages import Hello
 from kvtier.models.model import Model
 from kvtier.models.slot import SlotKind
 
 _WEIGHTS_PER_ELEMENT = {SlotKind.WEIGHT: 1, SlotKind.BIAS: 1, SlotKind.NORM: 1, SlotKind.PACKED: 8}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """`weights_bytes` and `kv_bytes` are on the device, `namespace` is in hex; what a model lacks is empty."""
-
-    model: str
-    architecture: str
-    dtype: str
-    quantization: str
-    weights_bytes: int
-    num_parameters: int
-    vocab_size: int
-    max_model_len: int
-    block_tokens: int
-    num_blocks: int
-    kv_bytes: int
-    device: str
-    namespace: str
-    has_tokenizer: bool
-    chat_template: str
-
-
-def facts_of(engine: Engine) -> EngineFacts:
-    """Any thread."""
+def hello_of(engine: Engine, *, name: str, model: str, started_at: float) -> Hello:
+    """What the engine called `name` says of itself, whose model is served as `model`. Any thread."""
     loaded, arena, tokenizer = engine.loaded, engine.arena, engine.tokenizer
-    return EngineFacts(
-        model=engine.name,
+    return Hello(
+        engine=name,
+        model=model,
         architecture=loaded.config.architecture,
         dtype=loaded.dtype,
         quantization=loaded.quantization,
@@ -54,6 +34,7 @@ def facts_of(engine: Engine) -> EngineFacts:
         namespace=engine.namespace.hex(),
         has_tokenizer=tokenizer is not None and not tokenizer.is_absent,
         chat_template="" if tokenizer is None else tokenizer.chat_template,
+        started_at=started_at,
     )
 
 

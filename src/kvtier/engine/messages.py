@@ -87,7 +87,10 @@ Request = Submit | Abort | AskMetrics
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """What runs here, as people are told it."""
+    """What runs here, as people are told it.
+
+    `weights_bytes` and `kv_bytes` are on the device, `namespace` is in hex; what a model lacks is empty.
+    """
 
     engine: str
     model: str
