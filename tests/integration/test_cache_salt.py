@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -149,3 +150,17 @@ def test_a_salted_request_that_hits_says_so(model: Path) -> None:
 
     assert (explained.reason, explained.ended_at_tokens, explained.detail) == (MatchEnd.ALL, 96, "")
     assert explained.cached_tokens == {"device": 0, "server": 96}
+
+
+def test_a_request_with_several_answers_is_explained_by_the_id_that_its_caller_knows(model: Path) -> None:
+    several = msgspec.structs.replace(GREEDY, n=2, temperature=1.0, seed=1)
+    with cache_server() as server, open_engine(model, cache_server=server.unix) as llm:
+        [output] = llm.generate([list(PROMPT)], several, progress=False)
+        settled(llm)
+        with kvtier.connect(server.unix) as client:
+            wait_until(lambda: explain_request(client, output.request_id) is not None)
+            explanation = explain_request(client, output.request_id)
+
+    assert explanation is not None
+    assert explanation.request_id == output.request_id
+    assert explanation.prompt_tokens == len(PROMPT)

@@ -239,3 +239,32 @@ def test_start_up_says_what_the_weights_take_and_how_many_blocks_are_left(
 def test_the_errors_of_requests_are_told_apart(folder: Path) -> None:
     with EngineClient(open_llm(folder).engine) as client, pytest.raises(PromptTooLong):
         client.submit([1] * 1000, GREEDY).wait()
+
+
+def test_endless_text_is_refused_by_its_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(folder) as llm:
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None
+        encoded: list[int] = []
+        encode = tokenizer.encode
+
+        def noting(text: str, **settings: bool) -> list[int]:
+            encoded.append(len(text))
+            return encode(text, **settings)
+
+        monkeypatch.setattr(tokenizer, "encode", noting)
+        with pytest.raises(PromptTooLong, match=r"more than [0-9]+ tokens, but at most 99 leave room"):
+            llm.engine.encode("no end " * 100_000)
+
+        assert sum(encoded) < 10_000
+
+
+def test_text_just_too_long_is_counted_to_its_end(llm: LLM) -> None:
+    (output,) = llm.generate(["x" * MAX_MODEL_LEN], GREEDY, progress=False)
+
+    assert output.error == "the prompt has 100 tokens, but at most 99 leave room for an answer"
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_at_start(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len is 513, but the model has 512 positions"):
+        open_llm(folder, max_model_len=513)

@@ -41,7 +41,7 @@ def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Si
         stack.callback(server.close)
         server.wait_until_met(_MEET_S)
         reporter.tell(Ready({**msgspec.to_builtins(hello), "slot_bytes": engine.arena.layout.slot_bytes}))
-        while signal.sigtimedwait(signals, _LOOK_S) is None:
+        while not _is_signalled(signals):
             if client.failure is not None:
                 raise EngineStopped(str(client.failure))
         server.refuse()
@@ -55,8 +55,14 @@ def _drain(client: EngineClient, signals: Sequence[signal.Signals]) -> None:
     """Let what is under way end; another signal cuts that short."""
     deadline = time.monotonic() + _DRAIN_S
     while client.num_requests and time.monotonic() < deadline and client.failure is None:
-        if signal.sigtimedwait(signals, _LOOK_S) is not None:
+        if _is_signalled(signals):
             return
+
+
+def _is_signalled(signals: Sequence[signal.Signals]) -> bool:
+    """Wait a moment for one of them. A process that was stopped meanwhile gets an answer without meaning."""
+    found = signal.sigtimedwait(signals, _LOOK_S)
+    return found is not None and found.si_signo in signals
 
 
 class _EngineTexts:

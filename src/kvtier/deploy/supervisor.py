@@ -302,7 +302,9 @@ class Supervisor:
         receiver, sender = socket.socketpair()
         receiver.setblocking(False)
         sender.setblocking(False)
-        before = {number: signal.signal(number, self._note_signal) for number in _SIGNALS}
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heeded = [number for number in _SIGNALS if number != signal.SIGHUP or not is_nohup]
+        before = {number: signal.signal(number, self._note_signal) for number in heeded}
         wakeup_before = signal.set_wakeup_fd(sender.fileno())
         self._selector.register(receiver, selectors.EVENT_READ, lambda: _drain(receiver))
         try:

@@ -11,6 +11,12 @@ import msgspec
 from kvtier.engine.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
 
+_MOST = {
+    "block_size": 1 << 16,
+    "max_num_requests": 1 << 16,
+    "max_num_batched_tokens": 1 << 20,
+    "max_model_len": 100_000_000,
+}
 _SCHEDULE = re.compile(r"sync|async-([1-9][0-9]?)")
 
 
@@ -57,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+            if value > _MOST.get(name, value):
+                raise ConfigError(f"{name} must be at most {_MOST[name]}, not {value}")
         if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
         servers = self.cache_server

@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -51,6 +52,7 @@ _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
 
 _MAX_EXPLANATIONS = 4096
+_MIN_BEGINNING = 4096
 _EXPLAINED_TOKENS = 64
 """So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
@@ -168,14 +170,31 @@ class Engine:
         return self.traffic is not None and self.traffic.has_stores
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters."""
+        """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters.
+
+        And `PromptTooLong` for text that is far too long to be encoded.
+        """
         if self.tokenizer is None:
             raise InvalidParameter("this model has no tokenizer: pass token ids")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidParameter(f"the prompt is no valid text: {error.reason} at character {error.start}") from None
+        self._refuse_endless(text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _refuse_endless(self, text: str) -> None:
+        """Text whose beginning alone is too long is not encoded to its end: that could take minutes and gigabytes."""
+        assert self.tokenizer is not None
+        num_characters = max(_MIN_BEGINNING, 8 * self.max_model_len)
+        while len(text) > num_characters:
+            count = len(self.tokenizer.encode(text[:num_characters], add_special_tokens=False))
+            if count > self.max_model_len:
+                raise PromptTooLong(
+                    f"the prompt has more than {count} tokens, "
+                    f"but at most {self.max_model_len - 1} leave room for an answer"
+                )
+            num_characters *= 8
 
     def add(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = ""
@@ -436,6 +455,8 @@ class Engine:
         while len(self._explanations) > _MAX_EXPLANATIONS:
             self._explanations.popitem(last=False)
         self.traffic.note(explanation)
+        if request.index == 0 and request.id != request.group:  # by the id that the caller knows, too
+            self.traffic.note(msgspec.structs.replace(explanation, request_id=request.group))
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""

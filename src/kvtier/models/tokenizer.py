@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from kvtier.errors import ConfigError, InvalidParameter
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_NOT_FOR_TEMPLATES = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs", "kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
 _SPACE_MARK = "▁"
@@ -38,6 +43,7 @@ class Tokenizer:
             self._inner = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
+            self._inner.model_max_length = sys.maxsize  # how long a prompt may be is the engine's to say
             # The first use turns a stored truncation off, which must not happen while another thread encodes.
             self._inner.encode("")
         except Exception as error:  # its parsers raise whatever they like
@@ -117,10 +123,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model's chat template makes of a conversation."""
+        """The text that the model's chat template makes of a conversation.
+
+        Raises `InvalidParameter` when it does not take these messages, or has no use for one of `template_values`.
+        """
         inner = self._present()
         if not self.has_chat_template:
             raise InvalidParameter("the model has no chat template: give a prompt rather than messages")
+        for name in template_values or ():
+            # What the template does not name would reach the library's own parameters: another template, for one.
+            if name in _NOT_FOR_TEMPLATES or not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
+                raise InvalidParameter(f"the model's chat template has no use for {name!r}")
         try:
             text = inner.apply_chat_template(
                 [dict(message) for message in messages],
@@ -129,7 +142,7 @@ class Tokenizer:
                 tokenize=False,
                 **(template_values or {}),
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except Exception as error:  # a template is a program
             raise InvalidParameter(f"the chat template does not take these messages: {error}") from error
         return str(text)
 

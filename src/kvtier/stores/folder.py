@@ -31,7 +31,7 @@ def holds_store(folder: Path) -> bool:
 def take_folder(folder: Path) -> int:
     """Make the folder this process's own until the returned descriptor is closed. Raises `ConfigError`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is in it tells prompts
         fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"the KV cache folder {folder} cannot be used: {error.strerror}") from error

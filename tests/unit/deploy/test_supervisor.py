@@ -319,3 +319,15 @@ def test_sighup_while_it_stops_changes_nothing(deployment: _Deployment) -> None:
     assert deployment.run((_ALL_READY, (signal.SIGTERM, signal.SIGHUP))) == 0
 
     assert "again, one by one" not in deployment.log
+
+
+def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
+    deployment = _Deployment(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        status = deployment.run(("Ctrl-C stops it", (signal.SIGHUP, signal.SIGTERM)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert status == 0
+    assert "one by one" not in deployment.log

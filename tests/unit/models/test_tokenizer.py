@@ -266,3 +266,37 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be loaded: "):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "add_generation_prompt", "messages", "return_dict", "unheard_of", "conversation"],
+)
+def test_a_value_that_the_template_does_not_name_is_refused(tmp_path: Path, name: str) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+
+    with pytest.raises(InvalidParameter, match=rf"no use for .{name}."):
+        tokenizer.render_chat(messages, template_values={name: "{{ 1 / 0 }}"})
+
+
+def test_a_value_that_the_template_names_reaches_it(tmp_path: Path) -> None:
+    inner = make_tiny_tokenizer()
+    inner.chat_template = "{% if enable_thinking %}think{% else %}answer{% endif %}"
+    inner.save_pretrained(tmp_path)
+
+    text = Tokenizer(tmp_path).render_chat(
+        [{"role": "user", "content": "hi"}], template_values={"enable_thinking": True}
+    )
+
+    assert text == "think"
+
+
+def test_a_template_that_fails_is_the_messages_fault(tmp_path: Path) -> None:
+    inner = make_tiny_tokenizer()
+    inner.chat_template = "{{ 1 / (messages | length - 1) }}"
+    inner.save_pretrained(tmp_path)
+
+    with pytest.raises(InvalidParameter, match="division by zero"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
