@@ -31,6 +31,7 @@ bench: peers
 	$(BIN)/python -m benchmarks.persistence_kv_cache.test_disk
 	$(BIN)/python -m benchmarks.prefix_caching.baseline --quick
 	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
+	$(BIN)/python -m benchmarks.serving.test_http --quick
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"
