@@ -52,7 +52,7 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        return all(link.hello is not None for link in self.links)
+        return all(link.hello is not None and not link.is_hung for link in self.links)
 
     def start(self) -> None:
         for link in self.links:
@@ -74,7 +74,8 @@ class Engines:
         self, model: ServedModel, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = ""
     ) -> Answers:
         """Hand a prompt to one of the model's engines. Raises as `EngineLink.submit` does."""
-        error: EngineStopped = EngineAway(f"the model {model.name} is starting")
+        is_hung = any(link.is_hung for link in model.links)
+        error: EngineStopped = EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
         left = list(model.links)
         while there := _in_order(left, prompt, salt):
             try:
@@ -86,8 +87,8 @@ class Engines:
 
 
 def _in_order(links: Sequence[EngineLink], prompt: Prompt, salt: str) -> list[EngineLink]:
-    """Those that are there, the best one first: where prompts that begin alike went, unless it is much busier."""
-    there = [link for link in links if link.hello is not None]
+    """Those that answer, the best one first: where prompts that begin alike went, unless it is much busier."""
+    there = [link for link in links if link.hello is not None and not link.is_hung]
     if len(there) < 2:
         return there
     idlest = min(link.num_requests for link in there)

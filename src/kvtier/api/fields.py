@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -14,14 +15,17 @@ from kvtier.sizes import format_size
 
 _Value = TypeVar("_Value")
 
+BODY_TIMEOUT_S = 60.0
+"""How long a body may stall."""
+
 _WHOLE_LOW, _WHOLE_HIGH = -(1 << 63), (1 << 64) - 1
 _SHOWN_CHARACTERS = 60
 
 
 async def read_fields(request: Request, max_bytes: int) -> Fields:
-    """The body of `request`. Raises a `Problem` when it is too large, no JSON, or no object."""
+    """The body of `request`. Raises a `Problem` when it is too large, stalls, is no JSON, or no object."""
     body = bytearray()
-    async for chunk in request.stream():
+    async for chunk in _chunks(request):
         body += chunk
         if len(body) > max_bytes:
             raise Problem(413, f"the body is larger than {format_size(max_bytes)}", "body_too_large")
@@ -34,6 +38,20 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
     if not isinstance(document, dict):
         raise Problem(400, "the body must be a JSON object", "invalid_json")
     return Fields(document)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            sentence = f"nothing came of the body for {BODY_TIMEOUT_S:g} s"
+            raise Problem(408, sentence, "timeout", headers={"Connection": "close"}) from error
+        yield chunk
 
 
 class Fields:

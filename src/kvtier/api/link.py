@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from kvtier.engine.messages import (
     INVALID,
@@ -40,6 +41,17 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.1
 _METRICS_TIMEOUT_S = 2.0
 _READ_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often an engine is asked for a sign of life, and how long it may then say nothing at all."""
+
+    ask_every_s: float = 5.0
+    hung_after_s: float = 10.0
+
+
+DEFAULT_PATIENCE = Patience()
 
 
 class Answers:
@@ -87,11 +99,17 @@ class Answers:
 
 
 class EngineLink:
-    """`hello` is what the engine said of itself, None while it is away."""
+    """`hello` is what the engine said of itself, None while it is away.
 
-    def __init__(self, name: str, socket_path: str) -> None:
+    `is_hung` while it is there and says nothing, whatever it is asked: its process is stopped, or worse.
+    """
+
+    def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.name = name
         self.hello: Hello | None = None
+        self.is_hung = False
+        self._patience = patience
+        self._heard = asyncio.Event()
         self._socket_path = socket_path
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answers] = {}
@@ -136,7 +154,9 @@ class EngineLink:
                 self._send(Abort(number))
 
     async def metrics(self) -> list[MetricFamily]:
-        """What the engine counts; nothing while it is away or does not answer."""
+        """What the engine counts; nothing while it is away, hung, or does not answer."""
+        if self.is_hung:
+            return []
         number = next(self._numbers)
         reply: asyncio.Future[list[MetricFamily]] = asyncio.get_running_loop().create_future()
         self._metrics[number] = reply
@@ -167,9 +187,35 @@ class EngineLink:
 
     async def _talk(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._socket_path, limit=_READ_LIMIT_BYTES)
-        while True:
-            body = await reader.readexactly(body_length(await reader.readexactly(LENGTH_BYTES)))
-            self._take(decode_reply(body))
+        self._heard.clear()
+        watching = asyncio.create_task(self._watch(), name=f"kvtier-watch-{self.name}")
+        try:
+            while True:
+                body = await reader.readexactly(body_length(await reader.readexactly(LENGTH_BYTES)))
+                self._heard.set()
+                self._take(decode_reply(body))
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Ask for its metrics now and then: whatever it says meanwhile is a sign of life."""
+        await self._heard.wait()  # until its `Hello` it is starting
+        with contextlib.suppress(EngineAway):
+            while True:
+                await asyncio.sleep(self._patience.ask_every_s)
+                self._heard.clear()
+                self._send(AskMetrics(next(self._numbers)))
+                try:
+                    await asyncio.wait_for(self._heard.wait(), self._patience.hung_after_s)
+                except TimeoutError:
+                    await self._outwait_silence()
+
+    async def _outwait_silence(self) -> None:
+        self.is_hung = True
+        logger.error("engine %s is hung: it says nothing, with %d requests", self.name, len(self._answers))
+        await self._heard.wait()
+        self.is_hung = False
+        logger.info("engine %s answers again", self.name)
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply, News):
@@ -199,6 +245,7 @@ class EngineLink:
         if self.hello is not None:
             logger.warning("engine %s is gone, with %d requests", self.name, len(self._answers))
             self.hello = None
+        self.is_hung = False
         for answers in self._answers.values():
             answers.put(EngineAway(f"the engine {self.name} stopped before the answer was complete"))
         self._answers.clear()

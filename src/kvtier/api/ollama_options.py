@@ -35,12 +35,10 @@ _WHOLE_TEXT = -1
 _ANY_SEED = -1
 
 
-def sampling_params(
-    options: Fields, defaults: Mapping[str, object], *, max_model_len: int, logprobs: int | None
-) -> SamplingParams:
+def sampling_params(options: Fields, defaults: Mapping[str, object], *, logprobs: int | None) -> SamplingParams:
     """What `options` ask for, else the model's `defaults`, else Ollama's. Raises a `Problem` about what is wrong."""
     asked = _asked(options)
-    _check_context(options, max_model_len)
+    _check_context(options)
     _check_machine(options)
     _refuse_other_samplers(options)
     values: dict[str, Any] = {**_DEFAULTS, **defaults, **asked, "n": 1, "logprobs": logprobs}
@@ -77,11 +75,11 @@ def _asked(options: Fields) -> dict[str, object]:
     return asked
 
 
-def _check_context(options: Fields, max_model_len: int) -> None:
+def _check_context(options: Fields) -> None:
+    """The model's own length holds: Ollama too cuts what is more."""
     num_ctx = options.whole("num_ctx")
-    if num_ctx is not None and not 0 < num_ctx <= max_model_len:
-        sentence = f"options.num_ctx is {num_ctx}, but must be from 1 to the model's {max_model_len} tokens"
-        raise Problem(400, sentence, "invalid_value", "options.num_ctx")
+    if num_ctx is not None and num_ctx <= 0:
+        raise Problem(400, f"options.num_ctx must be positive, not {num_ctx}", "invalid_value", "options.num_ctx")
 
 
 def _check_machine(options: Fields) -> None:

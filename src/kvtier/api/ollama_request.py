@@ -16,6 +16,9 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, UnknownModel
 
 _LATEST = ":latest"
+_THINKING = "enable_thinking"
+"""What templates of models that think look at."""
+
 _ROLES = ("system", "user", "assistant")
 _DURATION = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?[0-9]+(?:\.[0-9]+)?")
 
@@ -91,9 +94,9 @@ def read_generate(fields: Fields, engines: Engines) -> Ask | Load:
         return rest.load()
     hello = hello_of(rest.model)
     if is_raw or not hello.chat_template:
-        return rest.ask(TextPrompt(f"{system}\n\n{text}" if system else text), hello)
+        return rest.ask(TextPrompt(f"{system}\n\n{text}" if system else text))
     messages = [ChatMessage("system", system)] if system else []
-    return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values), hello)
+    return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
 
 
 def read_chat(fields: Fields, engines: Engines) -> Ask | Load:
@@ -106,7 +109,7 @@ def read_chat(fields: Fields, engines: Engines) -> Ask | Load:
         return rest.load()
     if messages[-1].role == "assistant":
         raise Problem(400, "messages must not end with the assistant's: it is not continued here", "invalid_value")
-    return rest.ask(ChatPrompt(messages, rest.template_values), hello_of(rest.model))
+    return rest.ask(ChatPrompt(messages, rest.template_values(hello_of(rest.model))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +123,24 @@ class _Rest:
     logprobs: int | None
     is_streamed: bool
     is_unload: bool
-    template_values: dict[str, object]
+    is_thinking_off: bool
 
     def load(self) -> Load:
         if self.is_unload:
             return Load(self.kind, self.name, "unload")
-        self._params(hello_of(self.model))  # whoever loads a model with options asks with them later
+        hello_of(self.model)
+        self._params()  # whoever loads a model with options asks with them later
         return Load(self.kind, self.name, "load")
 
-    def ask(self, prompt: Prompt, hello: Hello) -> Ask:
-        return Ask(self.kind, self.name, self.model, prompt, self._params(hello), self.is_streamed)
+    def ask(self, prompt: Prompt) -> Ask:
+        return Ask(self.kind, self.name, self.model, prompt, self._params(), self.is_streamed)
 
-    def _params(self, hello: Hello) -> SamplingParams:
-        return sampling_params(
-            self.options, self.model.default_options, max_model_len=hello.max_model_len, logprobs=self.logprobs
-        )
+    def template_values(self, hello: Hello) -> dict[str, object]:
+        """Only names that the model's template knows."""
+        return {_THINKING: False} if self.is_thinking_off and _THINKING in hello.chat_template else {}
+
+    def _params(self) -> SamplingParams:
+        return sampling_params(self.options, self.model.default_options, logprobs=self.logprobs)
 
 
 def _read_rest(fields: Fields, engines: Engines, kind: Kind) -> _Rest:
@@ -149,8 +155,7 @@ def _read_rest(fields: Fields, engines: Engines, kind: Kind) -> _Rest:
         logprobs=_read_logprobs(fields),
         is_streamed=fields.flag("stream") is not False,
         is_unload=_is_zero_duration(fields, "keep_alive"),
-        # What templates of models that think look at; the others do not mind.
-        template_values={"enable_thinking": False} if fields.value("think") is False else {},
+        is_thinking_off=fields.value("think") is False,
     )
     fields.refuse_rest()
     return rest

@@ -16,12 +16,14 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import InvalidParameter
 
 MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024
 MAX_TEMPLATE_DEPTH = 32
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHOLES = ("max_tokens", "min_tokens", "n", "top_k", "seed")
+_RECORDS = ("user", "prompt_cache_key", "safety_identifier")
 _FLAGS = ("ignore_eos", "skip_special_tokens")
 _TOKEN_ID_LIMIT = 1 << 31
 
@@ -32,7 +34,6 @@ _NEUTRAL_IN_CHAT: _Neutral = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -99,6 +100,8 @@ def read_completion(fields: Fields, default_options: Mapping[str, object]) -> As
 
 def _asked(fields: Fields, prompts: Sequence[Prompt], params: SamplingParams) -> Asked:
     """What both bodies have, and the check that nothing was left unread."""
+    if len(prompts) * params.n > MAX_ANSWERS:
+        raise _invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
     is_streamed = fields.flag("stream") or False
     options = fields.inner("stream_options")
     if options is not None and not is_streamed:
@@ -110,10 +113,20 @@ def _asked(fields: Fields, prompts: Sequence[Prompt], params: SamplingParams) ->
     cache_salt = fields.text("cache_salt")
     if cache_salt == "":
         raise fields.wrong("cache_salt", "text that is not empty")
-    fields.text("user")  # only for the caller's records
+    _check_records(fields)
     _refuse_others(fields, _NEUTRAL)
     fields.refuse_rest()
     return Asked(prompts, params, is_streamed, includes_usage, cache_salt or "")
+
+
+def _check_records(fields: Fields) -> None:
+    """What callers send for their records changes nothing: only the types are looked at."""
+    for name in _RECORDS:
+        fields.text(name)
+    metadata = fields.value("metadata")
+    is_of_texts = isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
+    if metadata is not None and not is_of_texts:
+        raise fields.wrong("metadata", "an object of texts")
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -236,7 +249,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
 
 def _chat_logprobs(fields: Fields) -> dict[str, object]:
     is_asked, top = fields.flag("logprobs"), fields.whole("top_logprobs")
-    if top is not None and not is_asked:
+    if top and not is_asked:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     return {"logprobs": top or 0} if is_asked else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,10 +25,10 @@ def operation_routes(service: Service) -> list[Route]:
         return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Whether every engine is there."""
+        """Whether every engine is there and answers."""
         is_ready = service.engines.is_ready and not service.is_draining
         document = {
-            "status": "stopping" if service.is_draining else "ready" if is_ready else "starting",
+            "status": _status(service),
             "models": {
                 model.name: {link.name: _state(link) for link in model.links} for model in service.engines.models
             },
@@ -38,7 +39,9 @@ def operation_routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         """What this process counts, and what each engine counts, with its name as a label."""
-        found = [(link.name, await link.metrics()) for link in service.engines.links]
+        links = service.engines.links
+        families = await asyncio.gather(*(link.metrics() for link in links))
+        found = [(link.name, own) for link, own in zip(links, families, strict=True)]
         registry = CollectorRegistry()
         registry.register(_OfEngines(found))
         body = generate_latest(service.metrics.registry) + generate_latest(registry)
@@ -47,10 +50,19 @@ def operation_routes(service: Service) -> list[Route]:
     return [Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)]
 
 
+def _status(service: Service) -> str:
+    if service.is_draining:
+        return "stopping"
+    if any(link.is_hung for link in service.engines.links):
+        return "hung"
+    return "ready" if service.engines.is_ready else "starting"
+
+
 def _state(link: EngineLink) -> dict[str, object]:
     """`since` is when the engine was ready, in seconds of the epoch."""
-    hello = link.hello
-    return {"status": "starting"} if hello is None else {"status": "ready", "since": hello.started_at}
+    if link.hello is None:
+        return {"status": "starting"}
+    return {"status": "hung" if link.is_hung else "ready", "since": link.hello.started_at}
 
 
 class _OfEngines(Collector):

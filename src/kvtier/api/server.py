@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.config import ApiConfig
 from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.link import EngineLink
+from kvtier.api.link import DEFAULT_PATIENCE, EngineLink, Patience
 from kvtier.api.ollama import ollama_app
 from kvtier.api.openai import openai_app
 from kvtier.api.service import Service
@@ -28,12 +30,14 @@ logger = logging.getLogger(__name__)
 _APPS: Mapping[str, Callable[[Service], Starlette]] = {"openai": openai_app, "ollama": ollama_app}
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
+_FEW_FILES = 4096
 
 
 def serve_http(
     config: ApiConfig, listeners: Sequence[tuple[str, socket.socket]], is_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve the API of each listener ("openai" or "ollama") on its socket. Returns after SIGTERM or SIGINT."""
+    raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listeners, is_ready))
 
@@ -71,9 +75,13 @@ async def _serve(
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
     """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
+    app: ASGIApp = _Counted(_APPS[api](service), api, service)
+    if api != "openai":
+        app = _WithOpenAi(app, _Counted(openai_app(service), "openai", service))
     return _Server(
         uvicorn.Config(
-            _Counted(_APPS[api](service), api, service),
+            app,
+            http=_http_protocol(),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -87,17 +95,25 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
     )
 
 
-def make_service(config: ApiConfig) -> Service:
+def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
     """With links to the engines that are not started yet."""
     models = [
         ServedModel(
             names=model.names,
-            links=[EngineLink(engine.name, engine.socket) for engine in model.engines],
+            links=[EngineLink(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
         )
         for model in config.models
     ]
     return Service(config, Engines(models))
+
+
+def raise_file_limit() -> None:
+    """Every connection is an open file: as many as the process may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+        logger.warning("only %d files may be open, connections among them: raise the limit (ulimit -Hn)", hard)
 
 
 class _Server(uvicorn.Server):
@@ -111,6 +127,18 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _WithOpenAi:
+    """Another API, and OpenAI's under `/v1`, where Ollama serves it too."""
+
+    def __init__(self, app: ASGIApp, openai: ASGIApp) -> None:
+        self._app = app
+        self._openai = openai
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_openai = f"{scope.get('path', '')}/".startswith("/v1/")
+        await (self._openai if is_openai else self._app)(scope, receive, send)
 
 
 class _Counted:
@@ -137,6 +165,14 @@ class _Counted:
             path = scope.get("path", "")
             known = path if path in self._paths else "other"
             self._requests.labels(api=self._api, path=known, status=str(status)).inc()
+
+
+def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
+    try:
+        from kvtier.api.connection import Connection  # noqa: PLC0415 - needs httptools
+    except ImportError:
+        return "auto"
+    return Connection
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -24,6 +24,7 @@ import msgspec
 import uvicorn
 
 from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from kvtier.api.link import DEFAULT_PATIENCE, Patience
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
 from kvtier.engine.messages import (
@@ -193,6 +194,7 @@ class FakeEngine:
         self.script = script
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
+        self._is_awake = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.AbstractServer | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -216,7 +218,16 @@ class FakeEngine:
         """As when the process is killed: connections break, and nobody listens."""
         self._call(self._die())
 
+    def freeze(self) -> None:
+        """As SIGSTOP: nothing is read and nothing said until `thaw`; connections stay."""
+        self._is_awake.clear()
+        self._loop.call_soon_threadsafe(self._is_awake.wait)
+
+    def thaw(self) -> None:
+        self._is_awake.set()
+
     def close(self) -> None:
+        self.thaw()
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -316,14 +327,14 @@ def config_of(
 
 
 @contextlib.contextmanager
-def running(api: str, config: ApiConfig) -> Iterator[Running]:
+def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Iterator[Running]:
     """The server of one API ("openai" or "ollama"), which has met those engines that are there."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     started: Future[tuple[Service, Callable[[], None]]] = Future()
 
     async def serve() -> None:
-        service = make_service(config)
+        service = make_service(config, patience)
         server = http_server(api, service)
         service.engines.start()
         try:

@@ -334,6 +334,25 @@ def test_while_its_engines_are_away_a_model_is_listed_and_the_rest_is_for_later(
     assert http.post("/api/generate", json=GENERATE).status_code == 200
 
 
+# --- OpenAI's API on the same port ------------------------------------------------------------------------------------
+
+
+def test_openais_api_is_served_under_v1_and_counted_as_such(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": [USER]}
+
+    answer = http.post("/v1/chat/completions", json=body)
+
+    assert answer.json()["choices"][0]["message"]["content"] == "one two three"
+    assert http.get("/v1/models").json()["data"][0]["id"] == MODEL
+    assert http.post("/v1/chat/completions", json={**body, "n": 0}).json()["error"]["param"] == "n"
+    assert [http.get(path).json()["error"]["code"] for path in ("/v1", "/v1/other")] == ["unknown_url"] * 2
+    assert error_of(http.get("/v1x"), 404)
+    metrics = http.get("/metrics").text
+    assert 'kvtier_api_requests_total{api="openai",path="/v1/chat/completions",status="200"} 1.0' in metrics
+    assert 'kvtier_api_requests_total{api="openai",path="other",status="404"} 2.0' in metrics
+    assert 'kvtier_api_requests_total{api="ollama",path="other",status="404"} 1.0' in metrics
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

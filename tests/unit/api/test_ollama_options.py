@@ -13,13 +13,11 @@ from kvtier.api.ollama_options import sampling_params
 from kvtier.api.problem import Problem
 from kvtier.engine.sampling_params import SamplingParams
 
-MAX_MODEL_LEN = 1000
-
 
 def params_of(
     options: dict[str, object], *, defaults: dict[str, object] | None = None, logprobs: int | None = None
 ) -> SamplingParams:
-    return sampling_params(Fields(options, "options."), defaults or {}, max_model_len=MAX_MODEL_LEN, logprobs=logprobs)
+    return sampling_params(Fields(options, "options."), defaults or {}, logprobs=logprobs)
 
 
 def refusal_of(options: dict[str, object], *, defaults: dict[str, object] | None = None) -> str:
@@ -94,7 +92,8 @@ def test_one_stop_may_be_a_text() -> None:
     [
         {"num_gpu": -1, "main_gpu": 0, "num_thread": 8, "num_batch": 512, "num_keep": 4},
         {"use_mmap": True, "use_mlock": False, "numa": True, "low_vram": True, "f16_kv": True},
-        {"num_ctx": MAX_MODEL_LEN},
+        {"num_ctx": 1},
+        {"num_ctx": 1 << 20},
         {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 1.0, "tfs_z": 1},
         {"repeat_last_n": 64, "repeat_penalty": 1.0, "penalize_newline": False},
         {"repeat_last_n": 0},
@@ -122,8 +121,9 @@ def test_a_penalty_on_the_whole_text_is_what_there_is() -> None:
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, ["options.repeat_last_n", "-1"]),
         ({"presence_penalty": 0.5, "repeat_last_n": 64}, ["options.repeat_last_n"]),
         ({"repeat_penalty": 1.1, "penalize_newline": False}, ["options.penalize_newline"]),
-        ({"num_ctx": MAX_MODEL_LEN + 1}, ["options.num_ctx", "1001", "1000"]),
-        ({"num_ctx": 0}, ["options.num_ctx"]),
+        ({"num_ctx": 0}, ["options.num_ctx", "positive"]),
+        ({"num_ctx": -1}, ["options.num_ctx"]),
+        ({"num_ctx": "all"}, ["options.num_ctx"]),
         ({"temprature": 1}, ["options.temprature", "did you mean temperature"]),
         ({"top_k": "many"}, ["options.top_k", '"many"']),
         ({"top_k": 1.5}, ["options.top_k"]),

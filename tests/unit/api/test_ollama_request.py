@@ -96,11 +96,21 @@ def test_whether_a_model_has_a_chat_template_is_the_engines_to_say() -> None:
     assert isinstance(prompt_of(chat(hello=BARE, messages=[USER])), ChatPrompt)
 
 
-def test_think_false_is_told_to_the_template() -> None:
-    prompt = prompt_of(chat(messages=[USER], think=False))
+@pytest.mark.parametrize("think", [False, None])
+def test_think_false_is_told_to_a_template_that_asks(think: bool | None) -> None:
+    hello = msgspec.structs.replace(HELLO, chat_template="{% if enable_thinking %}{% endif %}")
 
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.template_values == {"enable_thinking": False}
+    prompts = [
+        prompt_of(chat(hello=hello, messages=[USER], think=think)),
+        prompt_of(generate(hello=hello, prompt="hi", think=think)),
+    ]
+
+    values: dict[str, object] = {"enable_thinking": False} if think is False else {}
+    assert prompts == [ChatPrompt([ChatMessage("user", "hi")], values)] * 2
+
+
+def test_think_false_is_not_told_to_a_template_that_knows_nothing_of_it() -> None:
+    assert prompt_of(chat(messages=[USER], think=False)) == ChatPrompt([ChatMessage("user", "hi")])
 
 
 def test_answers_are_streamed_unless_asked_otherwise() -> None:
@@ -140,7 +150,7 @@ def test_a_duration_that_is_none_is_refused(keep_alive: object) -> None:
 
 def test_options_that_cannot_work_are_told_when_the_model_is_loaded() -> None:
     with pytest.raises(Problem, match="num_ctx"):
-        generate(options={"num_ctx": 1 << 20})
+        generate(options={"num_ctx": 0})
 
 
 @pytest.mark.parametrize("fields", [{"prompt": "hi"}, {}])

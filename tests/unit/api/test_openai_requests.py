@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.api.openai_requests import MAX_PROMPTS, MAX_TEMPLATE_DEPTH
+from kvtier.api.openai_requests import MAX_ANSWERS, MAX_PROMPTS, MAX_TEMPLATE_DEPTH
 from kvtier.engine.messages import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from kvtier.engine.sampling_params import SamplingParams
 from tests.unit.api.fake_engine import FakeEngine, config_of, fake_engine, http_client, running
@@ -88,6 +88,7 @@ SAMPLING: list[tuple[Document, Document]] = [
     ({"ignore_eos": True}, {"ignore_eos": True}),
     ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
     ({"user": "somebody", "logit_bias": {}, "stream": False}, {}),
+    ({"prompt_cache_key": "a", "safety_identifier": "b", "metadata": {"a": "b"}}, {}),
     ({"stream": True}, {}),
     ({"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, {}),
 ]
@@ -110,6 +111,8 @@ CHAT_FIELDS: list[tuple[Document, Document]] = [
     ({"logprobs": True}, {"logprobs": 0}),
     ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
     ({"logprobs": False}, {}),
+    ({"top_logprobs": 0}, {}),
+    ({"logprobs": False, "top_logprobs": 0}, {}),
     ({"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": [], "function_call": "auto"}, {}),
     ({"response_format": {"type": "text"}, "modalities": ["text"], "store": False, "metadata": {}}, {}),
     ({"service_tier": "auto", "verbosity": "medium", "audio": None, "prediction": None}, {}),
@@ -182,6 +185,10 @@ WRONG: list[tuple[Document, str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 1}, "cache_salt"),
     ({"user": 1}, "user"),
+    ({"prompt_cache_key": 1}, "prompt_cache_key"),
+    ({"safety_identifier": ["a"]}, "safety_identifier"),
+    ({"metadata": "a"}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata"),
     ({"logit_bias": {"50256": -100}}, "logit_bias"),
     ({"temprature": 1}, "temprature"),
     ({"guided_json": {}}, "guided_json"),
@@ -218,7 +225,6 @@ WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"store": True}, "store"),
     ({"store": 0}, "store"),
-    ({"metadata": {"a": "b"}}, "metadata"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
@@ -283,6 +289,7 @@ WRONG_IN_COMPLETIONS: list[tuple[Document, str]] = [
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, "prompt"),
+    ({"prompt": ["x"] * (MAX_ANSWERS // 4 + 1), "n": 4}, "n"),
 ]
 
 
