@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from examples.use_remote_KV_cache.asking import Refused
+from examples.use_remote_KV_cache.command import run_command
 from examples.use_remote_KV_cache.make_dummy_inputs import make_document
 from examples.use_remote_KV_cache.make_model import make_model
 from examples.use_remote_KV_cache.speed_test import chart, figures_of, tell_story
@@ -56,7 +57,7 @@ def main() -> int:
                 answers = tell_story(
                     file, url=f"http://127.0.0.1:{openai}", model="small-model", document=document, log=log
                 )
-        except (Refused, OSError, RuntimeError, TimeoutError) as error:
+        except (Refused, OSError, RuntimeError) as error:
             lines = log_file.read_text().splitlines()[-_LOG_LINES:]
             print("\n".join([*lines, f"error: {error}"]), file=sys.stderr)
             return 1
@@ -83,4 +84,4 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

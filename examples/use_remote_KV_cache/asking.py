@@ -35,7 +35,10 @@ class Refused(Exception):
 
 
 def ask(url: str, model: str, document: str, *, question: str = "What is this about?", max_tokens: int = 8) -> Answer:
-    """Send a document with a question, greedily answered."""
+    """Send a document with a question, greedily answered.
+
+    Raises `Refused` when the answer is an error or breaks off, `ConnectionError` when nobody listens.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": f"{document}\n\n{question}"}],
@@ -50,13 +53,25 @@ def ask(url: str, model: str, document: str, *, question: str = "What is this ab
     data = json.dumps(body).encode()
     started_at = time.perf_counter()
     try:
+        _connect(connection, url)
         connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             raise Refused(f"{response.status}: {response.read().decode(errors='replace')}")
         return _read(response, started_at)
+    except http.client.HTTPException as error:
+        raise Refused(f"{url} did not answer to the end: {error!r}") from error
     finally:
         connection.close()
+
+
+def _connect(connection: http.client.HTTPConnection, url: str) -> None:
+    try:
+        connection.connect()
+    except OSError as error:
+        raise ConnectionError(
+            f"{url} cannot be reached ({error.strerror or error}): is the deployment running? kvtier serve deploy.yml"
+        ) from error
 
 
 def _read(response: http.client.HTTPResponse, started_at: float) -> Answer:
@@ -90,7 +105,7 @@ def ready_since(url: str) -> dict[str, float] | None:
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
             document = json.load(response)
-    except (urllib.error.URLError, OSError, ValueError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return None
     return {
         engine: float(state["since"]) for engines in document["models"].values() for engine, state in engines.items()

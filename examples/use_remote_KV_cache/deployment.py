@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
+from urllib.parse import urlsplit
 
 from examples.use_remote_KV_cache.asking import DEFAULT_URL, ready_since
 
 _LOOK_S = 0.05
+_CONNECT_S = 5.0
+_READY_S = 600.0
 _STOP_S = 120.0
 
 
 class Deployment:
     """Ready when entered; stopped, with everything it started, when left. Its log goes to `log`."""
 
-    def __init__(self, file: Path, *, url: str = DEFAULT_URL, log: IO[str] | None = None) -> None:
+    def __init__(
+        self, file: Path, *, url: str = DEFAULT_URL, log: IO[str] | None = None, ready_s: float = _READY_S
+    ) -> None:
         self._file = file
         self._url = url
         self._log = log
+        self._ready_s = ready_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -35,10 +46,11 @@ class Deployment:
         self.stop()
 
     def start(self) -> None:
-        """Raises `RuntimeError` when it cannot start; why is in its log."""
-        output = self._log if self._log is not None else None
+        """Raises `RuntimeError` when it cannot start, and why is in its log; `TimeoutError` when it is never ready."""
+        if _is_answered(self._url):
+            raise RuntimeError(f"somebody else answers at {self._url} already: stop that, or use another port")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier", "serve", str(self._file)], stdout=output, stderr=output
+            [sys.executable, "-m", "kvtier", "serve", str(self._file)], stdout=self._log, stderr=self._log
         )
         self._wait(after=0.0)
 
@@ -65,10 +77,23 @@ class Deployment:
 
     def _wait(self, *, after: float) -> None:
         assert self._process is not None
-        while True:
+        deadline = time.monotonic() + self._ready_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"kvtier serve {self._file} ended with status {self._process.returncode}")
             since = ready_since(self._url)
             if since and min(since.values()) > after:
                 return
-            if self._process.poll() is not None:
-                raise RuntimeError(f"kvtier serve ended with status {self._process.returncode}")
             time.sleep(_LOOK_S)
+        raise TimeoutError(
+            f"{self._url} is not ready after {self._ready_s:g} s: is that where {self._file} serves the OpenAI API?"
+        )
+
+
+def _is_answered(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True

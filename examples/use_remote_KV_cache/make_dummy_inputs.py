@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 
+from examples.use_remote_KV_cache.command import run_command
 from kvtier.models.hub import find_model_folder
 from kvtier.models.tokenizer import Tokenizer
 
@@ -36,7 +38,7 @@ def _sentences(dice: random.Random, num_words: int) -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a hub name: its tokenizer counts")
     parser.add_argument("--length", type=int, default=100_000, help="tokens, about")
@@ -49,7 +51,8 @@ def main() -> None:
     arguments.filename.write_text(document, encoding="utf-8")
     count = len(tokenizer.encode(document, add_special_tokens=False))
     print(f"{arguments.filename}: {count} tokens, {len(document)} characters")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

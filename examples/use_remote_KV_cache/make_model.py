@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from benchmarks.model_configs import MODEL_CONFIGS
 from examples.use_remote_KV_cache.ascii_tokenizer import VOCAB_SIZE, make_ascii_tokenizer
+from examples.use_remote_KV_cache.command import run_command
 
 SHAPES: dict[str, dict[str, object]] = {
     "small": {
@@ -45,7 +47,7 @@ def make_model(folder: Path, shape: str) -> None:
     make_ascii_tokenizer(max_tokens).save_pretrained(folder)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--folder", type=Path, required=True)
@@ -54,7 +56,8 @@ def main() -> None:
         parser.error(f"{arguments.folder} exists already")
     make_model(arguments.folder, arguments.shape)
     print(f"{arguments.folder}: the shape of {arguments.shape}, for load_format: dummy")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 
 from benchmarks.harness import Result
-from examples.use_remote_KV_cache.asking import DEFAULT_URL, Answer, Refused, ask
+from examples.use_remote_KV_cache.asking import DEFAULT_URL, Answer, ask
+from examples.use_remote_KV_cache.command import base_url, run_command
 from examples.use_remote_KV_cache.deployment import Deployment
 
 _BAR_CHARACTERS = 40
@@ -75,31 +77,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="as the deployment calls it")
     parser.add_argument("--filename", type=Path, default=Path("dummy.txt"))
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")
+    parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")
     parser.add_argument("--deploy", type=Path, help="start, restart and stop this deployment")
     parser.add_argument("--log", type=Path, help="a file for the deployment's log [the terminal]")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     arguments = parser.parse_args()
-    try:
-        document = arguments.filename.read_text(encoding="utf-8")
-    except OSError as error:
-        parser.error(f"cannot read {arguments.filename}: {error.strerror}")
-    try:
-        if arguments.deploy is None:
-            answers = {"TTFT": ask(arguments.url, arguments.model, document)}
-            _say("TTFT", answers["TTFT"], answers["TTFT"])
-            figures: dict[str, float] = {}
-        else:
-            log = arguments.log.open("w") if arguments.log else None
+    document = arguments.filename.read_text(encoding="utf-8")
+    if arguments.deploy is None:
+        answers = {"TTFT": ask(arguments.url, arguments.model, document)}
+        _say("TTFT", answers["TTFT"], answers["TTFT"])
+        figures: dict[str, float] = {}
+    else:
+        with arguments.log.open("w") if arguments.log else nullcontext() as log:
             answers = tell_story(arguments.deploy, url=arguments.url, model=arguments.model, document=document, log=log)
-            figures = figures_of(answers)
-            print(f"\n{chart(answers)}")
-            if len({answer.text for answer in answers.values()}) != 1:
-                print("the answers differ: this is a bug", file=sys.stderr)
-                return 1
-    except (Refused, OSError, RuntimeError, TimeoutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        figures = figures_of(answers)
+        print(f"\n{chart(answers)}")
+        if len({answer.text for answer in answers.values()}) != 1:
+            print("the answers differ: this is a bug", file=sys.stderr)
+            return 1
     rows: list[dict[str, object]] = [
         {"what": what, "ttft_s": one.ttft_s, "prompt_tokens": one.prompt_tokens, "cached": one.cached}
         for what, one in answers.items()
@@ -111,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -14,9 +14,13 @@ from pathlib import Path
 
 from benchmarks.harness import Result
 from examples.use_remote_KV_cache.asking import DEFAULT_URL, Answer, Refused, ask
+from examples.use_remote_KV_cache.command import base_url, run_command
 
 _SHADES = "▁▂▃▄▅▆▇█"
 _TITLE_CHARACTERS = 64
+_SAMPLE_CHARACTERS = 8000
+_SHARE = 0.9
+"""Of the tokens that are asked for: a text with fewer is too short. What is estimated is not exact."""
 
 
 def run(url: str, model: str, documents: list[str]) -> list[list[Answer]]:
@@ -58,6 +62,22 @@ def by_source(rows: list[list[Answer]]) -> str:
     )
 
 
+def cut(text: str, num_tokens: int, *, url: str, model: str) -> str:
+    """The first tokens of `text`, about so many; how long they are is found out by asking about a sample of it.
+
+    Raises `Refused` when it has fewer.
+    """
+    sample = text[:_SAMPLE_CHARACTERS]
+    sample_tokens = ask(url, model, sample, max_tokens=1).prompt_tokens
+    if not sample_tokens:
+        raise Refused(f"{url} does not say how many tokens a prompt has")
+    characters_per_token = max(1, len(sample)) / sample_tokens
+    there = round(len(text) / characters_per_token)
+    if there < _SHARE * num_tokens:
+        raise Refused(f"the document has about {there} tokens: make a longer one with make_dummy_inputs")
+    return text[: round(num_tokens * characters_per_token)]
+
+
 def make_documents(text: str, count: int) -> list[str]:
     """As long as `text`, and different from the first token on."""
     titles = [f"Document {number}. ".ljust(_TITLE_CHARACTERS, "*") for number in range(1, count + 1)]
@@ -67,23 +87,20 @@ def make_documents(text: str, count: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="as the deployment calls it")
-    parser.add_argument("--length", type=int, help="cut the document to about so many tokens, as it has characters")
+    parser.add_argument("--length", type=int, help="cut the document to about so many tokens [all of it]")
     parser.add_argument("--filename", type=Path, default=Path("dummy.txt"))
     parser.add_argument("--n", type=int, default=6, help="documents")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")
+    parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")
     parser.add_argument("--json", metavar="FILE", help="write the triangle there")
     arguments = parser.parse_args()
     if arguments.n <= 0:
         parser.error(f"--n must be positive, not {arguments.n}")
-    try:
-        text = arguments.filename.read_text(encoding="utf-8")
-    except OSError as error:
-        parser.error(f"cannot read {arguments.filename}: {error.strerror}")
-    try:
-        rows = run(arguments.url, arguments.model, make_documents(text, arguments.n))
-    except (Refused, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if arguments.length is not None and arguments.length <= 0:
+        parser.error(f"--length must be positive, not {arguments.length}")
+    text = arguments.filename.read_text(encoding="utf-8")
+    if arguments.length is not None:
+        text = cut(text, arguments.length, url=arguments.url, model=arguments.model)
+    rows = run(arguments.url, arguments.model, make_documents(text, arguments.n))
     print(f"\n{plot(rows)}\n\n{by_source(rows)}")
     cells: list[dict[str, object]] = [
         {"round": number, "document": place, "ttft_s": one.ttft_s, "cached": one.cached, "request_id": one.request_id}
@@ -96,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

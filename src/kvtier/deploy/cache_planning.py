@@ -6,12 +6,14 @@ from pathlib import Path
 
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.named_file import read_secret, require_file
-from kvtier.deploy.native import CacheSection, Deployment
+from kvtier.deploy.native import CacheSection, Deployment, check_host
 from kvtier.deploy.origin import Origin
 from kvtier.deploy.plan import CachePart
 from kvtier.deploy.runtime_names import RuntimeNames, unix_address
 from kvtier.deploy.yaml_file import Location
 from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
+from kvtier.stores.folder import MIN_FILE_BYTES
 from kvtier.transport.address import TcpAddress, parse_host_port
 
 
@@ -30,6 +32,9 @@ def plan_caches(deployment: Deployment, origin: Origin, names: RuntimeNames) -> 
 
 def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: RuntimeNames) -> CachePart:
     name = names.take(cache.name)
+    if cache.disk and cache.disk < MIN_FILE_BYTES:
+        least, given = format_size(MIN_FILE_BYTES), format_size(cache.disk)
+        raise origin.wrong(place, f"disk must be at least {least}, not {given}", about="disk")
     token = read_secret(origin, place, "token_file", cache.token_file)
     for field in ("tls_cert", "tls_key"):
         require_file(origin, place, field, getattr(cache, field))
@@ -67,10 +72,14 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
 
 
 def _host_port(text: str | None, field: str, place: Location, origin: Origin) -> TcpAddress | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else parse_host_port(text)
+        address = parse_host_port(text)
+        check_host(address.host)
     except ConfigError as error:
         raise origin.wrong(place, f"{field}: {error}", about=field) from error
+    return address
 
 
 def _check_apart(part: CachePart, other: CachePart, place: Location, origin: Origin) -> None:

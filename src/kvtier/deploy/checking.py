@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ def check_plan(plan: Plan, machine: Machine, runtime_folder: Path) -> Report:
         engines.append(_engine_use(part, facts, machine))
         if facts is not None:
             problems += _problems_of_blocks(part, facts)
+            problems += _problems_of_length(part, facts)
     caches = [_cache_use(part, machine) for part in plan.caches]
     host_bytes = sum(use.memory_bytes for use in caches) + sum(_host_bytes(engine) for engine in engines)
     if host_bytes > machine.memory_bytes:
@@ -89,6 +91,8 @@ def check_plan(plan: Plan, machine: Machine, runtime_folder: Path) -> Report:
     for cache in plan.caches:
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
         problems += _problems_of_socket(cache, runtime_folder)
+        problems += _problems_of_neighbours(cache, plan)
+        problems += _problems_of_tls(cache)
     problems += _problems_of_ports(plan, machine)
     return Report(
         caches=tuple(caches),
@@ -168,6 +172,12 @@ def _problems_of_blocks(part: EnginePart, facts: ModelFacts) -> Iterator[str]:
             f"{part.name}: kv_cache_space {format_size(engine.kv_cache_space)} holds fewer than two blocks "
             f"of {format_size(block_bytes)}"
         )
+
+
+def _problems_of_length(part: EnginePart, facts: ModelFacts) -> Iterator[str]:
+    wanted = part.engine.max_model_len
+    if wanted is not None and wanted > facts.max_positions:
+        yield f"{part.name}: max_model_len {wanted} is more than the {facts.max_positions} that the model can do"
 
 
 def _problems_of_devices(engines: list[EngineUse], plan: Plan, machine: Machine) -> Iterator[str]:
@@ -250,6 +260,27 @@ def _problems_of_socket(part: CachePart, runtime_folder: Path) -> Iterator[str]:
             yield f"the socket {socket} of {part.name} cannot be made: its folder cannot be written"
         elif socket.exists() and not socket.is_socket():
             yield f"the socket {socket} of {part.name} cannot be made: there is a file of that name"
+
+
+def _problems_of_neighbours(part: CachePart, plan: Plan) -> Iterator[str]:
+    folder = part.server.folder
+    for model in dict.fromkeys(engine.engine.model for engine in plan.engines):
+        if folder is not None and Path(model).is_dir() and folder.resolve().is_relative_to(Path(model).resolve()):
+            yield f"the folder {folder} of {part.name} is in that of the model {model}: give it one of its own"
+
+
+def _problems_of_tls(part: CachePart) -> Iterator[str]:
+    certificate, key = part.server.tls_certificate, part.server.tls_key
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        is_other_key = error.reason == "KEY_VALUES_MISMATCH"
+        reason = "the key is another one's" if is_other_key else "both must be PEM, the key without a password"
+        yield f"tls_cert {certificate} and tls_key {key} of {part.name} cannot be used: {reason}"
+    except OSError as error:
+        yield f"tls_cert {certificate} and tls_key {key} of {part.name} cannot be read: {error.strerror}"
 
 
 def _problems_of_ports(plan: Plan, machine: Machine) -> Iterator[str]:

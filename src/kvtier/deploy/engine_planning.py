@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.deploy.form import absolute
 from kvtier.deploy.named_file import read_secret, require_file
 from kvtier.deploy.native import Deployment, EngineOptions, ModelSection
 from kvtier.deploy.origin import Origin
@@ -61,7 +62,7 @@ def _find_model(model: str, origin: Origin, place: Location) -> str:
         raise origin.wrong(place, f"{model} has no folder behind its ~", about="model") from error
     for folder in (origin.file.path.parent / given, given):
         if model.strip() and folder.is_dir():
-            return str(folder.absolute())
+            return str(absolute(folder))
     if not _HUB_NAME.fullmatch(model):
         raise origin.wrong(
             place, f"there is no model folder {model!r}, and a name on the hub is owner/name", about="model"

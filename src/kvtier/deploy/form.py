@@ -7,6 +7,7 @@ file and told together; what a Struct's own checks refuse is told for the first 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ _Form = TypeVar("_Form", bound=msgspec.Struct)
 _CONVERT_PATH = re.compile(r"(?s)(.*) - at `\$(.*)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _WORD = re.compile(r"[a-z][a-z_\-]*[a-z]")
+_EXPONENT_FORM = re.compile(r"([+-]?\d+)(?:\.(\d*))?[eE]([+-]?)(\d+)")
 _INFINITE = 1e300
 _SECRETS = ("key",)
 """Fields whose values are not repeated in a sentence."""
@@ -78,6 +80,13 @@ def unknown(name: str, allowed: Iterable[str]) -> str:
     return f"{name} is unknown; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(names)}"
 
 
+def absolute(path: Path) -> Path:
+    """Absolute and without `..`; of links, only those before one are followed, so that it means the same place."""
+    parts = path.absolute().parts
+    num_before = len(parts) - parts[::-1].index("..") if ".." in parts else 0
+    return Path(os.path.realpath(Path(*parts[:num_before])) if num_before else "", *parts[num_before:])
+
+
 def type_in_words(kind: inspect.Type) -> str:
     """What a field takes, for people."""
     match kind:
@@ -115,7 +124,7 @@ def _problems(value: object, kind: inspect.Type, location: Location) -> Iterator
         case inspect.UnionType(types=types):
             yield from _problems_of_union(value, types, location)
         case _ if not _fits(value, kind):
-            yield _Problem(location, _wrong(value, type_in_words(kind), location), is_about_type=True)
+            yield _Problem(location, _wrong(value, kind, location), is_about_type=True)
 
 
 def _problems_of_mapping(
@@ -142,8 +151,7 @@ def _problems_of_union(value: object, kinds: tuple[inspect.Type, ...], location:
     if inside:
         yield from inside[0]
     else:
-        expected = type_in_words(inspect.UnionType(kinds))
-        yield _Problem(location, _wrong(value, expected, location), is_about_type=True)
+        yield _Problem(location, _wrong(value, inspect.UnionType(kinds), location), is_about_type=True)
 
 
 def _fits(value: object, kind: inspect.Type) -> bool:
@@ -171,11 +179,23 @@ def _fits(value: object, kind: inspect.Type) -> bool:
     return isinstance(kind, (inspect.AnyType, inspect.CustomType))
 
 
-def _wrong(value: object, expected: str, location: Location) -> str:
-    name = dotted(location) or "the file"
+def _wrong(value: object, kind: inspect.Type, location: Location) -> str:
+    name, expected = dotted(location) or "the file", type_in_words(kind)
     if location and location[-1] in _SECRETS and value is not None:
         return f"{name} must be {expected}"
-    return f"{name} must be {expected}, not {_in_words(value)}"
+    return f"{name} must be {expected}, not {_in_words(value)}{_hint(value, kind)}"
+
+
+def _hint(value: object, kind: inspect.Type) -> str:
+    """YAML 1.1 takes `1e18` for text."""
+    found = _EXPONENT_FORM.fullmatch(value) if isinstance(value, str) else None
+    if not found:
+        return ""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if any(isinstance(one, inspect.FloatType) or getattr(one, "cls", None) is Size for one in kinds):
+        whole, fraction, sign, exponent = found.groups()
+        return f", which is text in YAML: write {whole}.{fraction or 0}e{sign or '+'}{exponent}"
+    return ", which is text in YAML: write all digits" if any(isinstance(one, inspect.IntType) for one in kinds) else ""
 
 
 def _in_words(value: object) -> str:
@@ -193,7 +213,7 @@ def _in_words(value: object) -> str:
 
 def _read_path(file: YamlFile, text: str) -> Path:
     try:
-        return (file.path.parent / Path(text).expanduser()).absolute()
+        return absolute(file.path.parent / Path(text).expanduser())
     except RuntimeError as error:
         raise ConfigError(f"{text} has no folder behind its ~") from error
 

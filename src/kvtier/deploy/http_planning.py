@@ -6,7 +6,7 @@ from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfi
 from kvtier.deploy.engine_planning import PlannedModel
 from kvtier.deploy.form import read_form
 from kvtier.deploy.named_file import read_secret
-from kvtier.deploy.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection
+from kvtier.deploy.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection, check_host
 from kvtier.deploy.origin import Origin
 from kvtier.deploy.plan import HttpPart, Listener
 from kvtier.deploy.yaml_file import Location
@@ -86,6 +86,7 @@ def _place_to_listen(
     if isinstance(given, str):
         try:
             address = parse_host_port(given)
+            check_host(address.host)
         except ConfigError as error:
             raise origin.wrong(origin.http, f"{name}: {error}", about=name) from error
         return address.host, address.port

@@ -24,6 +24,7 @@ class ModelFacts:
     architecture: str
     weights_bytes: int
     kv_token_bytes: int
+    max_positions: int
     note: str
 
 
@@ -43,6 +44,7 @@ def read_model_facts(engine: EngineConfig) -> ModelFacts | None:
         architecture=config.architecture,
         weights_bytes=stored_bytes if is_as_stored else _computed_bytes(config, dtype, engine.quantization == "fp8"),
         kv_token_bytes=config.kv_layout(1, dtype).block_bytes,
+        max_positions=config.max_position_embeddings,
         note=_tokenizer_note(folder),
     )
 

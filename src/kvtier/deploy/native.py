@@ -23,7 +23,14 @@ DEFAULT_OPENAI_PORT = 8080
 DEFAULT_OLLAMA_PORT = 11434
 DEFAULT_CACHE_BYTES = Size(4 << 30)
 _MAX_PORT = 65535
+_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def check_host(host: str) -> None:
+    """Raises `ConfigError` for what can be neither an address nor a name."""
+    if not _HOST.fullmatch(host):
+        raise ConfigError(f"host must be an address or a name, and 0.0.0.0 for all, not {host!r}")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -216,8 +223,7 @@ class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds that requests under way have when the deployment is stopped."""
 
     def __post_init__(self) -> None:
-        if not self.host.strip():
-            raise ConfigError("host must not be empty")
+        check_host(self.host)
         if not self.is_served(self.openai) and not self.is_served(self.ollama):
             raise ConfigError("neither API is served: give openai or ollama a port")
         for name in ("openai", "ollama"):

@@ -130,6 +130,16 @@ def test_a_folder_without_a_model_is_a_problem(deploy: Deploy, here: Path) -> No
             "tiny: swap_space 4KiB holds no block of 8KiB",
         ),
         (
+            "[{model: TINY, max_model_len: 1000000}]",
+            {},
+            "tiny: max_model_len 1000000 is more than the 512 that the model can do",
+        ),
+        (
+            "[{model: TINY}]\ncache: {memory: 1MiB, disk: 1GiB, folder: TINY/../tiny/kv}",
+            {},
+            "the folder TINY/kv of cache is in that of the model TINY: give it one of its own",
+        ),
+        (
             "[{model: TINY, kv_cache_space: 8KiB}]",
             {},
             "tiny: kv_cache_space 8KiB holds fewer than two blocks of 8KiB",
@@ -171,7 +181,21 @@ def test_what_keeps_it_from_starting_is_one_sentence(
 ) -> None:
     report = check_plan(deploy("models: " + text.replace("TINY", str(tiny))), machine(**changes), RUNTIME)
 
-    assert report.problems == (problem.replace("HERE", str(here)),)
+    assert report.problems == (problem.replace("HERE", str(here)).replace("TINY", str(tiny)),)
+
+
+def test_certificates_that_are_none_are_a_problem(deploy: Deploy, here: Path, tiny: Path) -> None:
+    (here / "cert").write_text("not PEM")
+    (here / "token").write_text("a long secret")
+    plan = deploy(
+        f"models: [{{model: {tiny}}}]\n"
+        "cache: {memory: 1MiB, tcp: '127.0.0.1:0', token_file: token, tls_cert: cert, tls_key: cert}"
+    )
+
+    assert check_plan(plan, machine(), RUNTIME).problems == (
+        f"tls_cert {here}/cert and tls_key {here}/cert of cache cannot be used: "
+        "both must be PEM, the key without a password",
+    )
 
 
 def test_shares_of_one_device_may_add_up_to_all_of_it(deploy: Deploy, tiny: Path) -> None:

@@ -203,6 +203,16 @@ class TestModels:
         assert plan.http.api.models[0].names == ("tiny", "./models/tiny")
         assert plan.engines[0].served_as == "tiny"
 
+    def test_a_path_goes_up_from_where_a_link_leads_and_ends_as_it_is_called(self, deploy: Deploy, here: Path) -> None:
+        (here / "far" / "models" / "0123").mkdir(parents=True)
+        (here / "far" / "models" / "nice").symlink_to(here / "far" / "models" / "0123")
+        (here / "near").symlink_to(here / "far" / "models")
+
+        (engine,) = deploy("models: [{model: near/../models/nice}]").engines
+
+        assert engine.engine.model == f"{here}/far/models/nice"
+        assert engine.served_as == "nice"
+
     def test_home_is_known(self, deploy: Deploy, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(here))
         (here / "tiny").mkdir()
@@ -334,7 +344,7 @@ class TestCaches:
             ("  - {memory: 1MiB}\n  - memory: 1MiB\n", "4: two caches are called 'cache': give each a name of its own"),
             (
                 "  - {name: a, folder: kv, disk: 1}\n  - name: b\n    disk: 1\n    folder: ./x/../kv\n",
-                "6: {here}/x/../kv is the folder of the cache a already",
+                "6: {here}/kv is the folder of the cache a already",
             ),
             (
                 "  - {name: a, socket: a.sock}\n  - name: b\n    socket: ./a.sock\n",
