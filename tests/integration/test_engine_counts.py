@@ -177,3 +177,15 @@ def test_a_registry_can_be_given_and_keeps_no_engine_alive(folder: Path) -> None
         assert gone() is None, "its memory comes back at once"
     finally:
         gc.enable()
+
+
+def test_how_the_makers_want_it_sampled_is_told_as_far_as_it_can_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "qwen2", num_layers=1)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 1.7, "eos_token_id": 256}')
+    with open_llm(tmp_path) as llm:
+        hello = hello_of(llm.engine, name="one", model="tiny", started_at=0.0)
+
+    assert hello.default_options == {"temperature": 0.7}
+    assert "top_p must be" in caplog.text

@@ -30,6 +30,12 @@ class ServedModel:
     default_options: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def options(self) -> dict[str, object]:
+        """For fields that a request does not give: what the deployment says, else what the model's makers say."""
+        hello = self.hello
+        return {**({} if hello is None else hello.default_options), **self.default_options}
+
+    @property
     def name(self) -> str:
         return self.names[0]
 

@@ -32,7 +32,7 @@ def running(service: Service) -> dict[str, object]:
 
 def description(model: ServedModel, hello: Hello) -> dict[str, object]:
     family = _family(hello)
-    parameters = _parameters(model.default_options)
+    parameters = _parameters(model.options)
     return {
         "modelfile": _modelfile(hello, parameters),
         "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),

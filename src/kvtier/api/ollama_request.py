@@ -140,7 +140,7 @@ class _Rest:
         return {_THINKING: False} if self.is_thinking_off and _THINKING in hello.chat_template else {}
 
     def _params(self) -> SamplingParams:
-        return sampling_params(self.options, self.model.default_options, logprobs=self.logprobs)
+        return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
 
 
 def _read_rest(fields: Fields, engines: Engines, kind: Kind) -> _Rest:

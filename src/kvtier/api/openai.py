@@ -135,7 +135,7 @@ class _OpenAi:
         fields = await read_fields(request, self._service.config.max_body_bytes)
         name = fields.needed_text("model")
         model = self._service.engines.find(name)
-        asked = kind.read(fields, model.default_options)
+        asked = kind.read(fields, model.options)
         job = _Job(request.state.id, tenant, name, model, asked, kind)
         if not asked.is_streamed:
             return _json(await while_connected(request, self._whole(job)), job.id)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from pathlib import Path
 
+import msgspec
 import torch
 
 from kvtier.engine.engine import Engine
 from kvtier.engine.messages import Hello
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.models.generation_defaults import read_generation_defaults
 from kvtier.models.model import Model
 from kvtier.models.slot import SlotKind
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS_PER_ELEMENT = {SlotKind.WEIGHT: 1, SlotKind.BIAS: 1, SlotKind.NORM: 1, SlotKind.PACKED: 8}
 
@@ -35,7 +42,20 @@ def hello_of(engine: Engine, *, name: str, model: str, started_at: float) -> Hel
         has_tokenizer=tokenizer is not None and not tokenizer.is_absent,
         chat_template="" if tokenizer is None else tokenizer.chat_template,
         started_at=started_at,
+        default_options=_default_options(loaded.folder),
     )
+
+
+def _default_options(folder: Path | None) -> dict[str, float | int]:
+    """Those that can be used."""
+    options = read_generation_defaults(folder)
+    for name, value in list(options.items()):
+        try:
+            msgspec.convert({name: value}, SamplingParams)
+        except msgspec.ValidationError as error:
+            logger.warning("the model's generation config is passed over in part: %s", error)
+            del options[name]
+    return options
 
 
 def count_parameters(model: Model) -> int:

@@ -90,6 +90,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     """What runs here, as people are told it.
 
     `weights_bytes` and `kv_bytes` are on the device, `namespace` is in hex; what a model lacks is empty.
+    `default_options` is how its makers want it sampled, by the names of `SamplingParams`.
     """
 
     engine: str
@@ -109,6 +110,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     has_tokenizer: bool
     chat_template: str
     started_at: float
+    default_options: dict[str, float | int] = {}
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
