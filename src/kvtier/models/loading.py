@@ -94,10 +94,6 @@ def load_model(
     else:
         folder = find_model_folder(model, revision=revision, cache_dir=cache_dir, has_weights=not is_dummy)
         config = read_config(folder)
-    if (max_model_len or 0) > config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, but the model has {config.max_position_embeddings} positions"
-        )
     dtype_name = config.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
     if dtype_name not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(COMPUTE_DTYPES)}, not {dtype}")
@@ -112,6 +108,10 @@ def load_model(
             max_positions=max_model_len or config.max_position_embeddings,
         )
     )
+    if (max_model_len or 0) > config.max_position_embeddings:  # the model knew nothing worse of it
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model has {config.max_position_embeddings} positions"
+        )
     if checkpoint is None:
         fill_with_dummy_weights(network, dtype=torch_dtype, device=torch_device, seed=seed)
         identity = dummy_identity(config, dtype=torch_dtype, device=torch_device, seed=seed)
