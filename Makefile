@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_TESTS := tests/compat/vllm
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test check soak peers bench clean
+.PHONY: demo test test-vllm check soak peers bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
 test: check
 	$(BIN)/python -m pytest -m "not soak"
+
+# vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini $(VLLM_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -41,5 +48,13 @@ $(STAMP): pyproject.toml constraints.txt
 	    --group test --group check --group bench -e ".[engine,server,terminal,testing]"
 	@touch $(STAMP)
 
+$(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt
+	@echo "== creating $(VLLM_VENV) and installing vLLM (about two minutes)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --progress-bar on --no-deps -r $(VLLM_TESTS)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

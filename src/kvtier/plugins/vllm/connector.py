@@ -1,0 +1,162 @@
+"""`KvtierConnector`: what vLLM calls, handed on to the side that this object is for.
+
+Where an engine's KV cannot be kept (hybrid models, packed KV), the connector says so once and does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.forward_context import ForwardContext
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvtier.client.client import SingleClient
+from kvtier.client.connecting import connect
+from kvtier.plugins.vllm.identity import Identity, identity_of, why_not
+from kvtier.plugins.vllm.plan import StepPlan
+from kvtier.plugins.vllm.scheduling import SchedulerSide
+from kvtier.plugins.vllm.settings import ConnectorSettings, read_settings
+from kvtier.plugins.vllm.working import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV that outlives vLLM's own cache: in a kvtier cache server of this host, or over TCP."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises `ConfigError` with one sentence for settings that cannot work."""
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        settings = read_settings(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        reason = why_not(vllm_config, kv_cache_config)
+        if reason is not None:
+            logger.warning("kvtier keeps nothing of this model: %s", reason)
+            return
+        identity = identity_of(vllm_config, kv_cache_config, settings.salt)
+        client = _connect(settings, identity)
+        if role is KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kvtier: set kv_load_failure_policy to recompute: with %r a block that is lost fails its request",
+                    transfer.kv_load_failure_policy,
+                )
+            self._scheduler = SchedulerSide(client, identity, settings)
+        else:
+            num_ranks = vllm_config.parallel_config.tensor_parallel_size
+            rank = get_tensor_model_parallel_rank() if num_ranks > 1 else 0
+            self._worker = WorkerSide(client, identity, rank, num_ranks)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.note_allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return {} if self._scheduler is None else self._scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return StepPlan() if self._scheduler is None else self._scheduler.plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.note_transfers(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler is not None and self._scheduler.finish(request), None
+
+    # --- worker ------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
+            self._worker.wait_for(kv_connector_metadata.preempted)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled when all of its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults() if self._worker is None else self._worker.results(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_bad_pages()
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+        self._scheduler = self._worker = None
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+
+def _connect(settings: ConnectorSettings, identity: Identity) -> SingleClient:
+    return connect(
+        settings.server,
+        layout=identity.layout,
+        namespace=identity.fields,
+        name=identity.name,
+        token=settings.token(),
+        ca_file=settings.ca_file,
+        timeout_s=settings.timeout_s,
+        must_answer=False,
+    )

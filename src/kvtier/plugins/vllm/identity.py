@@ -1,0 +1,129 @@
+"""Whose blocks a vLLM engine's are: the same as those of kvtier's own engine for the same checkpoint, where it has one.
+
+Everything comes from the model's folder and vLLM's resolved settings, never from vLLM's own hashes, which depend on its
+version and settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.blocks.weights import weights_identity_of_folder
+from kvtier.errors import ConfigError
+from kvtier.models.config import read_config
+
+BLOCK_TOKENS = 16
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`layout` is that of whole blocks; the heads of this rank begin at `first_head` of them."""
+
+    layout: KvLayout
+    fields: NamespaceFields
+    layer_names: tuple[str, ...]
+    page_tokens: int
+    name: str
+
+
+def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why nothing of this engine can be kept; None when it can."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"it has {len(groups)} groups of KV cache, and only models with one are cached"
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        return f"its KV cache is a {type(spec).__name__} that is not plain full attention"
+    if spec.head_size_v != spec.head_size or str(spec.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        return f"its KV of {spec.dtype} with heads of {spec.head_size} and {spec.head_size_v} is not known"
+    if spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
+        return "its KV is packed"
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return "pipeline and context parallelism are not cached"
+    if spec.block_size % BLOCK_TOKENS and BLOCK_TOKENS % spec.block_size:
+        return f"its pages of {spec.block_size} tokens do not fit blocks of {BLOCK_TOKENS}"
+    return None
+
+
+def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> Identity:
+    """For an engine that `why_not` has nothing against. Raises `ConfigError` when the weights cannot be found."""
+    model_config = vllm_config.model_config
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    assert isinstance(spec, FullAttentionSpec)
+    folder = _folder(str(model_config.model), model_config.revision)
+    layout = KvLayout(
+        layers=len(group.layer_names),
+        kv_heads=max(model_config.get_total_num_kv_heads(), spec.num_kv_heads),
+        head_dim=spec.head_size,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_tokens=BLOCK_TOKENS,
+    )
+    fields = NamespaceFields(
+        layout=layout,
+        weights=_weights(vllm_config, folder),
+        model_config=_model_identity(vllm_config, folder),
+        quantization=f"vllm {model_config.quantization}" if model_config.quantization else "",
+        compute_dtype=str(model_config.dtype).removeprefix("torch."),
+        salt=salt,
+    )
+    name = str(model_config.model).rstrip("/").rsplit("/", 1)[-1]
+    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, name)
+
+
+def salt_of(request: Request) -> str:
+    """What sets a request's blocks apart beside its tokens; as kvtier's own server makes it of `cache_salt`."""
+    others: list[str] = []
+    lora = request.lora_request
+    if lora is not None:
+        folder = Path(lora.lora_path)
+        identity = weights_identity_of_folder(folder) if folder.is_dir() else lora.lora_path
+        others.append(f"lora {identity}")
+    others += [f"{feature.identifier} at {feature.mm_position.offset}" for feature in request.mm_features]
+    cache_salt = request.cache_salt or ""
+    if not others:
+        return f"0:{cache_salt}" if cache_salt else ""
+    return hashlib.sha256(json.dumps([cache_salt, *others]).encode()).hexdigest()
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:  # whatever the hub's client raises for a model that is not there
+        raise ConfigError(f"kvtier: the folder of the model {model} is not found: {error}") from error
+
+
+def _weights(vllm_config: VllmConfig, folder: Path) -> str:
+    if vllm_config.load_config.load_format == "dummy":
+        return f"vllm dummy weights with seed {vllm_config.model_config.seed}"
+    return weights_identity_of_folder(folder)
+
+
+def _model_identity(vllm_config: VllmConfig, folder: Path) -> Mapping[str, object]:
+    """As kvtier's own engine has it for the families that it knows; else the whole config."""
+    overrides = vllm_config.model_config.hf_overrides
+    if not overrides:
+        try:
+            return read_config(folder).kv_identity()
+        except ConfigError:
+            pass  # a family that only vLLM knows
+    document: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
+    plain = {name: value for name, value in document.items() if name not in _NOT_THE_MODEL}
+    return {"vllm": json.loads(json.dumps(plain, default=str, sort_keys=True))}

@@ -1,0 +1,306 @@
+"""A cache server that is dead, hung, restarted or holds damaged bytes changes latency, never an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm import LLM
+
+from kvtier.testing.lying_proxy import LIES, LyingProxy
+from kvtier.testing.servers import ServerProcess, cache_server
+from tests.compat.vllm.engines import (
+    Answer,
+    answers_without_cache,
+    ask,
+    ask_one,
+    begin,
+    counter,
+    drive,
+    engine,
+    forget_prefixes,
+    model_folder,
+    tokens_of,
+    wait_until,
+    wait_until_stored,
+)
+
+_PROMPTS = [tokens_of(300, seed=number) for number in range(1, 5)]
+_TIMEOUT_S = 0.5
+_SLACK_S = 0.7
+"""What a request may take on this machine, the cache aside."""
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return answers_without_cache(model_folder(), _PROMPTS)
+
+
+def _timed(llm: LLM, prompt: list[int]) -> tuple[Answer, float]:
+    started_at = time.monotonic()
+    answer = ask_one(llm, prompt)
+    return answer, time.monotonic() - started_at
+
+
+def _assert_answers_in_time(llm: LLM, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(_PROMPTS, expected, strict=True):
+        answer, duration_s = _timed(llm, prompt)
+        assert answer.tokens == tokens
+        assert duration_s < _TIMEOUT_S + _SLACK_S
+
+
+def test_without_a_server_the_engine_starts_and_answers(tmp_path: Path, expected: list[list[int]]) -> None:
+    with engine(model_folder(), f"unix:{tmp_path}/nobody", settings={"timeout_s": _TIMEOUT_S}) as llm:
+        _assert_answers_in_time(llm, expected)
+
+
+def test_a_server_that_comes_after_the_engine_is_used(tmp_path: Path, expected: list[list[int]]) -> None:
+    with engine(model_folder(), f"unix:{tmp_path}/kvtier.sock", settings={"timeout_s": _TIMEOUT_S}) as llm:
+        ask_one(llm, _PROMPTS[0])
+        with cache_server(folder=tmp_path):
+
+            def hits() -> bool:
+                forget_prefixes(llm)
+                answer = ask_one(llm, _PROMPTS[0])
+                assert answer.tokens == expected[0]
+                return answer.num_cached > 0
+
+            wait_until(hits, "a hit")
+
+
+def test_the_server_killed_while_the_engine_runs(server: ServerProcess, expected: list[list[int]]) -> None:
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        ask(llm, _PROMPTS[:2])
+        wait_until_stored(server.unix, _PROMPTS[1])
+        forget_prefixes(llm)
+        server.kill()
+
+        _assert_answers_in_time(llm, expected)
+
+
+def test_the_server_hung_while_the_engine_runs(server: ServerProcess, expected: list[list[int]]) -> None:
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        ask(llm, _PROMPTS[:2])
+        wait_until_stored(server.unix, _PROMPTS[1])
+        forget_prefixes(llm)
+        server.send_signal(signal.SIGSTOP)
+
+        _assert_answers_in_time(llm, expected)
+        ending_at = time.monotonic()
+    assert time.monotonic() - ending_at < 5.0
+
+
+def test_the_server_hung_before_the_engine_starts(server: ServerProcess, expected: list[list[int]]) -> None:
+    server.send_signal(signal.SIGSTOP)
+
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        _assert_answers_in_time(llm, expected)
+
+
+def test_requests_that_come_together_wait_for_a_hung_server_together(
+    server: ServerProcess, expected: list[list[int]]
+) -> None:
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        ask_one(llm, tokens_of(40, seed=99))
+        server.send_signal(signal.SIGSTOP)
+        started_at = time.monotonic()
+        answers = ask(llm, _PROMPTS)
+        duration_s = time.monotonic() - started_at
+
+    assert [answer.tokens for answer in answers] == expected
+    assert duration_s < _TIMEOUT_S + 2 * _SLACK_S
+
+
+def test_a_step_is_not_held_by_a_hung_server(server: ServerProcess) -> None:
+    """One request is being answered while another waits for the server: the first one's tokens keep coming."""
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        ask_one(llm, _PROMPTS[0])
+        server.send_signal(signal.SIGSTOP)
+        for name, prompt in zip("ab", _PROMPTS[1:3], strict=True):
+            begin(llm, name, prompt, max_tokens=64)
+        steps_s = drive(llm).steps_s
+
+    assert max(steps_s) < _TIMEOUT_S
+
+
+def test_a_step_is_not_held_by_a_hung_server_when_requests_are_preempted(server: ServerProcess) -> None:
+    """Their pages are given away, so what is being saved of them is given up or waited for, but not for long."""
+    few_pages = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}, **few_pages) as llm:
+        ask_one(llm, tokens_of(40, seed=99))
+        server.send_signal(signal.SIGSTOP)
+        for number in range(5):
+            begin(llm, str(number), tokens_of(180 + 8 * number, seed=1 + number), max_tokens=120)
+        steps_s = drive(llm).steps_s
+        num_preemptions = counter(llm, "vllm:num_preemptions")
+
+    assert num_preemptions > 0
+    assert max(steps_s) < _TIMEOUT_S + _SLACK_S
+
+
+def test_a_server_that_hangs_between_match_and_load(server: ServerProcess, expected: list[list[int]]) -> None:
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        _store_all(llm, server)
+        for number, prompt in enumerate(_PROMPTS):
+            begin(llm, str(number), prompt)
+        time.sleep(0.2)  # the matches are there
+        server.send_signal(signal.SIGSTOP)
+        started_at = time.monotonic()
+        driven = drive(llm)
+        duration_s = time.monotonic() - started_at
+
+    assert [driven.tokens[str(number)] for number in range(len(_PROMPTS))] == expected
+    assert duration_s < _TIMEOUT_S + 2 * _SLACK_S
+
+
+def test_a_request_given_up_while_it_loads_writes_into_nobody_elses_pages(
+    server: ServerProcess, expected: list[list[int]]
+) -> None:
+    few_pages = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    with engine(model_folder(), server.unix, settings={"timeout_s": 5.0}, **few_pages) as llm:
+        _store_all(llm, server)
+        others = [tokens_of(300, seed=20 + number) for number in range(2)]
+        others_expected = answers_without_cache(model_folder(), others)
+        for name, prompt in zip("ab", _PROMPTS[:2], strict=True):
+            begin(llm, name, prompt)
+        time.sleep(0.1)  # the matches are there
+        server.send_signal(signal.SIGSTOP)
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["a", "b"])
+        for number, prompt in enumerate(others):
+            begin(llm, str(number), prompt)
+        with _continued_after(server, 0.4):
+            driven = drive(llm)
+        forget_prefixes(llm)
+        again = [ask_one(llm, prompt).tokens for prompt in _PROMPTS]
+
+    assert [driven.tokens[str(number)] for number in range(len(others))] == others_expected
+    assert again == expected
+
+
+@contextlib.contextmanager
+def _continued_after(server: ServerProcess, delay_s: float) -> Iterator[None]:
+    """The server hangs for `delay_s` of what is done inside."""
+    timer = threading.Timer(delay_s, server.send_signal, [signal.SIGCONT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_a_slow_server_changes_no_answer(tmp_path: Path, expected: list[list[int]]) -> None:
+    with cache_server(folder=tmp_path, tcp=True) as server, LyingProxy(server.tcp) as proxy:
+        settings = {"timeout_s": _TIMEOUT_S, "token_file": str(tmp_path / "token")}
+        with engine(model_folder(), proxy.address, settings=settings) as llm:
+            _store_all(llm, server)
+            proxy.delay_s = 0.2
+
+            _assert_answers_in_time(llm, expected)
+            forget_prefixes(llm)
+            _assert_answers_in_time(llm, expected)
+
+
+def test_a_server_that_answers_with_errors_and_lies_changes_no_answer(
+    tmp_path: Path, expected: list[list[int]]
+) -> None:
+    with cache_server(folder=tmp_path, tcp=True) as server, LyingProxy(server.tcp) as proxy:
+        settings = {"timeout_s": _TIMEOUT_S, "token_file": str(tmp_path / "token")}
+        with engine(model_folder(), proxy.address, settings=settings) as llm:
+            _store_all(llm, server)
+            for lie in LIES.values():
+                proxy.lie = lie
+                answer, duration_s = _timed(llm, _PROMPTS[0])
+                assert answer.tokens == expected[0], lie.__name__
+                assert duration_s < _TIMEOUT_S + _SLACK_S, lie.__name__
+                forget_prefixes(llm)
+
+    assert proxy.num_lies > 0
+
+
+def test_the_server_restarted_while_the_engine_runs(tmp_path: Path, expected: list[list[int]]) -> None:
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
+    with cache_server(*options, folder=tmp_path) as first:
+        settings = {"timeout_s": _TIMEOUT_S}
+        with engine(model_folder(), first.unix, settings=settings) as llm:
+            ask(llm, _PROMPTS)
+            wait_until_stored(first.unix, _PROMPTS[-1])
+            first.stop()
+            forget_prefixes(llm)
+            _assert_answers_in_time(llm, expected)
+            with cache_server(*options, folder=tmp_path):
+                forget_prefixes(llm)
+                _assert_answers_in_time(llm, expected)
+
+                def hits() -> bool:
+                    forget_prefixes(llm)
+                    answer = ask_one(llm, _PROMPTS[0])
+                    assert answer.tokens == expected[0]
+                    return answer.num_cached >= 288
+
+                wait_until(hits, "a hit")
+
+
+def test_a_server_killed_in_the_middle_of_requests(server: ServerProcess, expected: list[list[int]]) -> None:
+    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+        _store_all(llm, server)
+        for number, prompt in enumerate(_PROMPTS):
+            begin(llm, str(number), prompt)
+        server.kill()
+        driven = drive(llm)
+
+    assert [driven.tokens[str(number)] for number in range(len(_PROMPTS))] == expected
+
+
+def test_a_server_without_room_changes_no_answer(tmp_path: Path, expected: list[list[int]]) -> None:
+    with cache_server(folder=tmp_path, memory="1MiB") as server, engine(model_folder(), server.unix) as llm:
+        first = ask(llm, _PROMPTS)
+        forget_prefixes(llm)
+        second = ask(llm, _PROMPTS)
+
+    assert [answer.tokens for answer in first] == expected
+    assert [answer.tokens for answer in second] == expected
+
+
+def test_noise_in_the_disk_store_is_caught_and_computed_again(tmp_path: Path, expected: list[list[int]]) -> None:
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
+    with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
+        _store_all(llm, server)
+    _add_noise(tmp_path / "cache" / "blocks.kvtier")
+
+    with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
+        answers = [ask_one(llm, prompt) for prompt in _PROMPTS]
+        for prompt in _PROMPTS:
+            wait_until_stored(server.unix, prompt)
+        forget_prefixes(llm)
+        again = [ask_one(llm, prompt) for prompt in _PROMPTS]
+
+    assert [answer.tokens for answer in answers] == expected
+    assert min(answer.num_cached for answer in answers) < 288
+    assert [answer.tokens for answer in again] == expected
+    assert [answer.num_cached for answer in again] == [288] * len(_PROMPTS)
+
+
+def _store_all(llm: LLM, server: ServerProcess) -> None:
+    """Everything is in the server, and nothing in vLLM's own prefix cache."""
+    ask(llm, _PROMPTS)
+    for prompt in _PROMPTS:
+        wait_until_stored(server.unix, prompt)
+    forget_prefixes(llm)
+
+
+def _add_noise(path: Path) -> None:
+    """Bytes here and there: most blocks are hit, some are not."""
+    rng = random.Random(0)
+    nbytes = path.stat().st_size
+    assert nbytes > 0, "nothing is on disk"
+    with path.open("r+b") as file:
+        for _ in range(max(4, nbytes // 100_000)):
+            file.seek(rng.randrange(nbytes - 64))
+            file.write(rng.randbytes(64))

@@ -1,0 +1,255 @@
+"""vLLM with the plug-in answers as without it, and computes a prefix once: over resets, engines and restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.servers import ServerProcess, cache_server
+from tests.compat.vllm.engines import (
+    answers_without_cache,
+    ask,
+    ask_one,
+    counter,
+    engine,
+    forget_prefixes,
+    model_folder,
+    num_stored_tokens,
+    tokens_of,
+    wait_until_stored,
+)
+
+_PROMPT = tokens_of(300)
+
+
+def _whole_pages(num_tokens: int, page_tokens: int) -> int:
+    """What of a prompt can be a hit at least: never its last token."""
+    return (num_tokens - 1) // page_tokens * page_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "page_tokens"),
+    [("llama", "float32", 32), ("llama", "float16", 128), ("qwen2", "float32", 128), ("qwen2", "float16", 32)],
+)
+def test_answers_are_those_without_the_plug_in_and_after_a_reset_the_prefix_comes_from_the_server(
+    server: ServerProcess, family: str, dtype: str, page_tokens: int
+) -> None:
+    model = model_folder(family)
+    (expected,) = answers_without_cache(model, [_PROMPT], dtype=dtype, page_tokens=page_tokens)
+
+    with engine(model, server.unix, dtype=dtype, page_tokens=page_tokens) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT, dtype=dtype, count=_whole_pages(300, page_tokens))
+        forget_prefixes(llm)
+        warm = ask_one(llm, _PROMPT)
+
+    assert (cold.tokens, cold.num_cached) == (expected, 0)
+    assert warm.tokens == expected
+    assert _whole_pages(300, page_tokens) <= warm.num_cached < 300
+
+
+def test_a_new_engine_on_the_same_server_hits(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+
+    with engine(model_folder(), server.unix) as llm:
+        warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= _whole_pages(300, 32)
+
+
+def test_what_an_engine_stored_with_one_size_of_pages_is_a_hit_with_another(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix, page_tokens=128) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT, count=256)
+
+    with engine(model_folder(), server.unix, page_tokens=32) as llm:
+        warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= 256
+
+
+def test_an_engine_that_ends_right_after_its_answer_has_stored_the_prompt(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT)
+
+    assert num_stored_tokens(server.unix, _PROMPT) >= _whole_pages(300, 32)
+
+
+def test_after_a_restart_of_the_server_the_prefix_comes_from_disk(tmp_path: Path) -> None:
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
+    with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+
+    with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
+        warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= _whole_pages(300, 32)
+
+
+def test_prompts_that_share_prefixes_and_come_together_are_answered_as_without_the_plug_in(
+    server: ServerProcess,
+) -> None:
+    shared = tokens_of(160)
+    prompts = [shared + tokens_of(50 + 20 * number, seed=10 + number) for number in range(5)]
+    prompts += [shared, tokens_of(200, seed=30)]
+    expected = answers_without_cache(model_folder(), prompts)
+
+    with engine(model_folder(), server.unix) as llm:
+        cold = ask(llm, prompts)
+        for prompt in prompts:
+            wait_until_stored(server.unix, prompt, count=_whole_pages(len(prompt), 32))
+        forget_prefixes(llm)
+        warm = ask(llm, prompts)
+
+    assert [answer.tokens for answer in cold] == expected
+    assert [answer.tokens for answer in warm] == expected
+    assert all(answer.num_cached >= _whole_pages(len(prompt), 32) for answer, prompt in zip(warm, prompts, strict=True))
+
+
+def test_a_longer_prompt_hits_what_it_shares_with_a_shorter_one(server: ServerProcess) -> None:
+    longer = _PROMPT[:160] + tokens_of(200, seed=5)
+    (expected,) = answers_without_cache(model_folder(), [longer])
+
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+        forget_prefixes(llm)
+        answer = ask_one(llm, longer)
+
+    assert answer.tokens == expected
+    assert answer.num_cached == 160
+
+
+def test_what_vllm_still_holds_itself_is_continued_from_the_server(server: ServerProcess) -> None:
+    """The first pages are vLLM's own hit, the next ones come from the server."""
+    (expected,) = answers_without_cache(model_folder(), [_PROMPT])
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT[:100], max_tokens=1)
+        answer = ask_one(llm, _PROMPT)
+
+    assert answer.tokens == expected
+    assert answer.num_cached >= _whole_pages(300, 32)
+
+
+def test_a_conversation_hits_the_answers_too(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix) as llm:
+        first = ask_one(llm, _PROMPT, max_tokens=100)
+        next_prompt = _PROMPT + first.tokens + tokens_of(20, seed=9)
+        wait_until_stored(server.unix, next_prompt, count=384)
+        forget_prefixes(llm)
+        second = ask_one(llm, next_prompt)
+    (expected,) = answers_without_cache(model_folder(), [next_prompt])
+
+    assert second.tokens == expected
+    assert second.num_cached >= 384
+
+
+def test_with_store_prompt_the_answers_are_not_stored(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix, settings={"store": "prompt"}) as llm:
+        answer = ask_one(llm, _PROMPT, max_tokens=100)
+        wait_until_stored(server.unix, _PROMPT)
+
+    assert _whole_pages(300, 32) <= num_stored_tokens(server.unix, _PROMPT + answer.tokens) <= 300
+
+
+def test_a_prompt_shorter_than_a_page_is_answered_and_misses(server: ServerProcess) -> None:
+    prompts = [tokens_of(count, seed=count) for count in (1, 15, 31)]
+    expected = answers_without_cache(model_folder(), prompts, max_tokens=4)
+
+    with engine(model_folder(), server.unix) as llm:
+        ask(llm, prompts, max_tokens=4)
+        forget_prefixes(llm)
+        answers = ask(llm, prompts, max_tokens=4)
+
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_a_prompt_of_whole_pages_leaves_vllm_something_to_compute(server: ServerProcess) -> None:
+    prompt = tokens_of(256)
+    (expected,) = answers_without_cache(model_folder(), [prompt])
+
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, prompt)
+        wait_until_stored(server.unix, prompt)
+        forget_prefixes(llm)
+        answer = ask_one(llm, prompt)
+
+    assert answer.tokens == expected
+    assert 224 <= answer.num_cached < 256
+
+
+def test_hits_are_counted_by_vllms_own_metrics(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix) as llm:
+        ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+        assert counter(llm, "vllm:external_prefix_cache_hits") == 0
+        forget_prefixes(llm)
+        answer = ask_one(llm, _PROMPT)
+
+        assert counter(llm, "vllm:external_prefix_cache_hits") == answer.num_cached
+
+
+def test_chunked_prefill_stores_and_loads_the_same(server: ServerProcess) -> None:
+    prompt = tokens_of(700)
+    chunks = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+    (expected,) = answers_without_cache(model_folder(), [prompt])
+
+    with engine(model_folder(), server.unix, **chunks) as llm:
+        cold = ask_one(llm, prompt)
+        wait_until_stored(server.unix, prompt)
+        forget_prefixes(llm)
+        warm = ask_one(llm, prompt)
+
+    assert cold.tokens == warm.tokens == expected
+    assert warm.num_cached >= _whole_pages(700, 32)
+
+
+def test_without_vllms_own_prefix_cache_prefixes_still_come_from_the_server(server: ServerProcess) -> None:
+    with engine(model_folder(), server.unix, enable_prefix_caching=False) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+        warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= _whole_pages(300, 32)
+
+
+def test_a_server_over_tcp_serves_as_well(tmp_path: Path) -> None:
+    with cache_server(folder=tmp_path, tcp=True) as server:
+        address = "tcp://" + server.tcp.removeprefix("tcp:").removeprefix("//")
+        settings = {"token_file": str(tmp_path / "token")}
+        with engine(model_folder(), address, settings=settings) as llm:
+            cold = ask_one(llm, _PROMPT)
+            wait_until_stored(server.unix, _PROMPT)
+            forget_prefixes(llm)
+            warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= _whole_pages(300, 32)
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_in_processes_of_its_own_hits_what_another_stored(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model_folder(), server.unix) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until_stored(server.unix, _PROMPT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    with engine(model_folder(), server.unix) as llm:
+        warm = ask_one(llm, _PROMPT)
+
+    assert warm.tokens == cold.tokens
+    assert warm.num_cached >= _whole_pages(300, 32)
