@@ -1,6 +1,6 @@
 """vLLM engines in this process, and what the cache server behind them holds.
 
-Importing this sets the environment that vLLM reads when it is imported, so it comes before any import of vLLM.
+Importing this sets the environment that vLLM reads when an engine starts.
 """
 
 from __future__ import annotations

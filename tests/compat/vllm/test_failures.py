@@ -163,10 +163,10 @@ def test_a_request_given_up_while_it_loads_writes_into_nobody_elses_pages(
     server: ServerProcess, expected: list[list[int]]
 ) -> None:
     few_pages = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+    others = [tokens_of(300, seed=20 + number) for number in range(2)]
+    others_expected = answers_without_cache(model_folder(), others)
     with engine(model_folder(), server.unix, settings={"timeout_s": 5.0}, **few_pages) as llm:
         _store_all(llm, server)
-        others = [tokens_of(300, seed=20 + number) for number in range(2)]
-        others_expected = answers_without_cache(model_folder(), others)
         for name, prompt in zip("ab", _PROMPTS[:2], strict=True):
             begin(llm, name, prompt)
         time.sleep(0.1)  # the matches are there

@@ -51,6 +51,7 @@ class _Tracked:
     num_saved: int = 0
     has_saves: bool = False
     is_loading: bool = False
+    may_load: bool = True
 
 
 class SchedulerSide:
@@ -75,7 +76,7 @@ class SchedulerSide:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None while that is being found out."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if tracked is None or not tracked.may_load:
             return 0
         if tracked.matching is None and tracked.lease is None:  # it was preempted: what was found is used up
             self._begin_match(tracked)
@@ -85,7 +86,7 @@ class SchedulerSide:
                 return 0 if is_late else None
             found, tracked.matching = tracked.matching.result(), None
             tracked.lease, tracked.hashes = found.lease, found.hashes
-            tracked.num_saved = max(tracked.num_saved, tracked.lease.num_blocks)
+            tracked.num_saved = tracked.lease.num_blocks
         assert tracked.lease is not None
         num_tokens = tracked.lease.num_blocks * BLOCK_TOKENS
         num_tokens = min(num_tokens, request.num_tokens - 1) // self._page_tokens * self._page_tokens
@@ -148,6 +149,10 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.is_loading = False
                 self._let_go(tracked)
+                if request_id in (output.failed_recving or ()):
+                    # It would fail again: all of it is computed now, and what the cache lacks of it is saved anew.
+                    tracked.may_load = False
+                    tracked.num_saved = 0
 
     def finish(self, request: Request) -> bool:
         """The request is over. Whether its pages are still being saved."""
