@@ -320,6 +320,7 @@ def test_a_request_says_where_its_prompt_came_from(model: Path, kind: str) -> No
         with open_engine(model, block_manager="naive", **below.settings) as llm:
             [first] = ask(llm, [Question(prompt)])
             settled(llm)
+            below.write_out()
             [second] = ask(llm, [Question(prompt)])
 
             assert cached(first.outputs[0]) == {}

@@ -162,6 +162,13 @@ class Tiers:
         with kvtier.connect(self.server.unix, timeout_s=10.0) as client:
             yield client
 
+    def write_out(self) -> None:
+        """Wait until a server that keeps blocks on disk alone has none of them in memory any more."""
+        if self.kind == "disk":
+            with self.operator() as client:
+                client.flush()
+                wait_until(lambda: not client.stats()["blocks"])
+
     def assert_nothing_held(self) -> None:
         """The server has no lease and no unfinished slot."""
         if self.server is None:
