@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 _TIMEOUT_S = 1200.0
-_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,3 @@ def ready_since(url: str) -> dict[str, float] | None:
     return {
         engine: float(state["since"]) for engines in document["models"].values() for engine, state in engines.items()
     }
-
-
-def wait_until_ready(url: str, *, after: float = 0.0, timeout_s: float = 600.0) -> None:
-    """Until every engine is ready, and was started after the time `after`. Raises `TimeoutError`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        since = ready_since(url)
-        if since and min(since.values()) > after:
-            return
-        time.sleep(_LOOK_S)
-    raise TimeoutError(f"{url} is not ready after {timeout_s:g} s")

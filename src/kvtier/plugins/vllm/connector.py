@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,9 +62,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             self._scheduler = SchedulerSide(client, identity, settings)
         else:
-            num_ranks = vllm_config.parallel_config.tensor_parallel_size
-            rank = get_tensor_model_parallel_rank() if num_ranks > 1 else 0
-            self._worker = WorkerSide(client, identity, rank, num_ranks)
+            self._worker = WorkerSide(client, identity)
 
     @property
     def requires_kv_delivery(self) -> bool:

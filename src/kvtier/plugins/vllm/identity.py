@@ -31,7 +31,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`layout` is that of whole blocks; the heads of this rank begin at `first_head` of them."""
+    """What blocks are, whose they are, and the layers and pages that hold them in the engine."""
 
     layout: KvLayout
     fields: NamespaceFields
@@ -53,8 +53,8 @@ def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     if spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
         return "its KV is packed"
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        return "pipeline and context parallelism are not cached"
+    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
+        return "it has several ranks, and each would show a block of which it has only its own part"
     if spec.block_size % BLOCK_TOKENS and BLOCK_TOKENS % spec.block_size:
         return f"its pages of {spec.block_size} tokens do not fit blocks of {BLOCK_TOKENS}"
     return None

@@ -35,12 +35,11 @@ _PREEMPTION_TIMEOUT_S = 30.0
 
 
 class WorkerSide:
-    """One rank's."""
+    """Of an engine with one rank."""
 
-    def __init__(self, client: SingleClient, identity: Identity, rank: int, num_ranks: int) -> None:
+    def __init__(self, client: SingleClient, identity: Identity) -> None:
         self._client = client
         self._identity = identity
-        self._rank, self._num_ranks = rank, num_ranks
         self._paged: PagedKv | None = None
         self._condition = threading.Condition()
         self._saving: Counter[str] = Counter()
@@ -57,12 +56,9 @@ class WorkerSide:
         """Raises `ConfigError` when the tensors are not what the engine said they would be."""
         identity = self._identity
         tensors = [kv_caches[name] for name in identity.layer_names]
-        num_heads = tensors[0].shape[1]
-        first_head = (
-            self._rank * identity.layout.kv_heads // self._num_ranks if num_heads < identity.layout.kv_heads else 0
-        )
         order = PageOrder.TRANSPOSED_K if tensors[0].device.type == "cpu" else PageOrder.ROWS
-        self._paged = PagedKv(tensors, identity.layout, order, first_head=first_head)
+        self._paged = PagedKv(tensors, identity.layout, order)
+        assert self._paged.is_whole, "a block must not be shown without some of its heads"
 
     def start(self, plan: StepPlan) -> None:
         """Begin this step's loads."""
