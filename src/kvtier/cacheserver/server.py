@@ -90,6 +90,7 @@ class CacheServer:
             self._describe,
             self._count_up,
         )
+        self._unused_since = time.monotonic()
         if self._unix is not None:
             self._spawn("kvtier-accept-unix", self._accept, self._unix.sock, None)
         if self._tcp is not None:
@@ -110,6 +111,12 @@ class CacheServer:
     @property
     def catalog(self) -> Catalog:
         return self._catalog
+
+    @property
+    def unused_s(self) -> float:
+        """For how long no client has been connected, from when one could: 0 while one is."""
+        with self._lock:
+            return 0.0 if self._connections else time.monotonic() - self._unused_since
 
     def close(self) -> None:
         """Stop accepting, let requests under way end, close every connection, remove the socket."""
@@ -232,6 +239,7 @@ class CacheServer:
     def _forget(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
+            self._unused_since = time.monotonic()
 
     def _touch_memory(self) -> None:
         """Make every page resident, so that no first write pays for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from kvtier.sizes import format_size, parse_size
 from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LONGEST_WAIT_S = 3600.0
 
 
 class _Size(click.ParamType[int]):
@@ -40,6 +42,19 @@ class _HostPort(click.ParamType[TcpAddress]):
             return parse_host_port(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            self.fail(f"{value!r} is not a number of seconds above 0", param, ctx)
+        return seconds
 
 
 def default_socket() -> str:
@@ -104,6 +119,12 @@ def default_socket() -> str:
     is_flag=True,
     help="Make all of --memory resident in the background, so that first writes are as fast as later ones.",
 )
+@click.option(
+    "--stop-when-unused",
+    type=_Seconds(),
+    default=None,
+    help="Stop by itself, as on SIGTERM, when no client has been connected for so long, from the start on.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 def cache_server(
     memory: int,
@@ -124,6 +145,7 @@ def cache_server(
     max_connections: int,
     lease_timeout: float,
     touch_memory: bool,
+    stop_when_unused: float | None,
     verbose: bool,
 ) -> None:
     """Keep KV blocks in memory that all processes on this host share, and on disk if you like.
@@ -188,9 +210,20 @@ def cache_server(
         click.echo(f"  metrics: http://{metrics.host}:{server.metrics_port}/metrics")
     click.echo("ready; Ctrl-C stops it")
     sys.stdout.flush()
-    signal.sigwait(_SIGNALS)
+    _wait_for_the_end(server, stop_when_unused)
     click.echo("stopping")
     server.close()
+
+
+def _wait_for_the_end(server: CacheServer, stop_when_unused_s: float | None) -> None:
+    """Until a signal says so, or nobody has used the server for that long."""
+    if stop_when_unused_s is None:
+        signal.sigwait(_SIGNALS)
+        return
+    while (left_s := stop_when_unused_s - server.unused_s) > 0:
+        if signal.sigtimedwait(_SIGNALS, min(left_s, _LONGEST_WAIT_S)) is not None:
+            return
+    click.echo(f"no client for {stop_when_unused_s:g} s")
 
 
 def _unix_address(path: str) -> UnixAddress:

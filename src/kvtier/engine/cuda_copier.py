@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import queue
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,9 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.engine.copier import Mark, Transfer
 from kvtier.engine.kv_arena import KvArena
 from kvtier.errors import TierUnavailable
-from kvtier.memory.cuda import PIECE_BYTES, Copies, Direction, Registration, cut, load_cudart
+from kvtier.memory.cuda import PIECE_BYTES, Direction, Registration, load_cudart
 from kvtier.memory.mapped import MappedArena
+from kvtier.memory.registered import RegisteredArenas
 
 NUM_GROUPS = 4
 """A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
@@ -111,17 +111,16 @@ class CudaCopier:
         self._block_bytes = kv.layout.block_bytes
         self._groups = layer_groups(kv.layout, num_groups)
         self._whole = layer_groups(kv.layout, 1)
-        # Slots of this size then straddle no pieces, where they lie side by side.
-        self._piece_bytes = max(1, piece_bytes // kv.layout.slot_bytes) * kv.layout.slot_bytes
         self._cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._loads = torch.cuda.Stream(self._device, priority=-1)  # a request waits for them; for stores nobody does
         self._stores = torch.cuda.Stream(self._device, priority=0)
         self._condition = threading.Condition()
         self._is_closed = False
         self._num_submitting = 0
-        self._adopted: weakref.WeakKeyDictionary[MappedArena, Registration] = weakref.WeakKeyDictionary()
-        self._registrations: set[Registration] = set()
         self._to_end: queue.SimpleQueue[_CudaTransfer | Registration | None] = queue.SimpleQueue()
+        self._arenas = RegisteredArenas(
+            self._cudart, self._device.index, kv.layout.slot_bytes, self._to_end.put, piece_bytes
+        )
         self._thread = threading.Thread(target=self._run, name="kvtier-copies", daemon=True)
         self._thread.start()
 
@@ -141,19 +140,11 @@ class CudaCopier:
 
         It stays registered, and mapped, until this copier closes or nobody else has a reference to it.
         """
-        with self._condition:
-            if self._is_closed or arena in self._adopted:
-                return
-            registration = Registration(arena, self._cudart, self._device.index, self._piece_bytes)
-            self._adopted[arena] = registration
-            self._registrations.add(registration)
-        # A transfer refers to its arena: when nobody does, no copy is under way. The collector may only leave a note.
-        weakref.finalize(arena, self._to_end.put, registration).atexit = False
+        self._arenas.adopt(arena)
 
     def registration(self, arena: MappedArena) -> Registration | None:
         """What `adopt` has begun."""
-        with self._condition:
-            return self._adopted.get(arena)
+        return self._arenas.registration(arena)
 
     def close(self) -> None:
         """Wait for all copies, and unregister. Copies asked for from now on raise `TierUnavailable`."""
@@ -163,9 +154,7 @@ class CudaCopier:
         self._to_end.put(None)
         self._thread.join()
         with torch.cuda.device(self._device):
-            for registration in self._registrations:
-                registration.close()
-        self._registrations.clear()
+            self._arenas.close()
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
@@ -215,15 +204,7 @@ class CudaCopier:
         start, block_bytes, nbytes = self._base + group.first_byte, self._block_bytes, group.nbytes
         device = [start + block_id * block_bytes for block_id in block_ids]
         offsets = [offset + group.first_byte for offset in offsets]
-        registration = self.registration(arena)
-        fast, slow = by_speed(device, offsets, nbytes, arena.address, self._piece_bytes, registration)
-        if fast.sizes:
-            self._cudart.copy(fast, direction, stream.cuda_stream)
-        if slow.sizes:
-            if direction is Direction.TO_HOST:
-                for offset in offsets:
-                    arena.populate(offset, nbytes)
-            self._cudart.copy_each(slow, direction, stream.cuda_stream)
+        self._arenas.copy(device, arena, offsets, nbytes, direction, stream.cuda_stream)
 
     @contextlib.contextmanager
     def _submitting(self) -> Iterator[None]:
@@ -244,40 +225,7 @@ class CudaCopier:
         torch.cuda.set_device(self._device)
         while (ending := self._to_end.get()) is not None:
             if isinstance(ending, Registration):
-                ending.close()
-                with self._condition:
-                    self._registrations.discard(ending)
+                self._arenas.end(ending)
             else:
                 with contextlib.suppress(TierUnavailable):  # told to whoever waits for it
                     ending.wait()
-
-
-def by_speed(
-    device: Sequence[int],
-    offsets: Sequence[int],
-    nbytes: int,
-    arena_address: int,
-    piece_bytes: int,
-    registration: Registration | None,
-) -> tuple[Copies, Copies]:
-    """`nbytes` at each device address and offset: the copies whose host memory is registered, and the others.
-
-    None straddles two pieces, even of an arena that is not registered: that may begin while they run.
-    """
-    is_whole = all(offset % piece_bytes + nbytes <= piece_bytes for offset in offsets)
-    if is_whole and registration is not None and registration.is_complete:
-        return Copies.of(device, [arena_address + offset for offset in offsets], [nbytes] * len(offsets)), _NOTHING
-    fast: list[tuple[int, int, int]] = []
-    slow: list[tuple[int, int, int]] = []
-    for entry in cut(device, offsets, nbytes, piece_bytes):
-        is_registered = registration is not None and registration.covers(entry[1], entry[2])
-        (fast if is_registered else slow).append(entry)
-    return _copies(fast, arena_address), _copies(slow, arena_address)
-
-
-def _copies(entries: Sequence[tuple[int, int, int]], arena_address: int) -> Copies:
-    device, offsets, sizes = zip(*entries, strict=True) if entries else ((), (), ())
-    return Copies.of(device, [arena_address + offset for offset in offsets], sizes)
-
-
-_NOTHING = Copies.of([], [], [])

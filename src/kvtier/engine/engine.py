@@ -33,7 +33,6 @@ from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sizing import allocated_bytes, choose_num_blocks
-from kvtier.engine.speeds import Speeds
 from kvtier.engine.step_timer import StepTimer
 from kvtier.engine.tier_building import make_hierarchy
 from kvtier.engine.tier_traffic import TierTraffic
@@ -45,6 +44,7 @@ from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
 from kvtier.tiers.explanation import Explanation, MatchEnd
+from kvtier.tiers.speeds import Speeds
 
 logger = logging.getLogger(__name__)
 

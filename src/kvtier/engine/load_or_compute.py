@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.engine.load import Load, Order, Part, Plan
-from kvtier.engine.speeds import Speeds
+from kvtier.tiers.speeds import Speeds
 
 _UNIT_BYTES = 8 << 20
 _CLEARLY_FASTER = 0.5

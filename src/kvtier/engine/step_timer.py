@@ -7,8 +7,8 @@ from collections import deque
 
 import torch
 
-from kvtier.engine.speeds import Speeds
 from kvtier.engine.step import Step
+from kvtier.tiers.speeds import Speeds
 
 _MIN_TOKENS = 16
 _MAX_UNDER_WAY = 64

@@ -23,7 +23,6 @@ from kvtier.engine.copier import Copier, Mark
 from kvtier.engine.held import Held
 from kvtier.engine.load import DISK, Load, Part, Plan
 from kvtier.engine.load_or_compute import LoadOrCompute
-from kvtier.engine.speeds import Speeds
 from kvtier.engine.storing import Storing
 from kvtier.errors import TierError
 from kvtier.memory.lease import BlockLease
@@ -32,6 +31,7 @@ from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.speeds import Speeds
 
 logger = logging.getLogger(__name__)
 

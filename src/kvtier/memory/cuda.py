@@ -56,6 +56,17 @@ class Copies:
         return cls(array("Q", device), array("Q", host), array("Q", sizes))
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` rows of `nbytes`, dense from the address `device` on, and `host_pitch_bytes` apart from `host` on."""
+
+    device: int
+    host: int
+    nbytes: int
+    count: int
+    host_pitch_bytes: int
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -102,6 +113,12 @@ class Cudart:
             ctypes.c_int,
             ctypes.c_void_p,
         )
+        library.cudaMemcpy2DAsync.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_size_t) * 2,
+            *(ctypes.c_size_t,) * 2,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
         version = ctypes.c_int()
         self._check(library.cudaRuntimeGetVersion(ctypes.pointer(version)), "cannot tell CUDA's version")
         self._has_fail_index = version.value < _FIRST_WITHOUT_FAIL_INDEX
@@ -133,6 +150,13 @@ class Cudart:
             status = copy_one(destination, source, nbytes, kind, stream)
             if status:
                 self._check(status, f"a copy of {nbytes} bytes failed")
+
+    def copy_rows(self, rows: Rows, direction: Direction, stream: int) -> None:
+        """Begin one copy from or to registered memory."""
+        sides = ((rows.device, rows.nbytes), (rows.host, rows.host_pitch_bytes))
+        target, source = sides if direction is Direction.TO_DEVICE else sides[::-1]
+        status = self._library.cudaMemcpy2DAsync(*target, *source, rows.nbytes, rows.count, direction.value, stream)
+        self._check(status, f"a copy of {rows.count} x {rows.nbytes} bytes failed")
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock the pages of a range, for every device of this process."""

@@ -28,12 +28,16 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedArena:
-    """`nbytes` of shared memory. Thread-safe. Views keep it mapped: `close` with views in use raises `LeaseError`."""
+    """`nbytes` of shared memory. Thread-safe. Views keep it mapped: `close` with views in use raises `LeaseError`.
+
+    `inode` is the same in every process that maps it, and another for every other arena of this host.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes over `fd`."""
         self.fd = fd
         self.nbytes = nbytes
+        self.inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         self._view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)

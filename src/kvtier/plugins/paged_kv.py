@@ -44,10 +44,10 @@ class PagedKv:
         _check(tensors, layout, order, first_head)
         self.layout = layout
         self.num_pages, self.num_heads, self.page_tokens, _ = tensors[0].shape
-        self._heads = slice(first_head, first_head + self.num_heads)
-        self._dtype = tensors[0].dtype
+        self.heads = slice(first_head, first_head + self.num_heads)
+        self.dtype = tensors[0].dtype
         keys, values = zip(*(_halves(tensor, order, layout.head_dim) for tensor in tensors), strict=True)
-        self._keys, self._values = _stacked(keys), _stacked(values)
+        self.keys, self.values = _stacked(keys), _stacked(values)
 
     @property
     def is_whole(self) -> bool:
@@ -60,14 +60,14 @@ class PagedKv:
         Of heads that the tensors do not have, the blocks keep what they hold.
         """
         for block, page, inside, place in self._parts(pages, first_token, blocks):
-            for target, source in zip(self._halves_of(block), (self._keys, self._values), strict=True):
+            for target, source in zip(self._halves_of(block), (self.keys, self.values), strict=True):
                 for layers, tensor in source:
                     target[layers, :, place].copy_(tensor[:, page, :, inside])
 
     def write(self, pages: Sequence[int], first_token: int, blocks: Sequence[Buffer]) -> None:
         """The other way round: the tokens in `blocks` go into the pages."""
         for block, page, inside, place in self._parts(pages, first_token, blocks):
-            for source, target in zip(self._halves_of(block), (self._keys, self._values), strict=True):
+            for source, target in zip(self._halves_of(block), (self.keys, self.values), strict=True):
                 for layers, tensor in target:
                     tensor[:, page, :, inside].copy_(source[layers, :, place])
 
@@ -92,15 +92,15 @@ class PagedKv:
         """`(layers, heads, tokens, 2, head_dim)` over the block's own bytes, of our heads."""
         layout = self.layout
         assert memoryview(buffer).nbytes == layout.block_bytes, "a buffer of another size"
-        flat = torch.frombuffer(buffer, dtype=self._dtype)
+        flat = torch.frombuffer(buffer, dtype=self.dtype)
         shape = (layout.layers, layout.kv_heads, layout.block_tokens, 2, layout.head_dim)
-        return flat.view(shape)[:, self._heads]
+        return flat.view(shape)[:, self.heads]
 
     def _halves_of(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return block[:, :, :, 0], block[:, :, :, 1]
 
 
-_Stack = list[tuple[slice, torch.Tensor]]
+Stack = list[tuple[slice, torch.Tensor]]
 """Tensors `(layers, pages, heads, tokens, head_dim)`, each with the layers it holds."""
 
 
@@ -114,7 +114,7 @@ def _halves(tensor: torch.Tensor, order: PageOrder, head_dim: int) -> tuple[torc
     return keys, flat[:, :, 1].view(pages, heads, tokens, head_dim)
 
 
-def _stacked(layers: Sequence[torch.Tensor]) -> _Stack:
+def _stacked(layers: Sequence[torch.Tensor]) -> Stack:
     """All layers as one tensor where they lie evenly spaced in one storage: a copy of a block is then one call."""
     first = layers[0]
     step = layers[1].storage_offset() - first.storage_offset() if len(layers) > 1 else 0

@@ -41,9 +41,32 @@ def held() -> set[str]:
     return {
         *(f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if _is_ours(thread)),
         *_descriptors(),
-        *(f"child {pid}" for pid in _children()),
+        *(f"child {pid}" for pid in _children(os.getpid())),
         *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_SHM_PREFIXES)),
     }
+
+
+def shared_memory_of_others(names: set[str]) -> set[str]:
+    """Which of these are mapped by living processes that are not this one's descendants, and so not its doing."""
+    shared = {name for name in names if name.startswith("/dev/shm/")}
+    if not shared:
+        return set()
+    ours = {os.getpid(), *_descendants(os.getpid())}
+    others: set[str] = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            try:
+                maps = Path("/proc", entry, "maps").read_text()
+            except OSError:
+                continue  # it has ended, or is another user's
+            others |= {name for name in shared if name in maps}
+    return others
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in _children(pid):
+        yield child
+        yield from _descendants(child)
 
 
 def _is_ours(thread: threading.Thread) -> bool:
@@ -55,6 +78,8 @@ def _left_since(before: set[str]) -> set[str]:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         left = held() - before
+        if left:
+            left = (left - shared_memory_of_others(left)) & held()  # looking took a while
         if not left or time.monotonic() > deadline:
             return left
         gc.collect()
@@ -71,8 +96,12 @@ def _descriptors() -> Iterator[str]:
             yield f"fd {fd} {target}"
 
 
-def _children() -> Iterator[int]:
-    for task in Path("/proc/self/task").iterdir():
+def _children(pid: int) -> Iterator[int]:
+    try:
+        tasks = list(Path("/proc", str(pid), "task").iterdir())
+    except OSError:
+        return  # it has ended
+    for task in tasks:
         try:
             yield from map(int, (task / "children").read_text().split())
         except OSError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import tempfile
@@ -105,7 +106,10 @@ def engine(
     failure_policy: str = "recompute",
     **overrides: Any,
 ) -> Iterator[LLM]:
-    """vLLM in this process, with the plug-in if there is a `server`; nothing of it is left afterwards."""
+    """vLLM in this process, with the plug-in if there is a `server`; nothing of it is left afterwards.
+
+    What is cached is loaded, unless `settings` say otherwise: these models compute faster than anything loads.
+    """
     arguments: dict[str, Any] = {
         "dtype": dtype,
         "block_size": page_tokens,
@@ -123,7 +127,7 @@ def engine(
             "kv_connector_module_path": "kvtier.plugins.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": failure_policy,
-            "kv_connector_extra_config": {**address, **(settings or {})},
+            "kv_connector_extra_config": {**address, "always_load": True, **(settings or {})},
         }
     llm: LLM | None = None
     try:
@@ -134,6 +138,8 @@ def engine(
             llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+        for process in multiprocessing.active_children():  # of an engine with processes of its own
+            process.join(_PATIENCE_S)
 
 
 def ask(

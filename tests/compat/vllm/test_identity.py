@@ -36,17 +36,22 @@ def _kv_of_transformers(model: Path, tokens: Sequence[int]) -> torch.Tensor:
     return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers], dim=1)
 
 
-@pytest.mark.parametrize(("family", "page_tokens"), [("llama", 32), ("qwen2", 128)])
-def test_k_and_v_in_the_server_are_those_of_transformers(server: ServerProcess, family: str, page_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "page_tokens", "tolerance"),
+    [("llama", "float32", 32, 1e-4), ("qwen2", "float32", 128, 1e-4), ("llama", "float16", 128, 1e-2)],
+)
+def test_k_and_v_in_the_server_are_those_of_transformers(
+    server: ServerProcess, family: str, dtype: str, page_tokens: int, tolerance: float
+) -> None:
     model = model_folder(family)
-    with engine(model, server.unix, page_tokens=page_tokens) as llm:
+    with engine(model, server.unix, dtype=dtype, page_tokens=page_tokens) as llm:
         ask_one(llm, _PROMPT)
-        wait_until_stored(server.unix, _PROMPT, count=256)
+        wait_until_stored(server.unix, _PROMPT, dtype=dtype, count=256)
 
-    stored = read_blocks(server.unix, _PROMPT)
+    stored = read_blocks(server.unix, _PROMPT, dtype=dtype).float()
 
-    num_tokens = stored.shape[3]
-    torch.testing.assert_close(stored, _kv_of_transformers(model, _PROMPT)[:, :, :, :num_tokens], atol=1e-4, rtol=1e-4)
+    expected = _kv_of_transformers(model, _PROMPT)[:, :, :, : stored.shape[3]]
+    torch.testing.assert_close(stored, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float16"), ("qwen2", "float32")])

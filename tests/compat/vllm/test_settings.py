@@ -14,7 +14,6 @@ from tests.compat.vllm.engines import engine, model_folder
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({}, "server"),
         ({"server": 5}, "server"),
         ({"server": ""}, "server"),
         ({"server": "http://localhost"}, "http"),
@@ -24,6 +23,22 @@ from tests.compat.vllm.engines import engine, model_folder
         ({"server": "unix:/tmp/x", "timeout_s": -1.0}, "timeout_s"),
         ({"server": "unix:/tmp/x", "store": "everything"}, "store"),
         ({"server": "unix:/tmp/x", "salt": 7}, "salt"),
+        ({"server": "unix:/tmp/x", "match_timeout_s": 0}, "match_timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"match_timeout_s": float("inf")}, "match_timeout_s"),
+        ({"always_load": "yes"}, "always_load"),
+        ({"server": "unix:/tmp/x", "memory": "8GiB"}, "memory is for a server that vLLM starts"),
+        ({"server": "unix:/tmp/x", "folder": "/tmp/x", "disk": "8GiB"}, "folder is for a server that vLLM starts"),
+        ({"memory": "8GB"}, "memory"),
+        ({"memory": 0}, "memory"),
+        ({"memory": True}, "memory"),
+        ({"memory": 0.5}, "memory"),
+        ({"folder": "/tmp/x", "disk": "much"}, "disk"),
+        ({"folder": "/tmp/x"}, "folder needs disk"),
+        ({"disk": "8GiB"}, "disk needs folder"),
+        ({"folder": "", "disk": "8GiB"}, "folder must name a folder"),
+        ({"token_file": "secret"}, "token_file is for a server over TCP"),
+        ({"memory": "1GiB", "ca_file": "ca.pem"}, "ca_file is for a server over TCP"),
     ],
 )
 def test_wrong_settings_are_refused_with_one_sentence(settings: dict[str, object], named: str) -> None:
@@ -32,6 +47,30 @@ def test_wrong_settings_are_refused_with_one_sentence(settings: dict[str, object
 
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_may_be_left_out() -> None:
+    server = read_settings({}).embedded_server()
+    same = read_settings({"memory": 4 << 30, "always_load": True}).embedded_server()
+
+    assert server is not None
+    assert same is not None
+    assert same.address == server.address, "4GiB is the default"
+
+
+def test_budgets_make_a_server_of_its_own_for_each_folder(tmp_path: Path) -> None:
+    budgets = [
+        {"memory": "8GiB"},
+        {"memory": "8GiB", "folder": f"{tmp_path}/a", "disk": "100GiB"},
+        {"memory": "8GiB", "folder": f"{tmp_path}/b", "disk": "100GiB"},
+    ]
+    servers = [read_settings(each).embedded_server() for each in budgets]
+
+    assert len({server.address for server in servers if server is not None}) == 3
+
+
+def test_a_server_that_is_named_is_not_started() -> None:
+    assert read_settings({"server": "unix:/tmp/x"}).embedded_server() is None
 
 
 @pytest.mark.parametrize(

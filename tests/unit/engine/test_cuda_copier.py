@@ -1,20 +1,14 @@
-"""What a CUDA copier decides without a GPU: groups of layers, and which copies are fast."""
+"""What a CUDA copier decides without a GPU: groups of layers."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.blocks.layout import KvLayout
-from kvtier.engine.cuda_copier import by_speed, layer_groups
-from kvtier.memory.cuda import Copies, Cudart, Registration
-from kvtier.memory.mapped import MappedArena
-from tests.unit.memory.fake_cudart import FakeLibrary
+from kvtier.engine.cuda_copier import layer_groups
 
-PIECE_BYTES = 1 << 20
 PART_BYTES = 128 << 10
 
 
@@ -43,38 +37,3 @@ def test_groups_are_even_and_not_small(layers: int, kv_heads: int, asked: int, e
 
     assert [group.num_layers for group in groups] == expected
     assert len(groups) == 1 or min(group.nbytes for group in groups) >= PART_BYTES
-
-
-def test_copies_are_fast_as_far_as_memory_is_registered_and_cut_at_pieces() -> None:
-    library = FakeLibrary()
-    library.max_registered_pieces = 1
-    with contextlib.closing(MappedArena.create(2 * PIECE_BYTES)) as arena:
-        registration = Registration(arena, Cudart(library), 0, PIECE_BYTES)
-        registration.wait(10)
-        offsets = [0, PIECE_BYTES - 100, PIECE_BYTES + 5000]
-
-        fast, slow = by_speed([10_000, 20_000, 30_000], offsets, 300, arena.address, PIECE_BYTES, registration)
-
-        at = arena.address
-        assert fast == Copies.of([10_000, 20_000], [at, at + PIECE_BYTES - 100], [300, 100])
-        assert slow == Copies.of([20_100, 30_000], [at + PIECE_BYTES, at + PIECE_BYTES + 5000], [200, 300])
-        registration.close()
-
-
-def test_a_registered_arena_makes_every_copy_fast() -> None:
-    with contextlib.closing(MappedArena.create(2 * PIECE_BYTES)) as arena:
-        registration = Registration(arena, Cudart(FakeLibrary()), 0, PIECE_BYTES)
-        assert registration.wait(10)
-
-        for offsets, expected in (([0, 900], [500, 500]), ([PIECE_BYTES - 250], [250, 250])):
-            fast, slow = by_speed([1] * len(offsets), offsets, 500, arena.address, PIECE_BYTES, registration)
-            assert list(fast.sizes) == expected
-            assert not slow.sizes
-        registration.close()
-
-
-def test_an_arena_that_is_not_registered_is_cut_too() -> None:
-    fast, slow = by_speed([7], [PIECE_BYTES - 1], 3, 1 << 40, PIECE_BYTES, None)
-
-    assert not fast.sizes
-    assert list(slow.sizes) == [1, 2]

@@ -11,7 +11,6 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.load import Load, Order, Plan
-from kvtier.engine.speeds import Speeds
 from kvtier.engine.tier_traffic import Fetch, TierTraffic
 from kvtier.errors import TierTimeout
 from kvtier.memory.lease import Lease
@@ -19,6 +18,7 @@ from kvtier.testing.faults import FailingTier, TruncatingTier, WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, payload, payloads
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
 from tests.host_device import WAIT_S, HostDevice, Past
 

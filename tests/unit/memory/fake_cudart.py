@@ -35,7 +35,7 @@ class FakeLibrary:
         self.last_error = 0
         self._version = version
         names = ["SetDevice", "GetLastError", "GetErrorString", "RuntimeGetVersion"]
-        names += ["HostRegister", "HostUnregister", "MemcpyAsync"]
+        names += ["HostRegister", "HostUnregister", "MemcpyAsync", "Memcpy2DAsync"]
         if has_batch:
             names.append("MemcpyBatchAsync")
         for name in names:
@@ -79,6 +79,22 @@ class FakeLibrary:
 
     def _MemcpyAsync(self, destination: int, source: int, nbytes: int, kind: int, stream: int) -> int:
         ctypes.memmove(destination, source, nbytes)
+        return 0
+
+    def _Memcpy2DAsync(
+        self,
+        destination: int,
+        destination_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        kind: int,
+        stream: int,
+    ) -> int:
+        assert width <= min(destination_pitch, source_pitch)
+        for row in range(height):
+            ctypes.memmove(destination + row * destination_pitch, source + row * source_pitch, width)
         return 0
 
     def _MemcpyBatchAsync(

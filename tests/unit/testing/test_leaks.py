@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from kvtier.testing.leaks import held
+from kvtier.testing.leaks import held, shared_memory_of_others
 
 pytest_plugins = ("pytester",)
 
@@ -137,3 +141,25 @@ def test_a_thread_more_is_something_more_to_hold(name: str) -> None:
         done.set()
         for thread in threads:
             thread.join()
+
+
+def test_shared_memory_that_a_stranger_maps_is_not_our_leak() -> None:
+    """The one who maps it is a child of a child that has ended, and so no descendant of this process."""
+    path = Path(f"/dev/shm/psm_stranger_{os.getpid()}")
+    path.write_bytes(b"\0" * 4096)
+    stranger = (
+        "import mmap, sys, time, os\n"
+        "if os.fork():\n"
+        "    os._exit(0)\n"
+        f"memory = mmap.mmap(os.open({str(path)!r}, os.O_RDWR), 4096)\n"
+        "print('mapped', os.getpid(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", stranger], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"mapped")
+        process.wait()
+        of_others = shared_memory_of_others({str(path), "/dev/shm/psm_nobodys", "fd 3 /dev/null"})
+    path.unlink()
+
+    assert of_others == {str(path)}

@@ -15,9 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,10 +32,12 @@ from vllm.v1.request import Request
 
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
+from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.identity import Identity, identity_of, why_not
 from kvtier.plugins.vllm.plan import StepPlan
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings, read_settings
+from kvtier.plugins.vllm.statistics import KvtierPromMetrics, KvtierStats
 from kvtier.plugins.vllm.working import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -48,25 +54,42 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         settings = read_settings(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._server: EmbeddedServer | None = None
         reason = why_not(vllm_config, kv_cache_config)
         if reason is not None:
             logger.warning("kvtier keeps nothing of this model: %s", reason)
             return
         identity = identity_of(vllm_config, kv_cache_config, settings.salt)
-        client = _connect(settings, identity)
+        self._server = settings.embedded_server()
+        try:
+            client = _connect(settings, identity, self._server)
+        except BaseException:
+            self.shutdown()
+            raise
+        if identity.num_ranks > 1 and not client.is_local:
+            client.close()
+            self.shutdown()
+            logger.warning("kvtier keeps nothing of this engine: its ranks need a cache server on their host")
+            return
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kvtier: set kv_load_failure_policy to recompute: with %r a block that is lost fails its request",
                     transfer.kv_load_failure_policy,
                 )
-            self._scheduler = SchedulerSide(client, identity, settings)
+            chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, identity.num_ranks)
         else:
-            self._worker = WorkerSide(client, identity)
+            self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """On a GPU a block is then one run of bytes, as it is in the cache. vLLM takes another if it cannot."""
+        return "BLHNC" if current_platform.is_cuda_alike() else None
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -102,6 +125,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler is not None and self._scheduler.finish(request), None
 
+    def reset_cache(self) -> bool | None:
+        return None if self._scheduler is None else self._scheduler.reset()
+
     # --- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -110,7 +136,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self._worker.wait_for(kv_connector_metadata.preempted)
+            self._worker.drop_saves(kv_connector_metadata.preempted)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -129,16 +155,41 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(self._plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults() if self._worker is None else self._worker.results(finished_req_ids)
+        return KVConnectorTransferResults() if self._worker is None else self._worker.results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_bad_pages()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._worker is None else self._worker.take_news()
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler or self._worker
+        return None if side is None else side.take_stats().to_vllm()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvtierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-        self._scheduler = self._worker = None
+        if self._server is not None:
+            self._server.close()
+        self._scheduler = self._worker = self._server = None
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -146,9 +197,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
 
-def _connect(settings: ConnectorSettings, identity: Identity) -> SingleClient:
+def _connect(settings: ConnectorSettings, identity: Identity, server: EmbeddedServer | None) -> SingleClient:
+    """Of the server that the settings name, or else of `server`, which is started if it does not run."""
+    if server is not None:
+        server.ensure()
+    address = settings.server if server is None else server.address
+    assert address is not None
     return connect(
-        settings.server,
+        address,
         layout=identity.layout,
         namespace=identity.fields,
         name=identity.name,

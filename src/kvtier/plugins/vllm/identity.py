@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.lora.request import LoRARequest
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVQuantMode
 from vllm.v1.request import Request
 
 from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
@@ -37,7 +40,12 @@ class Identity:
     fields: NamespaceFields
     layer_names: tuple[str, ...]
     page_tokens: int
+    num_ranks: int
     name: str
+
+    def first_head(self, rank: int) -> int:
+        """The first head of a block that a tensor-parallel rank has. With more ranks than heads some have the same."""
+        return rank * self.layout.kv_heads // self.num_ranks
 
 
 def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -46,15 +54,18 @@ def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     if len(groups) != 1:
         return f"it has {len(groups)} groups of KV cache, and only models with one are cached"
     spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         return f"its KV cache is a {type(spec).__name__} that is not plain full attention"
     if spec.head_size_v != spec.head_size or str(spec.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"its KV of {spec.dtype} with heads of {spec.head_size} and {spec.head_size_v} is not known"
-    if spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
-        return "its KV is packed"
+    is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1
+    if is_packed or spec.kv_quant_mode is not KVQuantMode.NONE:
+        return "its KV is packed or quantised"
+    if current_platform.is_cpu() and not _is_order_known(spec.dtype):
+        return "how it lays out K on this processor is not known"
     parallel = vllm_config.parallel_config
-    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
-        return "it has several ranks, and each would show a block of which it has only its own part"
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
+        return "its ranks share layers or tokens, and only those that share heads (tensor parallelism) are known"
     if spec.block_size % BLOCK_TOKENS and BLOCK_TOKENS % spec.block_size:
         return f"its pages of {spec.block_size} tokens do not fit blocks of {BLOCK_TOKENS}"
     return None
@@ -83,22 +94,43 @@ def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: s
         salt=salt,
     )
     name = str(model_config.model).rstrip("/").rsplit("/", 1)[-1]
-    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, name)
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, num_ranks, name)
 
 
-def salt_of(request: Request) -> str:
-    """What sets a request's blocks apart beside its tokens; as kvtier's own server makes it of `cache_salt`."""
-    others: list[str] = []
-    lora = request.lora_request
-    if lora is not None:
-        folder = Path(lora.lora_path)
-        identity = weights_identity_of_folder(folder) if folder.is_dir() else lora.lora_path
-        others.append(f"lora {identity}")
-    others += [f"{feature.identifier} at {feature.mm_position.offset}" for feature in request.mm_features]
-    cache_salt = request.cache_salt or ""
-    if not others:
-        return f"0:{cache_salt}" if cache_salt else ""
-    return hashlib.sha256(json.dumps([cache_salt, *others]).encode()).hexdigest()
+class RequestSalts:
+    """What sets a request's blocks apart beside its tokens; as kvtier's own server makes it of `cache_salt`.
+
+    Thread-safe. An adapter's files are looked at once: vLLM keeps what it has loaded of them, too.
+    """
+
+    def __init__(self) -> None:
+        self._adapters: dict[tuple[int, str], str] = {}
+
+    def of(self, request: Request) -> str:
+        others: list[str] = []
+        if request.lora_request is not None:
+            others.append(f"lora {self._adapter(request.lora_request)}")
+        others += [f"{feature.identifier} at {feature.mm_position.offset}" for feature in request.mm_features]
+        cache_salt = request.cache_salt or ""
+        if not others:
+            return f"0:{cache_salt}" if cache_salt else ""
+        return hashlib.sha256(json.dumps([cache_salt, *others]).encode()).hexdigest()
+
+    def _adapter(self, lora: LoRARequest) -> str:
+        key = (lora.lora_int_id, lora.lora_path)
+        known = self._adapters.get(key)
+        if known is None:
+            folder = Path(lora.lora_path)
+            known = weights_identity_of_folder(folder) if folder.is_dir() else lora.lora_path
+            self._adapters[key] = known
+        return known
+
+
+def _is_order_known(dtype: torch.dtype) -> bool:
+    """vLLM lays out a page's K as the processor's instructions like it. For matrix tiles it is packed once more."""
+    is_tiled = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return not is_tiled and current_platform.get_cpu_architecture() in (CpuArchEnum.X86, CpuArchEnum.ARM)
 
 
 def _folder(model: str, revision: str | None) -> Path:
@@ -117,13 +149,19 @@ def _weights(vllm_config: VllmConfig, folder: Path) -> str:
 
 
 def _model_identity(vllm_config: VllmConfig, folder: Path) -> Mapping[str, object]:
-    """As kvtier's own engine has it for the families that it knows; else the whole config."""
+    """As kvtier's own engine has it for the families that it knows; else the whole config.
+
+    With a draft model some of the layers are its own.
+    """
     overrides = vllm_config.model_config.hf_overrides
-    if not overrides:
+    speculative = vllm_config.speculative_config
+    if not overrides and speculative is None:
         try:
             return read_config(folder).kv_identity()
         except ConfigError:
             pass  # a family that only vLLM knows
     document: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
     plain = {name: value for name, value in document.items() if name not in _NOT_THE_MODEL}
+    if speculative is not None:
+        plain["draft"] = [speculative.method, speculative.model]
     return {"vllm": json.loads(json.dumps(plain, default=str, sort_keys=True))}

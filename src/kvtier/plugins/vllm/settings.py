@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from kvtier.errors import ConfigError
+from kvtier.plugins.embedded_server import EmbeddedServer
+from kvtier.sizes import parse_size
 from kvtier.transport.address import parse_address
+
+_DEFAULT_MEMORY = "4GiB"
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`server` is where a cache server listens. `store` says whether answers are kept too, or prompts only.
+    """`server` is where a cache server listens; `token_file` and `ca_file` are for one over TCP.
 
-    Prompts of engines with different `salt` share no blocks. A scheduler waits at most `match_timeout_s` for what the
-    server has of a prompt, and computes it then.
+    Without `server`, one is started on demand, and shared by all engines of this user that say the same: with `memory`
+    for blocks (4GiB unless given), and over restarts in `folder`, at most `disk` of everything in it. Sizes are bytes,
+    or text such as 8GiB.
+
+    Prompts of engines with different `salt` share no blocks. `store` says whether answers are kept too, or prompts
+    only. A scheduler waits at most `match_timeout_s` for what the server has of a prompt, and computes it then. With
+    `always_load`, what is cached is loaded even where computing it looks faster.
     """
 
-    server: str
+    server: str | None = None
     token_file: str | None = None
     ca_file: str | None = None
+    memory: str | int | None = None
+    folder: str | None = None
+    disk: str | int | None = None
     salt: str = ""
     timeout_s: float = 1.0
     match_timeout_s: float = 0.25
     store: Literal["all", "prompt"] = "all"
+    always_load: bool = False
 
     def __post_init__(self) -> None:
-        parse_address(self.server)
+        if self.server is None:
+            self._check_budgets()
+        else:
+            self._check_server()
         for name in ("timeout_s", "match_timeout_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
@@ -41,13 +58,53 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         except OSError as error:
             raise ConfigError(f"cannot read the token in {self.token_file}: {error.strerror}") from error
 
+    def embedded_server(self) -> EmbeddedServer | None:
+        """The server to be started on demand; None where `server` names one."""
+        if self.server is not None:
+            return None
+        memory = parse_size(_DEFAULT_MEMORY if self.memory is None else self.memory)
+        folder = None if self.folder is None else Path(self.folder)
+        return EmbeddedServer(memory, folder, None if self.disk is None else parse_size(self.disk))
+
+    def _check_server(self) -> None:
+        assert self.server is not None
+        with _named("server"):
+            parse_address(self.server)
+        if given := self._given("memory", "folder", "disk"):
+            raise ConfigError(f"{given} is for a server that vLLM starts: leave it out, or leave out server")
+
+    def _check_budgets(self) -> None:
+        if given := self._given("token_file", "ca_file"):
+            raise ConfigError(f"{given} is for a server over TCP: give its address as server")
+        for name, size in (("memory", self.memory), ("disk", self.disk)):
+            if size is not None:
+                with _named(name):
+                    parse_size(size)
+        if self.folder is not None and self.disk is None:
+            raise ConfigError("folder needs disk, the most space for everything in it, such as 100GiB")
+        if self.folder is None and self.disk is not None:
+            raise ConfigError("disk needs folder, where blocks are kept")
+        if self.folder == "":
+            raise ConfigError("folder must name a folder")
+
+    def _given(self, *names: str) -> str | None:
+        return next((name for name in names if getattr(self, name) is not None), None)
+
 
 def read_settings(extra_config: Mapping[str, object]) -> ConnectorSettings:
     """Raises `ConfigError` with one sentence that names the setting."""
-    if "server" not in extra_config:
-        raise ConfigError('kvtier: kv_connector_extra_config needs "server", such as unix:/run/kvtier.sock')
     try:
         return msgspec.convert(dict(extra_config), ConnectorSettings)
     except msgspec.ValidationError as error:
-        known = ", ".join(ConnectorSettings.__struct_fields__)
-        raise ConfigError(f"kvtier: kv_connector_extra_config: {error} (known: {known})") from error
+        sentence = f"{error} (known: {', '.join(ConnectorSettings.__struct_fields__)})"
+        if isinstance(error.__cause__, ConfigError):  # one of our own sentences
+            sentence = str(error.__cause__)
+        raise ConfigError(f"kvtier: kv_connector_extra_config: {sentence}") from error
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.engine.speeds import Fit, Speeds
+from kvtier.tiers.speeds import Fit, Speeds
 
 
 def test_nothing_is_known_before_anything_was_measured() -> None:

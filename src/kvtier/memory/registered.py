@@ -1,0 +1,179 @@
+"""The arenas that one device copies from and to, registered with CUDA in the background, and the copies themselves.
+
+Without torch: streams come as raw handles. Any thread may call that has its device set.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.memory.cuda import PIECE_BYTES, Copies, Cudart, Direction, Registration, Rows, cut
+from kvtier.memory.mapped import MappedArena
+
+
+class RegisteredArenas:
+    """Thread-safe. An arena is let go when nobody else refers to it, or when this closes."""
+
+    def __init__(
+        self,
+        cudart: Cudart,
+        device: int,
+        slot_bytes: int,
+        forgotten: Callable[[Registration], object],
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """`forgotten` is told by the collector: it may only leave a note for a thread that then calls `end`."""
+        self._cudart = cudart
+        self._device = device
+        # Slots of this size then straddle no pieces, where they lie side by side.
+        self.piece_bytes = max(1, piece_bytes // slot_bytes) * slot_bytes
+        self._forgotten = forgotten
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._adopted: weakref.WeakKeyDictionary[MappedArena, Registration] = weakref.WeakKeyDictionary()
+        self._registrations: set[Registration] = set()
+
+    def adopt(self, arena: MappedArena) -> None:
+        """Register it in the background. A second call is free."""
+        with self._lock:
+            if self._is_closed or arena in self._adopted:
+                return
+            registration = Registration(arena, self._cudart, self._device, self.piece_bytes)
+            self._adopted[arena] = registration
+            self._registrations.add(registration)
+        # Who copies refers to the arena: when nobody does, no copy is under way.
+        weakref.finalize(arena, self._forgotten, registration).atexit = False
+
+    def registration(self, arena: MappedArena) -> Registration | None:
+        """What `adopt` has begun."""
+        with self._lock:
+            return self._adopted.get(arena)
+
+    def has(self, registration: Registration) -> bool:
+        """It has not ended."""
+        with self._lock:
+            return registration in self._registrations
+
+    def end(self, registration: Registration) -> None:
+        """Of an arena that is forgotten."""
+        registration.close()
+        with self._lock:
+            self._registrations.discard(registration)
+
+    def close(self) -> None:
+        """No copy may be under way, and none begun."""
+        with self._lock:
+            self._is_closed = True
+            registrations, self._registrations = self._registrations, set()
+        for registration in registrations:
+            registration.close()
+
+    def copy(
+        self,
+        device: Sequence[int],
+        arena: MappedArena,
+        offsets: Sequence[int],
+        nbytes: int,
+        direction: Direction,
+        stream: int,
+    ) -> None:
+        """Begin to copy `nbytes` at each device address and offset. With memory that is not registered this waits.
+
+        The caller keeps the arena in use until the stream is through. Raises `TierUnavailable`.
+        """
+        fast, slow = by_speed(device, offsets, nbytes, arena.address, self.piece_bytes, self.registration(arena))
+        if fast.sizes:
+            self._cudart.copy(fast, direction, stream)
+        if slow.sizes:
+            if direction is Direction.TO_HOST:
+                for offset in offsets:
+                    arena.populate(offset, nbytes)
+            self._cudart.copy_each(slow, direction, stream)
+
+    def copy_rows(
+        self,
+        device: Sequence[int],
+        arena: MappedArena,
+        offsets: Sequence[int],
+        rows: RowShape,
+        direction: Direction,
+        stream: int,
+    ) -> None:
+        """As `copy`, of rows that are dense at each device address and `rows.pitch_bytes` apart at each offset."""
+        registration = self.registration(arena)
+        for address, offset, count in _joined(device, offsets, rows, self.piece_bytes):
+            nbytes = (count - 1) * rows.pitch_bytes + rows.nbytes
+            if (
+                registration is not None
+                and registration.covers(offset, nbytes)
+                and self._is_in_one_piece(offset, nbytes)
+            ):
+                many = Rows(address, arena.address + offset, rows.nbytes, count, rows.pitch_bytes)
+                self._cudart.copy_rows(many, direction, stream)
+            else:
+                each = [address + number * rows.nbytes for number in range(count)]
+                places = [offset + number * rows.pitch_bytes for number in range(count)]
+                self.copy(each, arena, places, rows.nbytes, direction, stream)
+
+    def _is_in_one_piece(self, offset: int, nbytes: int) -> bool:
+        return offset % self.piece_bytes + nbytes <= self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """`count` rows of `nbytes`, in an arena `pitch_bytes` apart."""
+
+    nbytes: int
+    count: int
+    pitch_bytes: int
+
+
+def _joined(
+    device: Sequence[int], offsets: Sequence[int], rows: RowShape, piece_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """(address, offset, number of rows), where those of several entries that follow each other in a piece are one."""
+    address, offset, count = 0, 0, 0
+    for next_address, next_offset in zip(device, offsets, strict=True):
+        is_next = next_address == address + count * rows.nbytes and next_offset == offset + count * rows.pitch_bytes
+        if count and is_next and next_offset // piece_bytes == offset // piece_bytes:
+            count += rows.count
+        else:
+            if count:
+                yield address, offset, count
+            address, offset, count = next_address, next_offset, rows.count
+    if count:
+        yield address, offset, count
+
+
+def by_speed(
+    device: Sequence[int],
+    offsets: Sequence[int],
+    nbytes: int,
+    arena_address: int,
+    piece_bytes: int,
+    registration: Registration | None,
+) -> tuple[Copies, Copies]:
+    """`nbytes` at each device address and offset: the copies whose host memory is registered, and the others.
+
+    None straddles two pieces, even of an arena that is not registered: that may begin while they run.
+    """
+    is_whole = all(offset % piece_bytes + nbytes <= piece_bytes for offset in offsets)
+    if is_whole and registration is not None and registration.is_complete:
+        return Copies.of(device, [arena_address + offset for offset in offsets], [nbytes] * len(offsets)), _NOTHING
+    fast: list[tuple[int, int, int]] = []
+    slow: list[tuple[int, int, int]] = []
+    for entry in cut(device, offsets, nbytes, piece_bytes):
+        is_registered = registration is not None and registration.covers(entry[1], entry[2])
+        (fast if is_registered else slow).append(entry)
+    return _copies(fast, arena_address), _copies(slow, arena_address)
+
+
+def _copies(entries: Sequence[tuple[int, int, int]], arena_address: int) -> Copies:
+    device, offsets, sizes = zip(*entries, strict=True) if entries else ((), (), ())
+    return Copies.of(device, [arena_address + offset for offset in offsets], sizes)
+
+
+_NOTHING = Copies.of([], [], [])

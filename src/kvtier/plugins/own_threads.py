@@ -1,0 +1,36 @@
+"""Threads of ours in the process of an engine, which may have bound its own threads to cores.
+
+A thread begins where the one that made it is bound: all of ours would share a core with the engine's main thread.
+And where every call of torch wants all cores for itself, it waits until the engine's own threads have let go of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+def own_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """`count` threads, free to use any core that this process uses; in each, torch computes with that thread alone."""
+    return ThreadPoolExecutor(count, name, initializer=_set_apart)
+
+
+def cores() -> set[int]:
+    """Those that some thread of this process may use."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            found |= os.sched_getaffinity(int(thread))
+    return found
+
+
+def _set_apart() -> None:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setaffinity(0, cores())
+    torch.get_num_threads()  # sets up this thread, with as many as the others have
+    with contextlib.suppress(AttributeError):  # torch may be built without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)  # torch's own call would set it for threads to come, too

@@ -1,0 +1,111 @@
+"""Where servers that nobody runs on purpose are found: a folder for each, in one that belongs to this user alone.
+
+Locks are the kernel's (flock): they end with the process that holds them, however it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+_KEY_CHARACTERS = 16
+_SOCKET_NAME = "kvtier.sock"
+_MAX_SOCKET_BYTES = 107
+
+
+class ServerFolder:
+    """What belongs to one server, wherever its processes are.
+
+    Whoever looks for the server, and starts it where there is none, holds `start_lock` meanwhile. A server holds
+    `life_lock` from before its first instruction until its process is gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.socket = path / _SOCKET_NAME
+        self.log = path / "log"
+        self.start_lock = path / "start"
+        self.life_lock = path / "life"
+
+    def make(self) -> None:
+        """Raises `ConfigError` when it cannot be made, or is open to others."""
+        for folder in (self.path.parent, self.path):
+            _make_private(folder)
+
+    def remove_if_dead(self) -> None:
+        """Remove it, unless a server lives here or somebody is about to start one."""
+        with contextlib.ExitStack() as stack:
+            for lock in (self.start_lock, self.life_lock):
+                fd = try_lock(lock)
+                if fd is None:
+                    return
+                stack.callback(os.close, fd)
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def server_folder(key: str) -> ServerFolder:
+    """That of the server `key`, the same for all processes of this user. Raises `ConfigError` where there is none."""
+    for root in _roots():
+        folder = ServerFolder(root / key[:_KEY_CHARACTERS])
+        if len(os.fsencode(folder.socket)) <= _MAX_SOCKET_BYTES:
+            return folder
+    raise ConfigError("no folder with a short enough path for a socket: set XDG_RUNTIME_DIR")
+
+
+def remove_dead(root: Path) -> None:
+    """Remove what servers that are gone, and were not sought again, have left in `root`."""
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if len(path.name) == _KEY_CHARACTERS and (path / "start").exists():
+                with contextlib.suppress(OSError):
+                    ServerFolder(path).remove_if_dead()
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock on the file, which is made if need be; None while somebody else holds it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_ino == os.stat(path).st_ino:
+            return fd
+    except (BlockingIOError, FileNotFoundError):  # somebody has it, or has just removed it
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _roots() -> Iterator[Path]:
+    """From the best on. A XDG_RUNTIME_DIR that came along from another user, as with sudo, is none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isabs(runtime) and _is_own(Path(runtime)):
+        yield Path(runtime) / "kvtier"
+    for temporary in (tempfile.gettempdir(), "/tmp"):
+        yield Path(temporary) / f"kvtier-{os.geteuid()}"
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder} for a cache server's socket: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a folder that only this user can open: remove it, or set XDG_RUNTIME_DIR")

@@ -1,0 +1,85 @@
+"""What the connector counts, in the shapes that vLLM collects: logged with its own lines, and on its /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+_HELP = {
+    "loaded_tokens_memory": "Prompt tokens loaded from the cache server's memory on this host",
+    "loaded_tokens_disk": "Prompt tokens loaded from the cache server's disk",
+    "loaded_tokens_tcp": "Prompt tokens loaded from a cache server over TCP",
+    "loaded_bytes": "Bytes loaded by this engine's ranks",
+    "load_seconds": "Time that loads took, added up",
+    "failed_loads": "Loads that failed in part or whole: their requests were computed",
+    "stored_blocks": "Blocks that were given to the cache",
+    "refused_blocks": "Blocks that the cache did not take",
+    "late_matches": "Requests that were computed because the cache had not answered in time",
+    "slower_loads": "Requests of which something cached was computed, which was faster than loading it",
+}
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since they were last taken."""
+
+    loaded_tokens_memory: int = 0
+    loaded_tokens_disk: int = 0
+    loaded_tokens_tcp: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    failed_loads: int = 0
+    stored_blocks: int = 0
+    refused_blocks: int = 0
+    late_matches: int = 0
+    slower_loads: int = 0
+
+    def to_vllm(self) -> KvtierStats | None:
+        """None when there is nothing to say."""
+        counts = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        return KvtierStats(data=counts) if counts else None
+
+
+class KvtierStats(KVConnectorStats):
+    """`data` has the counts of `CacheStats` that are not zero."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(count, 3) for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvtierPromMetrics(KVConnectorPromMetrics):
+    """`vllm:kvtier_..._total` for each count, by engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        counters = {
+            name: self._counter_cls(f"vllm:kvtier_{name}", f"{text}.", labelnames) for name, text in _HELP.items()
+        }
+        self._counters = {
+            engine: {name: counter.labels(*values) for name, counter in counters.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            self._counters[engine_idx][name].inc(count)
