@@ -62,15 +62,23 @@ class DecodeGraphs:
         padding = PagedBatch.build([], block_tokens=self._block_tokens, device=self._device, num_padding_rows=num_rows)
         self._buffers.fill(padding)  # warming up must not write into anybody's blocks
         self._tokens.zero_()
-        tokens, batch = self._tokens[:num_rows], self._buffers.batch(num_rows)
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for _ in range(_NUM_WARM_UPS):
-                self._forward(tokens, batch)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may register memory meanwhile, for another engine of this process.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            hidden = self._forward(tokens, batch)
-        self._graphs[num_rows] = (graph, hidden)
+        batch = self._buffers.batch(num_rows)
+        self._graphs[num_rows] = capture_graph(self._forward, self._tokens[:num_rows], batch, self._memory)
+
+
+def capture_graph(
+    forward: Forward, tokens: torch.Tensor, batch: PagedBatch, memory: tuple[int, int]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `forward` over `tokens` and `batch` where they lie, and where it leaves the hidden states."""
+    device = tokens.device
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_NUM_WARM_UPS):
+            forward(tokens, batch)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may register memory meanwhile, for another engine of this process.
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        hidden = forward(tokens, batch)
+    return graph, hidden

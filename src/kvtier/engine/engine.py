@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, cached_tokens_of
 from kvtier.engine.block_manager import make_block_manager
+from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.copier import HostCopier
 from kvtier.engine.cuda_copier import CudaCopier
@@ -125,6 +126,7 @@ class Engine:
             max_graph_rows=min(config.max_num_requests, MAX_GRAPH_ROWS)
             if config.cuda_graphs and device.type == "cuda"
             else 0,
+            max_graph_tokens=min(config.max_num_batched_tokens, MAX_GRAPH_TOKENS),
         )
         if device.type == "cuda":
             compile_kernels(self.runner, config, self.max_model_len)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS, ChunkGraphs
 from kvtier.engine.copier import Transfer
 from kvtier.engine.decode_graphs import DecodeGraphs
 from kvtier.engine.kv_arena import KvArena
@@ -25,6 +26,9 @@ from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import PagedBatch, PagedRow
 from kvtier.kernels.upload import upload
 from kvtier.models.model import Model
+
+_MAX_TOKENS_AFTER_ARRIVALS = 256
+"""So few are computed sooner by a graph once all layers of a prefix are there than layer by layer as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +131,11 @@ class Runner:
         eos_token_ids: Sequence[int] = (),
         backend: Backend | None = None,
         max_graph_rows: int = 0,
+        max_graph_tokens: int = MAX_GRAPH_TOKENS,
     ) -> None:
-        """`backend` computes attention; the device's own unless told. Decodes of up to `max_graph_rows` use graphs.
+        """`backend` computes attention; the device's own unless told.
 
+        Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`.
         None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
         """
         self.model = model
@@ -145,17 +151,27 @@ class Runner:
         self._sampling_rows: dict[Request, SamplingRow] = {}
         self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
         self._scale = float(model.config.head_dim**-0.5)
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         if max_graph_rows:
-            self._graphs = DecodeGraphs(
+            self._decode_graphs = DecodeGraphs(
                 self._forward,
                 max_rows=max_graph_rows,
                 max_blocks=max_blocks,
                 block_tokens=self._block_tokens,
                 device=self._device,
             )
+            self._chunk_graphs = ChunkGraphs(
+                self._forward,
+                max_tokens=max_graph_tokens,
+                max_rows=max_graph_rows,
+                max_blocks=max_blocks,
+                block_tokens=self._block_tokens,
+                device=self._device,
+            )
             with torch.inference_mode():
-                self._graphs.capture_all()
+                self._decode_graphs.capture_all()
+                self._chunk_graphs.capture_all()
 
     def submit(self, step: Step) -> Submitted:
         """Hand a step to the device."""
@@ -164,23 +180,9 @@ class Runner:
                 for transfer in step.arrivals:  # a source may be among what arrives
                     transfer.precede(self.arena.layout.layers - 1)
                 self.arena.copy(step.copies)
-            rows = step.rows
-            graph_rows = None
-            if self._graphs is not None and step.num_tokens == len(rows) and not step.arrivals:
-                graph_rows = self._graphs.size_for(len(rows))
-            batch = PagedBatch.build(
-                [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in rows],
-                block_tokens=self._block_tokens,
-                device=self._device,
-                num_padding_rows=0 if graph_rows is None else graph_rows - len(rows),
-                backend=self._backend,
-            )
-            sampling = [row for row in rows if row.samples]
+            sampling = [row for row in step.rows if row.samples]
             tokens, last_places, slots = self._upload_tokens(step, sampling)
-            if self._graphs is None or graph_rows is None:
-                hidden = self._forward(tokens, batch, step.arrivals)
-            else:
-                hidden = self._graphs.run(tokens, batch)
+            hidden = self._hidden_states(step, tokens)
             if not sampling:
                 return Submitted([], None, self._device)
             if hidden.shape[0] != len(sampling):
@@ -195,6 +197,39 @@ class Runner:
         if row is not None:
             self._sampler.close(row)
             self._sampled_before = None
+
+    def _hidden_states(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of all tokens, and of some padding after them."""
+        num_tokens, num_rows = step.num_tokens, len(step.rows)
+        if self._decode_graphs is not None and num_tokens == num_rows and not step.arrivals:
+            graph_rows = self._decode_graphs.size_for(num_rows)
+            if graph_rows is not None:
+                return self._decode_graphs.run(tokens, self._batch(step, num_padding_rows=graph_rows - num_rows))
+        if self._chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
+            size = self._chunk_graphs.size_for(num_tokens, num_rows)
+            if size is not None:
+                for transfer in step.arrivals:
+                    transfer.precede(self.arena.layout.layers - 1)
+                batch = self._batch(
+                    step,
+                    num_empty_rows=size.num_rows - num_rows,
+                    num_padding_tokens=size.num_tokens - num_tokens,
+                )
+                return self._chunk_graphs.run(tokens, batch, size)
+        return self._forward(tokens, self._batch(step), step.arrivals)
+
+    def _batch(
+        self, step: Step, *, num_padding_rows: int = 0, num_empty_rows: int = 0, num_padding_tokens: int = 0
+    ) -> PagedBatch:
+        return PagedBatch.build(
+            [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in step.rows],
+            block_tokens=self._block_tokens,
+            device=self._device,
+            num_padding_rows=num_padding_rows,
+            num_empty_rows=num_empty_rows,
+            num_padding_tokens=num_padding_tokens,
+            backend=self._backend,
+        )
 
     def _forward(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Transfer] = ()) -> torch.Tensor:
         attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows, arrivals)

@@ -1,33 +1,36 @@
 """Runs every attention kernel once before the first request, on a GPU: none of them is compiled while somebody waits.
 
-A prompt's last few tokens behind a cached prefix, and decodes beside prompts, have kernels of their own for every size
-of their tiles and every number of splits (`kernels/tuning`).
+Captured graphs have compiled what they hold. Left are steps that are too large for them, or all where there are none:
+decodes beside prompts, short and long chunks, from the start and behind a long prefix (`kernels/tuning`).
 """
 
 from __future__ import annotations
 
+from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.step import Step, StepRow
-from kvtier.kernels.tuning import MAX_SPLITS, MIN_SPLIT_TOKENS
 
-_MAX_QUERY_TOKENS = 128
+_SHORT_COUNTS = (2, 8, 64)
+_LONG_CONTEXT = 4096
 
 
 def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) -> None:
     """Steps of zeros in block 0, which nobody has yet."""
     most = min(config.max_num_batched_tokens, max_model_len - 1)
-    count = 2
-    while count <= min(_MAX_QUERY_TOKENS, most):
-        runner.submit(_step([_row(0, 0, count, config.block_size)])).wait()
-        count *= 2
-    context = MIN_SPLIT_TOKENS
-    while context <= min(MIN_SPLIT_TOKENS * MAX_SPLITS, max_model_len) and config.max_num_requests > 1 and most > 2:
-        decode, prefill = _row(0, context - 1, 1, config.block_size), _row(1, 0, 2, config.block_size)
-        runner.submit(_step([decode, prefill])).wait()
-        context *= 2
+    far = min(_LONG_CONTEXT, max_model_len - 1)
+    block_tokens = config.block_size
+    for count in (*_SHORT_COUNTS, min(most, MAX_GRAPH_TOKENS + 1), most):
+        if count > most:
+            continue
+        for start in (0, max(far - count, 0)):
+            runner.submit(_step([_row(0, start, count, block_tokens)])).wait()
+    if config.max_num_requests > 1 and most > 2:
+        for context in (1, far):
+            decode, prefill = _row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)
+            runner.submit(_step([decode, prefill])).wait()
 
 
 def _row(slot: int, start: int, count: int, block_tokens: int) -> StepRow:

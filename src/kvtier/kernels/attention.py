@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvtier.kernels import reference
-from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
+from kvtier.kernels import reference, tuning
+from kvtier.kernels.backend import Backend, gathered_attention_of, paged_attention_of, write_kv_of
 from kvtier.kernels.paged_batch import PagedBatch
 
 
@@ -35,8 +35,32 @@ def attend(
         _attend_rows(query, cache, batch, slice(0, first_prefill), 1, scale=scale, window=window, out=out)
     if first_prefill < batch.num_rows:
         rows = slice(first_prefill, batch.num_rows)
+        if window is None and _gathers(cache, batch):
+            gathered_attention_of(batch.backend)(
+                query,
+                cache,
+                batch.block_tables[rows],
+                batch.query_starts[rows.start :],
+                batch.kv_lengths[rows],
+                batch.gather_starts,
+                num_gathered_tokens=batch.num_gathered_tokens,
+                scale=scale,
+                out=out,
+            )
+            return out
         _attend_rows(query, cache, batch, rows, batch.max_query_tokens, scale=scale, window=window, out=out)
     return out
+
+
+def _gathers(cache: torch.Tensor, batch: PagedBatch) -> bool:
+    _, kv_heads, _, kv_dim = cache.shape
+    itemsize = cache.element_size()
+    return tuning.gathers(
+        head_dim=kv_dim // 2,
+        itemsize=itemsize,
+        gathered_bytes=batch.num_gathered_tokens * kv_heads * kv_dim * itemsize,
+        queries_per_key=batch.queries_per_key,
+    )
 
 
 def _attend_rows(

@@ -1,7 +1,7 @@
 """One step's rows as the attention kernels read them: made once per step, used by every layer.
 
-The runner's thread builds it from host numbers with one copy to the device. `DecodeBuffers` holds the same numbers at
-fixed addresses, for CUDA graphs.
+The runner's thread builds it from host numbers with one copy to the device. `DecodeBuffers` and `ChunkBuffers` hold
+the same numbers at fixed addresses, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from kvtier.kernels import reference
 from kvtier.kernels.backend import Backend
+from kvtier.kernels.tuning import GATHER_TOKENS
 from kvtier.kernels.upload import upload
 
 
@@ -47,6 +48,11 @@ class PagedBatch:
     max_query_tokens: int
     num_decodes: int
     """How many leading rows have at most one query."""
+    gather_starts: torch.Tensor
+    """`(rows - num_decodes,)` int32: where the KV of each other row goes if it is copied into one piece."""
+    num_gathered_tokens: int
+    queries_per_key: float
+    """How many of their queries read a key of those rows, on average."""
     block_tokens: int
     backend: Backend
     _plans: dict[int | None, reference.RowPlan] = field(default_factory=dict, repr=False, compare=False)
@@ -59,11 +65,17 @@ class PagedBatch:
         block_tokens: int,
         device: torch.device,
         num_padding_rows: int = 0,
+        num_empty_rows: int = 0,
+        num_padding_tokens: int = 0,
         backend: Backend | None = None,
     ) -> PagedBatch:
-        """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing."""
-        num_rows = len(rows) + num_padding_rows
+        """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing.
+
+        Then rows without a query, and tokens that belong to no row: what attention leaves for those is undefined.
+        """
+        num_rows = len(rows) + num_padding_rows + num_empty_rows
         counts = np.ones(num_rows, np.int64)
+        counts[num_rows - num_empty_rows :] = 0
         kv_lengths = np.zeros(num_rows, np.int64)
         num_blocks = [-(-row.kv_tokens // block_tokens) for row in rows]
         tables = np.zeros((num_rows, max(num_blocks, default=1) or 1), np.int32)
@@ -78,8 +90,15 @@ class PagedBatch:
         slots = tables[row_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
         slots[positions < 0] = -1
         np.maximum(positions, 0, out=positions)
+        if num_padding_tokens:
+            slots = np.concatenate((slots, np.full(num_padding_tokens, -1)))
+            positions = np.concatenate((positions, np.zeros(num_padding_tokens, np.int64)))
         is_long = counts > 1
-        on_device = upload([slots, positions, tables, starts, kv_lengths.astype(np.int32)], device)
+        num_decodes = int(is_long.argmax()) if is_long.any() else num_rows
+        prefill_counts, prefill_lengths = counts[num_decodes:], kv_lengths[num_decodes:]
+        gathered_tokens = -(-prefill_lengths // GATHER_TOKENS) * GATHER_TOKENS
+        gather_starts = (np.cumsum(gathered_tokens) - gathered_tokens).astype(np.int32)
+        on_device = upload([slots, positions, tables, starts, kv_lengths.astype(np.int32), gather_starts], device)
         return cls(
             slots=on_device[0],
             positions=on_device[1],
@@ -87,7 +106,10 @@ class PagedBatch:
             query_starts=on_device[3],
             kv_lengths=on_device[4],
             max_query_tokens=int(counts.max(initial=0)),
-            num_decodes=int(is_long.argmax()) if is_long.any() else num_rows,
+            num_decodes=num_decodes,
+            gather_starts=on_device[5],
+            num_gathered_tokens=int(gathered_tokens.sum()),
+            queries_per_key=float(prefill_counts @ prefill_lengths) / max(int(prefill_lengths.sum()), 1),
             block_tokens=block_tokens,
             backend=backend or Backend.of(device),
         )
@@ -109,41 +131,79 @@ class PagedBatch:
         return self._plans[window]
 
 
-class DecodeBuffers:
-    """Room for the largest decode batch at fixed addresses: graphs of every size share it.
+class _Buffers:
+    """The arrays of a batch, with room for the largest, at fixed addresses. The runner's thread owns them."""
 
-    Capture a graph of n rows on `batch(n)`; before each replay `fill` it with a batch of exactly n rows, padding
-    included. The runner's thread owns it.
-    """
-
-    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device
+    ) -> None:
         self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._kv_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._block_tokens = block_tokens
         self._backend = Backend.of(device)
 
-    def batch(self, num_rows: int) -> PagedBatch:
-        """The first rows as a batch of one query each. It reads whatever was filled in last."""
+    def _batch(self, *, num_tokens: int, num_rows: int, max_query_tokens: int, num_decodes: int) -> PagedBatch:
         return PagedBatch(
             block_tables=self._block_tables[:num_rows],
             query_starts=self._query_starts[: num_rows + 1],
             kv_lengths=self._kv_lengths[:num_rows],
-            slots=self._slots[:num_rows],
-            positions=self._positions[:num_rows],
-            max_query_tokens=1,
-            num_decodes=num_rows,
+            slots=self._slots[:num_tokens],
+            positions=self._positions[:num_tokens],
+            max_query_tokens=max_query_tokens,
+            num_decodes=num_decodes,
+            gather_starts=self._query_starts[:0],
+            num_gathered_tokens=0,
+            queries_per_key=0.0,
             block_tokens=self._block_tokens,
             backend=self._backend,
         )
 
     def fill(self, batch: PagedBatch) -> None:
-        """Copy a batch of one query per row into place, in the current stream's order."""
+        """Copy a batch into place, in the current stream's order."""
         num_rows, num_blocks = batch.block_tables.shape
-        assert batch.num_tokens == num_rows == batch.num_decodes
         self._block_tables[:num_rows, :num_blocks].copy_(batch.block_tables, non_blocking=True)
         self._kv_lengths[:num_rows].copy_(batch.kv_lengths, non_blocking=True)
-        self._slots[:num_rows].copy_(batch.slots, non_blocking=True)
-        self._positions[:num_rows].copy_(batch.positions, non_blocking=True)
+        self._slots[: batch.num_tokens].copy_(batch.slots, non_blocking=True)
+        self._positions[: batch.num_tokens].copy_(batch.positions, non_blocking=True)
+
+
+class DecodeBuffers(_Buffers):
+    """Room for the largest decode batch: graphs of every size share it.
+
+    Capture a graph of n rows on `batch(n)`; before each replay `fill` it with a batch of exactly n rows, padding
+    included.
+    """
+
+    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device) -> None:
+        super().__init__(
+            max_tokens=max_rows, max_rows=max_rows, max_blocks=max_blocks, block_tokens=block_tokens, device=device
+        )
+
+    def batch(self, num_rows: int) -> PagedBatch:
+        """The first rows as a batch of one query each. It reads whatever was filled in last."""
+        return self._batch(num_tokens=num_rows, num_rows=num_rows, max_query_tokens=1, num_decodes=num_rows)
+
+    def fill(self, batch: PagedBatch) -> None:
+        """As for any batch; here each row has one query."""
+        assert batch.num_tokens == batch.num_rows == batch.num_decodes
+        super().fill(batch)
+
+
+class ChunkBuffers(_Buffers):
+    """Room for the largest batch of a few short chunks, decodes among them: graphs of every size share it.
+
+    Capture a graph on `batch(tokens, rows)`; before each replay `fill` it with a batch of exactly as many tokens and
+    rows, padding tokens and empty rows included.
+    """
+
+    def batch(self, num_tokens: int, num_rows: int) -> PagedBatch:
+        """Rows of any number of queries. It reads whatever was filled in last."""
+        return self._batch(num_tokens=num_tokens, num_rows=num_rows, max_query_tokens=num_tokens, num_decodes=0)
+
+    def fill(self, batch: PagedBatch) -> None:
+        """As for any batch; here rows differ in their queries."""
+        super().fill(batch)
+        self._query_starts[: batch.num_rows + 1].copy_(batch.query_starts, non_blocking=True)

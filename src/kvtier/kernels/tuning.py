@@ -1,24 +1,46 @@
 """How the attention kernels are cut into tiles: everything a GPU's tuning may change, and nothing else.
 
-All of it is chosen from numbers the host knows, so that choosing never waits for the device.
+All of it is chosen from numbers the host knows, so that choosing never waits for the device. The numbers are those of
+an H200 (docs/design/performance.md); on a GPU of less shared memory, tiles shrink until they fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+_MIN_STAGES = 2
+_MIN_KEYS = 16
 
 MIN_DOT_ROWS = 16
 """The fewest rows of a matrix product on tensor cores."""
 
-DECODE_PROGRAMS = 528
-"""Programs a decode is split into when it has fewer rows and heads than that: four for each of an H200's 132 SMs."""
+FULL_PROGRAMS = 1056
+"""Tiles are split into about this many programs when there are fewer: eight for each of an H200's 132 SMs."""
 
-MIN_SPLIT_TOKENS = 256
-"""A split shorter than this costs more in the reduction than it gains."""
+FULL_DECODE_PROGRAMS = 576
+"""The same for decodes, whose programs are larger. Some of their rows are padding."""
+
+MIN_UNSPLIT_DECODES = 192
+"""From so many programs on, joining parts costs a decode more than an uneven load."""
+
+MIN_SPLIT_TOKENS = 128
+"""A split shorter than this costs more in the joining than it gains."""
 
 MAX_SPLITS = 64
+FEW_SPLITS = 16
 
-REDUCE_WARPS = 4
+GATHER_TOKENS = 128
+"""What is copied out of its blocks begins at a multiple of this: no tile of keys is longer."""
+
+MAX_GATHERED_BYTES = 256 << 20
+"""No more is copied in one call. Less than a step of a few thousand tokens takes for its widest layer."""
+
+MIN_GATHER_QUERIES = 192
+"""How many queries must read each key, on average, for the copy to pay."""
+
+JOIN_WARPS = 4
+
+GATHER_WARPS = 4
 
 WRITE_WARPS = 4
 
@@ -33,36 +55,78 @@ class Tiles:
     keys: int
     num_warps: int
     num_stages: int
+    num_split_stages: int = 2
+    """For a part of the keys, which is short."""
+
+    def fitted(self, *, head_dim: int, itemsize: int, shared_bytes: int) -> Tiles:
+        """These, or fewer stages and keys, such that queries and all stages of keys and values fit."""
+        tiles = self
+        while tiles.shared_bytes(head_dim, itemsize) > shared_bytes:
+            if max(tiles.num_stages, tiles.num_split_stages) > _MIN_STAGES:
+                tiles = replace(
+                    tiles,
+                    num_stages=max(tiles.num_stages - 1, _MIN_STAGES),
+                    num_split_stages=max(tiles.num_split_stages - 1, _MIN_STAGES),
+                )
+            elif tiles.keys > _MIN_KEYS:
+                tiles = replace(tiles, keys=tiles.keys // 2)
+            else:
+                break
+        return tiles
+
+    def shared_bytes(self, head_dim: int, itemsize: int) -> int:
+        """What a program holds at once, nearly."""
+        stages = max(self.num_stages, self.num_split_stages)
+        return (self.rows + 2 * self.keys * stages) * head_dim * itemsize
 
 
-def prefill_tiles(*, group: int, head_dim: int, itemsize: int, max_query_tokens: int) -> Tiles:
-    """Tiles for many queries per row; `group` query heads share a KV head."""
+def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_tokens: int) -> Tiles:
+    """Tiles for rows of up to `max_query_tokens` queries; `group` query heads share a KV head.
+
+    There are few kinds, since each is compiled: for one query, for a few, for many.
+    """
+    one = max(_power_of_two(group), MIN_DOT_ROWS)
+    wanted = group * max_query_tokens
     if itemsize == 4:
-        most = Tiles(rows=32, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
-    elif head_dim <= 64:
-        most = Tiles(rows=128, keys=64, num_warps=4, num_stages=3)
-    elif head_dim <= 128:
-        most = Tiles(rows=128, keys=64, num_warps=8, num_stages=3)
-    else:
-        most = Tiles(rows=64, keys=32, num_warps=8, num_stages=2)
-    rows = max(_power_of_two(group), min(most.rows, _power_of_two(group * max_query_tokens)), MIN_DOT_ROWS)
-    return Tiles(rows, most.keys, most.num_warps, most.num_stages)
+        keys = 32 if head_dim <= 128 else 16
+        return Tiles(one if wanted <= one else max(one, 32), keys, num_warps=4, num_stages=2)
+    if wanted <= one:
+        keys = 128 if head_dim <= 128 else 32
+        return Tiles(one, keys if one <= 32 else 64, num_warps=4, num_stages=3, num_split_stages=3)
+    if head_dim > 128:
+        return Tiles(max(one, 64), keys=32, num_warps=8, num_stages=2)
+    if wanted <= 64:
+        return Tiles(max(one, 64), keys=64, num_warps=4, num_stages=3)
+    return Tiles(max(one, 128), keys=64, num_warps=4, num_stages=3)
 
 
-def decode_tiles(*, group: int, head_dim: int, itemsize: int) -> Tiles:
-    """Tiles for one query per row: as few rows as its heads allow."""
-    rows = max(_power_of_two(group), MIN_DOT_ROWS)
-    if itemsize == 4:
-        return Tiles(rows, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
-    return Tiles(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+def gathered_tiles(*, group: int, head_dim: int) -> Tiles:
+    """Tiles of a chunk of a prompt whose KV lies in one piece, in 16 bits."""
+    return Tiles(max(_power_of_two(group), 128), keys=64, num_warps=4, num_stages=2 if head_dim > 64 else 3)
 
 
-def decode_splits(*, num_rows: int, kv_heads: int, max_kv_tokens: int) -> int:
-    """Into how many parts, a power of two, each context is split so that a small batch fills the GPU."""
-    wanted = DECODE_PROGRAMS // max(num_rows * kv_heads, 1)
+def gathers(*, head_dim: int, itemsize: int, gathered_bytes: int, queries_per_key: float) -> bool:
+    """Whether to copy the KV of prompts into one piece before their chunks attend."""
+    return (
+        itemsize == 2
+        and head_dim in (64, 128)
+        and 0 < gathered_bytes <= MAX_GATHERED_BYTES
+        and queries_per_key >= MIN_GATHER_QUERIES
+    )
+
+
+def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> int:
+    """Into how many parts the keys of each tile are split so that `num_programs` tiles fill the GPU."""
+    full = FULL_PROGRAMS
+    if max_query_tokens == 1:
+        full = FULL_DECODE_PROGRAMS if num_programs < MIN_UNSPLIT_DECODES else 1
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
-    most = max(min(wanted, useful, MAX_SPLITS), 1)
-    return 1 << (most.bit_length() - 1)
+    return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
+
+
+def joined_splits(count: int) -> int:
+    """For how many splits the kernel that joins `count` of them is compiled: one of two."""
+    return _power_of_two(FEW_SPLITS if count <= FEW_SPLITS else MAX_SPLITS)
 
 
 def _power_of_two(count: int) -> int:

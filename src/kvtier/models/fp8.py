@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.kernels.backend import elementwise_for
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
 from kvtier.models.slot import Slot, SlotKind
@@ -24,21 +25,42 @@ _ALIGNMENT = 16
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`rows` (R, N) as float8 values and float32 scales (R, 1), whose product is `rows` again, nearly."""
+    fused = elementwise_for(rows)
+    if fused is None:
+        return plain_quantize_rows(rows)
+    return fused.quantize_rows(rows, max_value=_FP8_MAX, min_scale=_MIN_SCALE)
+
+
+def plain_quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch."""
     wide = rows.float()
     scales = (wide.abs().amax(dim=-1, keepdim=True) / _FP8_MAX).clamp(min=_MIN_SCALE)
     return (wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(FP8), scales
 
 
 def scaled_matmul(
-    values: Tensor, value_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
+    values: Tensor,
+    value_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`(values * value_scales) (weight * weight_scales)^T` for float8 `values` (T, K) and `weight` (N, K)."""
+    """`(values * value_scales) (weight * weight_scales)^T + bias` for float8 `values` (T, K) and `weight` (N, K)."""
     if values.is_cuda:
-        # Scaling by row returns bfloat16 only.
-        return torch._scaled_mm(
-            values, weight.t(), scale_a=value_scales, scale_b=weight_scales.t(), out_dtype=torch.bfloat16
+        # Scaling by row returns bfloat16 only, and adds a bias of bfloat16.
+        adds_bias = bias is not None and bias.dtype == torch.bfloat16
+        product = torch._scaled_mm(
+            values,
+            weight.t(),
+            scale_a=value_scales,
+            scale_b=weight_scales.t(),
+            bias=bias if adds_bias else None,
+            out_dtype=torch.bfloat16,
         ).to(dtype)
-    return ((values.float() @ weight.float().t()) * value_scales * weight_scales.t()).to(dtype)
+        return product if adds_bias or bias is None else product + bias
+    product = ((values.float() @ weight.float().t()) * value_scales * weight_scales.t()).to(dtype)
+    return product if bias is None else product + bias
 
 
 class Fp8Linear(Linear):
@@ -67,5 +89,4 @@ class Fp8Linear(Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         values, value_scales = quantize_rows(hidden)
-        output = scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype)
-        return output if self.bias is None else output + self.bias
+        return scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype, self.bias)

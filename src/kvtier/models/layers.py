@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvtier.models.attention import Attention
 from kvtier.models.layer import Layer, empty_parameter
-from kvtier.models.operations import add_rms_norm, rms_norm, silu_mul
+from kvtier.models.linear import PlainLinear
+from kvtier.models.operations import add_rms_norm, linear_silu_mul, rms_norm, silu_mul
 from kvtier.models.recipe import Recipe
 from kvtier.models.rope import Rope
 from kvtier.models.slot import Slot, SlotKind
@@ -62,6 +62,7 @@ class SelfAttention(Layer):
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
+        self.eps = config.rms_eps
         self._rope = (rope,)  # in a tuple: the model owns the table, not each of its layers
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv_proj = recipe.make_linear(
@@ -75,11 +76,12 @@ class SelfAttention(Layer):
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query_key, value = heads.split((num_rotated, self.num_kv_heads), dim=1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = query_key.split((self.num_heads, self.num_kv_heads), dim=1)
-            query_key = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+            norms = (self.q_norm.weight, self.k_norm.weight)
         (rope,) = self._rope
-        query, key = rope.rotate(query_key, rope_rows).split((self.num_heads, self.num_kv_heads), dim=1)
+        rotated = rope.rotate(query_key, rope_rows, num_query_heads=self.num_heads, norms=norms, eps=self.eps)
+        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         return self.o_proj(attention(self.layer, query, key, value))
 
 
@@ -94,7 +96,10 @@ class GatedMlp(Layer):
         self.down_proj = recipe.make_linear(inner, {"down_proj": hidden}, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(hidden)))
+        gate_up = self.gate_up_proj
+        if isinstance(gate_up, PlainLinear) and gate_up.bias is None:
+            return self.down_proj(linear_silu_mul(hidden, gate_up.weight))
+        return self.down_proj(silu_mul(gate_up(hidden)))
 
 
 class DecoderLayer(Layer):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.models.layer import Layer
-from kvtier.models.operations import rotate_halves, rotate_pairs
+from kvtier.models.operations import rotate
 from kvtier.models.rope_config import RopeConfig, RopeKind
 
 
@@ -36,9 +36,21 @@ class Rope(Layer):
         """The rows of `positions` (T,), for `rotate`; every position must be below `max_positions`."""
         return self.table[positions]
 
-    def rotate(self, heads: Tensor, rows: Tensor) -> Tensor:
-        """`heads` (T, heads, head_dim), rotated."""
-        return rotate_pairs(heads, rows) if self.config.is_interleaved else rotate_halves(heads, rows)
+    def rotate(
+        self, heads: Tensor, rows: Tensor, *, num_query_heads: int, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        """`heads` (T, heads, head_dim) of query and key, rotated, and normalised before where `norms` say with what.
+
+        What was in `heads` may be gone afterwards.
+        """
+        return rotate(
+            heads,
+            rows,
+            is_interleaved=self.config.is_interleaved,
+            num_query_heads=num_query_heads,
+            norms=norms,
+            eps=eps,
+        )
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:

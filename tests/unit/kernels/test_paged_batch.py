@@ -7,7 +7,8 @@ import torch
 
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch, PagedRow
+from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedBatch, PagedRow
+from kvtier.kernels.tuning import GATHER_TOKENS
 from tests.unit.kernels.batches import DEVICE, make_case
 
 
@@ -53,6 +54,26 @@ def test_padding_rows_have_one_query_and_no_kv() -> None:
     assert batch.num_decodes == 3
 
 
+def test_empty_rows_have_no_query_and_padding_tokens_no_row() -> None:
+    batch = PagedBatch.build(
+        [PagedRow([1], 2, 2)], block_tokens=4, device=DEVICE, num_empty_rows=2, num_padding_tokens=3
+    )
+
+    assert batch.slots.tolist() == [4, 5, -1, -1, -1]
+    assert batch.positions.tolist() == [0, 1, 0, 0, 0]
+    assert batch.query_starts.tolist() == [0, 2, 2, 2]
+    assert batch.kv_lengths.tolist() == [2, 0, 0]
+
+
+def test_rows_that_are_no_decodes_have_places_of_their_own_to_be_gathered_at() -> None:
+    batch = build(PagedRow([1], 1, 2), PagedRow(list(range(50)), 10, 200), PagedRow([1], 2, 2), PagedRow([2], 1, 4))
+
+    assert batch.num_decodes == 1
+    assert batch.gather_starts.tolist() == [0, 2 * GATHER_TOKENS, 3 * GATHER_TOKENS]
+    assert batch.num_gathered_tokens == 4 * GATHER_TOKENS
+    assert batch.queries_per_key == (10 * 200 + 2 * 2 + 1 * 4) / 206
+
+
 def test_an_empty_batch_and_rows_without_queries() -> None:
     assert build().num_tokens == 0
     batch = build(PagedRow([], 0, 0), PagedRow([2], 0, 3), PagedRow([1], 2, 2), PagedRow([3], 1, 1))
@@ -78,3 +99,32 @@ def test_buffers_hold_each_batch_at_the_same_addresses() -> None:
         torch.testing.assert_close(found, expected)
 
     assert addresses == [captured.slots.data_ptr(), captured.block_tables.data_ptr(), captured.kv_lengths.data_ptr()]
+
+
+def test_buffers_of_chunks_hold_rows_of_any_length_at_the_same_addresses() -> None:
+    buffers = ChunkBuffers(max_tokens=16, max_rows=4, max_blocks=8, block_tokens=8, device=DEVICE)
+    captured = buffers.batch(16, 4)
+    addresses = [captured.slots.data_ptr(), captured.query_starts.data_ptr(), captured.kv_lengths.data_ptr()]
+
+    for lengths in ([(5, 40), (1, 3)], [(1, 9), (9, 20), (3, 33)]):
+        case = make_case(lengths)
+        num_tokens = len(case.query)
+        batch = PagedBatch.build(
+            case.rows,
+            block_tokens=8,
+            device=DEVICE,
+            num_empty_rows=4 - len(lengths),
+            num_padding_tokens=16 - num_tokens,
+        )
+        buffers.fill(batch)
+        padded = [
+            torch.cat((one, one.new_zeros(16 - num_tokens, *one.shape[1:])))
+            for one in (case.query, case.key, case.value)
+        ]
+        expected = attend(
+            case.query, case.key, case.value, case.cache.clone(), case.batch(Backend.of(DEVICE)), scale=1.0
+        )
+        found = attend(*padded, case.cache.clone(), buffers.batch(16, 4), scale=1.0)
+        torch.testing.assert_close(found[:num_tokens], expected)
+
+    assert addresses == [captured.slots.data_ptr(), captured.query_starts.data_ptr(), captured.kv_lengths.data_ptr()]

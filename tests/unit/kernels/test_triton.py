@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("triton_cases.py", "elementwise_cases.py")]
 REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.timeout(300)
 def test_triton_kernels_agree_with_their_twins() -> None:
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *map(str, CASES)]
 
     done = subprocess.run(
         command, cwd=REPOSITORY, env={**os.environ, **interpret}, capture_output=True, text=True, check=False

@@ -17,6 +17,7 @@ from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
 from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
 
+HALF = Shape(heads=6, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16)
 MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
 DECODES = [(1, 21), (0, 5), (1, 1), (0, 0), (1, 40)]
 
@@ -26,6 +27,12 @@ def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of a few tokens are split too."""
     monkeypatch.setattr(tuning, "MIN_SPLIT_TOKENS", 4)
     monkeypatch.setattr(tuning, "MAX_SPLITS", 8)
+
+
+@pytest.fixture
+def _gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few tokens are attended over a copy of their KV too."""
+    monkeypatch.setattr(tuning, "MIN_GATHER_QUERIES", 0)
 
 
 def both(case: Case, window: int | None, num_padding_rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +90,49 @@ def test_a_context_in_parts_equals_the_whole(window: int | None) -> None:
     found, expected = both(case, window)
 
     assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("_many_splits")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("lengths", [[(5, 300), (2, 65), (0, 4)], [(24, 90), (1, 30), (13, 13), (3, 60)]])
+def test_a_few_queries_behind_a_long_prefix_equal_the_whole(lengths: list[tuple[int, int]], window: int | None) -> None:
+    found, expected = both(make_case(lengths, Shape(heads=6, kv_heads=2, block_tokens=16)), window)
+
+    assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("_gathering")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 64), (7, 1, 128), (8, 2, 128)])
+def test_gathered_chunks(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    shape = Shape(heads, kv_heads, head_dim, 16, dtype)
+
+    found, expected = both(make_case([(1, 40), (0, 3), (30, 30), (2, 200), (1, 1), (33, 128), (0, 7)], shape), None)
+
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.usefixtures("_gathering")
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 150)).map(lambda pair: (min(pair), max(pair))),
+        min_size=1,
+        max_size=5,
+    ),
+    seed=st.integers(0, 1 << 16),
+)
+def test_any_gathered_batch(lengths: list[tuple[int, int]], seed: int) -> None:
+    found, expected = both(make_case(lengths, HALF, seed), None)
+
+    assert_close(found, expected, torch.float16)
+
+
+@pytest.mark.usefixtures("_gathering")
+def test_gathered_chunks_and_windows_go_their_own_ways() -> None:
+    found, expected = both(make_case([(30, 90), (5, 9)], HALF), 20)
+
+    assert_close(found, expected, torch.float16)
 
 
 @pytest.mark.usefixtures("_many_splits")
@@ -171,8 +221,12 @@ def test_a_block_beyond_2_to_the_31_elements_is_reached(max_query_tokens: int, t
     assert_close(*attended, torch.float16)
 
 
-def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not() -> None:
-    assert tuning.decode_splits(num_rows=4, kv_heads=8, max_kv_tokens=4096) == 16
-    assert tuning.decode_splits(num_rows=256, kv_heads=8, max_kv_tokens=1 << 20) == 1
-    assert tuning.decode_splits(num_rows=1, kv_heads=1, max_kv_tokens=100) == 1
-    assert tuning.decode_splits(num_rows=1, kv_heads=1, max_kv_tokens=1 << 20) == tuning.MAX_SPLITS
+@pytest.mark.parametrize("max_query_tokens", [1, 16])
+def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not(max_query_tokens: int) -> None:
+    def splits(num_programs: int, max_kv_tokens: int) -> int:
+        return tuning.splits(num_programs=num_programs, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens)
+
+    assert splits(32, 1 << 20) > 8
+    assert splits(256 * 8, 1 << 20) == 1
+    assert splits(1, 100) == 1
+    assert splits(1, 1 << 20) == tuning.MAX_SPLITS

@@ -1,0 +1,308 @@
+"""The operations between matrix products, each in one pass over memory. `models/operations` has the twins.
+
+All of them compute in float32 and round where the twins round. None waits for the device, and none is compiled anew
+for another number of tokens.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.kernels.paged_attention import operand
+
+_GATE_COLUMNS = 2048
+_HEADS_AT_ONCE = 8
+_FEW_TOKENS = 16
+_FEW_COLUMNS = 32
+_FEW_INPUTS = 128
+_QUANTIZED_COLUMNS = 4096
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `operations.rms_norm`, of rows `(T, size)` that may lie apart."""
+    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _norm(hidden, None, weight, eps, normed, normed)
+    return normed
+
+
+def add_rms_norm(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `operations.add_rms_norm`."""
+    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    total = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _norm(hidden, residual, weight, eps, normed, total)
+    return normed, total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `operations.silu_mul`."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1, "rows must be dense"
+    gated = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        _gate_kernel[(num_tokens, triton.cdiv(size, _GATE_COLUMNS))](
+            gate_up, gated, gate_up.stride(0), SIZE=size, COLUMNS=_GATE_COLUMNS, num_warps=8
+        )
+    return gated
+
+
+def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """As `operations.linear_silu_mul`, for a few tokens; None for more, and for sizes that it was not made for."""
+    num_tokens, inputs = hidden.shape
+    size = weight.shape[0] // 2
+    if num_tokens > _FEW_TOKENS or size % _FEW_COLUMNS or inputs % _FEW_INPUTS or hidden.element_size() != 2:
+        return None
+    assert hidden.stride(1) == 1 and weight.is_contiguous(), "rows must be dense"  # noqa: PT018
+    gated = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
+    if num_tokens:
+        _linear_gate_kernel[(size // _FEW_COLUMNS,)](
+            hidden,
+            weight,
+            gated,
+            num_tokens,
+            hidden.stride(0),
+            SIZE=size,
+            INPUTS=inputs,
+            TOKENS=_FEW_TOKENS,
+            COLUMNS=_FEW_COLUMNS,
+            STEP=_FEW_INPUTS,
+            OPERAND=operand(hidden.dtype),
+            num_warps=4,
+            num_stages=4,
+        )
+    return gated
+
+
+def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fp8.quantize_rows`, but for the last digit of a few numbers: it multiplies with the scale's inverse."""
+    num_rows, size = rows.shape
+    assert rows.stride(1) == 1, "rows must be dense"
+    values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=rows.device)
+    if num_rows:
+        columns = min(triton.next_power_of_2(size), _QUANTIZED_COLUMNS)
+        _quantize_kernel[(num_rows,)](
+            rows,
+            values,
+            scales,
+            rows.stride(0),
+            max_value,
+            min_scale,
+            SIZE=size,
+            COLUMNS=columns,
+            num_warps=min(max(columns // 512, 1), 8),
+        )
+    return values, scales
+
+
+def rotate(
+    heads: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    is_interleaved: bool,
+    num_query_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> torch.Tensor:
+    """As `operations.rotate`, in place: `heads` themselves are returned, rotated."""
+    num_tokens, num_heads, head_dim = heads.shape
+    rotary_dim = cos_sin.shape[1]
+    assert heads.stride(2) == cos_sin.stride(1) == 1, "the last dimension must be dense"
+    assert norms is None or rotary_dim == head_dim, "heads that are normalised rotate whole"
+    query_weight, key_weight = norms if norms is not None else (heads, heads)
+    if num_tokens:
+        _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE))](
+            heads,
+            cos_sin,
+            query_weight,
+            key_weight,
+            heads.stride(0),
+            heads.stride(1),
+            cos_sin.stride(0),
+            eps,
+            HEADS=num_heads,
+            QUERY_HEADS=num_query_heads,
+            PAIRS=rotary_dim // 2,
+            COLUMNS=triton.next_power_of_2(rotary_dim // 2),
+            IS_INTERLEAVED=is_interleaved,
+            HAS_NORMS=norms is not None,
+            HEADS_AT_ONCE=_HEADS_AT_ONCE,
+            num_warps=4,
+        )
+    return heads
+
+
+def _norm(hidden, residual, weight, eps, normed, total) -> None:
+    num_tokens, size = hidden.shape
+    assert all(one is None or one.stride(1) == 1 for one in (hidden, residual)), "rows must be dense"
+    if num_tokens:
+        columns = triton.next_power_of_2(size)
+        _norm_kernel[(num_tokens,)](
+            hidden,
+            hidden if residual is None else residual,
+            weight,
+            normed,
+            total,
+            hidden.stride(0),
+            hidden.stride(0) if residual is None else residual.stride(0),
+            eps,
+            SIZE=size,
+            COLUMNS=columns,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=min(max(columns // 512, 1), 16),
+        )
+
+
+@triton.jit
+def _norm_kernel(
+    hidden_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    hidden_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < SIZE
+    dtype = normed_ptr.dtype.element_ty
+    hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + token * residual_stride + columns, mask=is_column, other=0.0)
+        total = (hidden + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + token * SIZE + columns, total, mask=is_column)
+        hidden = total.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / SIZE + eps)
+    tl.store(normed_ptr + token * SIZE + columns, (hidden * scale * weight).to(dtype), mask=is_column)
+
+
+@triton.jit
+def _gate_kernel(gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < SIZE
+    dtype = gated_ptr.dtype.element_ty
+    row_ptr = gate_up_ptr + token * gate_up_stride
+    gate = tl.load(row_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(row_ptr + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(gated_ptr + token * SIZE + columns, (activated * up).to(dtype), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _linear_gate_kernel(
+    hidden_ptr,
+    weight_ptr,
+    gated_ptr,
+    num_tokens,
+    hidden_stride,
+    SIZE: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Some columns of gate and of up, and their product: a stream of weights, each read once."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tokens = tl.arange(0, TOKENS)
+    inputs = tl.arange(0, STEP)
+    is_token = (tokens < num_tokens)[:, None]
+    hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
+    gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
+    up_ptrs = gate_ptrs + SIZE * INPUTS
+    gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+    up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
+    for start in range(0, INPUTS, STEP):
+        hidden = tl.load(hidden_ptrs + start, mask=is_token, other=0.0).to(OPERAND)
+        gate = tl.dot(hidden, tl.load(gate_ptrs + start).to(OPERAND).T, gate)
+        up = tl.dot(hidden, tl.load(up_ptrs + start).to(OPERAND).T, up)
+    dtype = gated_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    gated = activated * up.to(dtype).to(tl.float32)
+    tl.store(gated_ptr + (tokens * SIZE)[:, None] + columns[None, :], gated.to(dtype), mask=is_token)
+
+
+@triton.jit
+def _quantize_kernel(
+    rows_ptr, values_ptr, scales_ptr, row_stride, max_value, min_scale, SIZE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One row, in parts: once for its largest number, and once more, from the cache, to be divided by the scale."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = rows_ptr + row * row_stride
+    largest = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        wide = tl.load(row_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(wide))
+    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), max_value), min_scale)
+    inverse = tl.div_rn(1.0, scale)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        wide = tl.load(row_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        values = tl.minimum(tl.maximum(wide * inverse, -max_value), max_value)
+        tl.store(values_ptr + row * SIZE + columns, values.to(values_ptr.dtype.element_ty), mask=columns < SIZE)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _rotate_kernel(
+    heads_ptr,
+    cos_sin_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    token_stride,
+    head_stride,
+    cos_sin_stride,
+    eps,
+    HEADS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+):
+    """Some heads of one token. A thread loads both numbers of a pair and stores both, so it can work in place."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
+    pairs = tl.arange(0, COLUMNS)
+    dtype = heads_ptr.dtype.element_ty
+    is_pair = pairs < PAIRS
+    is_kept = (heads < HEADS)[:, None] & is_pair[None, :]
+    if IS_INTERLEAVED:
+        firsts = 2 * pairs
+        seconds = 2 * pairs + 1
+    else:
+        firsts = pairs
+        seconds = pairs + PAIRS
+    head_ptrs = heads_ptr + token * token_stride + (heads * head_stride)[:, None]
+    first = tl.load(head_ptrs + firsts[None, :], mask=is_kept, other=0.0).to(tl.float32)
+    second = tl.load(head_ptrs + seconds[None, :], mask=is_kept, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        is_query = (heads < QUERY_HEADS)[:, None]
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * PAIRS) + eps)[:, None]
+        of_query = tl.load(query_weight_ptr + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        of_key = tl.load(key_weight_ptr + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        first = (first * scale * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
+        of_query = tl.load(query_weight_ptr + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        of_key = tl.load(key_weight_ptr + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        second = (second * scale * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
+    row_ptr = cos_sin_ptr + token * cos_sin_stride
+    cos = tl.load(row_ptr + pairs, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(row_ptr + PAIRS + pairs, mask=is_pair, other=0.0)[None, :]
+    tl.store(head_ptrs + firsts[None, :], (first * cos - second * sin).to(dtype), mask=is_kept)
+    tl.store(head_ptrs + seconds[None, :], (second * cos + first * sin).to(dtype), mask=is_kept)

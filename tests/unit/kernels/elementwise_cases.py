@@ -1,0 +1,130 @@
+"""The fused operations compute what their twins in plain torch do. `test_triton.py` runs this file too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from kvtier.kernels import elementwise
+from kvtier.models import fp8, operations
+from tests.unit.kernels.batches import DEVICE
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""In 16 bits, one step of the last digit where a sum was added in another order."""
+
+# The interpreter cuts float32 off to bfloat16 where a GPU rounds.
+_TESTED = [dtype for dtype in TOLERANCE if dtype != torch.bfloat16 or not triton.knobs.runtime.interpret]
+
+dtypes = pytest.mark.parametrize("dtype", _TESTED)
+
+
+def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance * 1e-2, rtol=tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 100), (5, 3584), (0, 64)])
+def test_norms(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    hidden, residual = normal(2, num_tokens, size, dtype=dtype)
+    weight = normal(size, dtype=dtype, seed=1)
+
+    assert_same(elementwise.rms_norm(hidden, weight, 1e-5), operations.plain_rms_norm(hidden, weight, 1e-5))
+    normed, total = elementwise.add_rms_norm(hidden, residual, weight, 1e-5)
+    expected = operations.plain_add_rms_norm(hidden, residual, weight, 1e-5)
+    assert torch.equal(total, expected[1])
+    assert_same(normed, expected[0])
+
+
+def test_rows_of_a_norm_may_lie_apart() -> None:
+    wide = normal(4, 256, dtype=torch.float32)
+    weight = normal(128, dtype=torch.float32, seed=1)
+
+    found = elementwise.add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0]
+
+    assert_same(found, operations.plain_add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0])
+
+
+@dtypes
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 32), (3, 2048), (2, 2500), (0, 32)])
+def test_gates(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * normal(num_tokens, 2 * size, dtype=dtype)
+
+    assert_same(elementwise.silu_mul(gate_up), operations.plain_silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "size", "inputs"), [(1, 64, 128), (10, 96, 384), (16, 32, 256), (0, 32, 128)])
+def test_gates_of_a_few_tokens_with_their_products(num_tokens: int, size: int, inputs: int, dtype: torch.dtype) -> None:
+    hidden = normal(num_tokens, inputs, dtype=dtype)
+    weight = normal(2 * size, inputs, dtype=dtype, seed=1) / inputs**0.5
+
+    found = elementwise.linear_silu_mul(hidden, weight)
+
+    expected = operations.plain_silu_mul(torch.nn.functional.linear(hidden, weight))
+    torch.testing.assert_close(found, expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_tokens", "size", "inputs"), [(17, 64, 128), (1, 40, 128), (1, 64, 100)])
+def test_other_products_are_not_fused(num_tokens: int, size: int, inputs: int) -> None:
+    hidden, weight = normal(num_tokens, inputs, dtype=torch.float16), normal(2 * size, inputs, dtype=torch.float16)
+
+    assert elementwise.linear_silu_mul(hidden, weight) is None
+
+
+@dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 1000), (2, 4096), (2, 10000), (0, 64)])
+def test_rows_in_eight_bits(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    rows = normal(num_rows, size, dtype=dtype) * 30
+    if num_rows > 1:
+        rows[1] = 0
+
+    values, scales = elementwise.quantize_rows(rows, max_value=fp8._FP8_MAX, min_scale=fp8._MIN_SCALE)
+
+    # On the CPU: where a GPU divides by a constant, torch multiplies with its inverse.
+    expected, expected_scales = fp8.plain_quantize_rows(rows.cpu())
+    assert torch.equal(scales.cpu(), expected_scales)
+    values = values.cpu().float()
+    is_equal = values == expected.float()
+    # The interpreter forgets the carry where a number is rounded up to the next power of two.
+    assert not num_rows or is_equal.float().mean() > (0.9 if triton.knobs.runtime.interpret else 0.999)
+
+
+@dtypes
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_query_heads", "head_dim", "rotary_dim"),
+    [(6, 4, 64, 64), (32, 28, 128, 128), (9, 8, 128, 64), (3, 2, 80, 80), (3, 2, 80, 40)],
+)
+def test_rotation(
+    num_heads: int,
+    num_query_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    is_interleaved: bool,
+    has_norms: bool,
+    dtype: torch.dtype,
+) -> None:
+    if has_norms and rotary_dim != head_dim:
+        pytest.skip("no model has both")
+    projected = normal(5, num_heads + 2, head_dim, dtype=dtype)
+    heads, value = projected[:, :num_heads], projected[:, num_heads:].clone()
+    cos_sin = normal(5, rotary_dim, dtype=torch.float32, seed=1)
+    weights = normal(2, head_dim, dtype=dtype, seed=2)
+    norms = (weights[0], weights[1]) if has_norms else None
+    expected = operations.plain_rotate(
+        heads.clone(), cos_sin, is_interleaved=is_interleaved, num_query_heads=num_query_heads, norms=norms, eps=1e-6
+    )
+
+    found = elementwise.rotate(
+        heads, cos_sin, is_interleaved=is_interleaved, num_query_heads=num_query_heads, norms=norms, eps=1e-6
+    )
+
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(projected[:, num_heads:], value), "what is beside them stays"
