@@ -7,7 +7,7 @@ VLLM_TESTS := tests/compat/vllm
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm check soak peers bench clean
+.PHONY: demo test test-vllm check soak peers bench bench-vllm clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -39,6 +39,10 @@ bench: peers
 	$(BIN)/python -m benchmarks.prefix_caching.baseline --quick
 	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
 	$(BIN)/python -m benchmarks.serving.test_http --quick
+
+bench-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft
+	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_overhead
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"

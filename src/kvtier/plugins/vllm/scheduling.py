@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 4
 _EXPLAINED_TOKENS = 64
 _MAX_STEPS_IN_FLIGHT = 64
+_HASHED_AT_ONCE = 128
+_PAUSE_S = 1e-5
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
 """vLLM puts this behind the id that its client knows."""
 
@@ -250,7 +252,7 @@ class SchedulerSide:
     def _match(self, request: Request, tokens: list[int], asks: bool) -> _Found:
         """On a thread."""
         root = salted_root(self._namespace, self._salts.of(request))
-        hashes = block_hashes(root, tokens, BLOCK_TOKENS)
+        hashes = _hashed_gently(root, tokens)
         usable = (len(tokens) - 1) // BLOCK_TOKENS
         started_at = time.monotonic()
         if asks:
@@ -406,6 +408,17 @@ class SchedulerSide:
         known_to_client = _RANDOM_END.sub("", explanation.request_id)
         if known_to_client != explanation.request_id:
             self._client.note(msgspec.structs.replace(explanation, request_id=known_to_client))
+
+
+def _hashed_gently(root: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
+    """The hashes of all full blocks. Lets the scheduler's thread have the GIL between some and the next."""
+    hashes: list[BlockHash] = []
+    for first in range(0, len(tokens), _HASHED_AT_ONCE * BLOCK_TOKENS):
+        if hashes:
+            time.sleep(_PAUSE_S)
+        some = tokens[first : first + _HASHED_AT_ONCE * BLOCK_TOKENS]
+        hashes += block_hashes(root, some, BLOCK_TOKENS, parent=hashes[-1] if hashes else None)
+    return hashes
 
 
 def _release_result(matching: Future[_Found]) -> None:
