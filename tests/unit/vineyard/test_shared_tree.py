@@ -48,9 +48,21 @@ class _Tree(RuleBasedStateMachine):
         for end in range(1, len(tokens) + 1):
             self.used[tuple(tokens[:end])] = (self.now, -end)
 
-    @rule(cache=_caches, tokens=_sequences, cut=st.integers(0, 6))
-    def update(self, cache: int, tokens: list[int], cut: int) -> None:
-        cut = min(cut, len(tokens) - 1)
+    @rule(cache=_caches, tokens=_sequences)
+    def update(self, cache: int, tokens: list[int]) -> None:
+        self._update(cache, tokens, 0)
+
+    @precondition(lambda self: self.used)
+    @rule(cache=_caches, data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def extend(self, cache: int, data: st.DataObject, tokens: list[int]) -> None:
+        prefix = list(data.draw(st.sampled_from(sorted(self.used))))[: _CAPACITY - 3]
+        self._update(cache, prefix + tokens, len(prefix))
+
+    @rule(cache=_caches, tokens=_sequences, cut=st.integers(1, 5))
+    def update_behind_anything(self, cache: int, tokens: list[int], cut: int) -> None:
+        self._update(cache, tokens, min(cut, len(tokens) - 1))
+
+    def _update(self, cache: int, tokens: list[int], cut: int) -> None:
         stored = store(self.caches[cache], tokens[cut:], tokens[:cut])
 
         if self._num_leading(tokens) < cut:
@@ -75,6 +87,11 @@ class _Tree(RuleBasedStateMachine):
         self._use(tokens[:count])
         self.kept.append((tokens, kv[:count]))
 
+    @precondition(lambda self: self.used)
+    @rule(cache=_caches, data=st.data())
+    def query_again(self, cache: int, data: st.DataObject) -> None:
+        self.query(cache, list(data.draw(st.sampled_from(sorted(self.used)))))
+
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
@@ -84,6 +101,12 @@ class _Tree(RuleBasedStateMachine):
     def release(self, cache: int) -> None:
         self.kept = []
         self.caches[cache].release()
+
+    @invariant()
+    def the_server_holds_what_the_model_does(self) -> None:
+        cache = self.caches[0]
+        expected = {cache._chain.hashes(sequence)[-1] for sequence in self.used}
+        assert {block_hash for block_hash, _ in cache._writer.list_blocks()} == expected
 
     @invariant()
     def what_is_kept_stays_as_it_is(self) -> None:
@@ -100,4 +123,4 @@ def test_two_cache_objects_share_one_tree_and_prune_it_alike(server):
     class Tree(_Tree):
         socket = server.unix
 
-    run_state_machine_as_test(Tree, settings=settings(max_examples=120, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Tree, settings=settings(max_examples=80, stateful_step_count=25, deadline=None))
