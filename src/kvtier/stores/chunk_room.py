@@ -26,7 +26,8 @@ from kvtier.stores.file_owner import is_surely_dead
 ROOM_SUFFIX = ".room"
 STALE_S = 600.0
 """After this long without a sign of life, a writer of another host is taken for dead."""
-_BUCKET_S = 5.0
+BUCKET_S = 5.0
+"""Times of use in the same bucket are about the same."""
 _SPARE_SHARE = 16
 _EVICTED_SPARE_SHARE = 32
 _TRIES = 8
@@ -43,9 +44,9 @@ class _Found:
     depth: int
 
     @property
-    def coldness(self) -> tuple[int, int]:
+    def coldness(self) -> tuple[int, int, float]:
         """Smaller is colder. Of chunks used at about the same time, a prompt's end goes before its beginning."""
-        return int(self.used_at // _BUCKET_S), -self.depth
+        return int(self.used_at // BUCKET_S), -self.depth, self.used_at
 
 
 @dataclass
@@ -251,7 +252,7 @@ class ChunkRoom:
         with os.scandir(self._store.root) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    if is_chunk_folder(entry.name) and now - entry.stat().st_mtime > _BUCKET_S:
+                    if is_chunk_folder(entry.name) and now - entry.stat().st_mtime > BUCKET_S:
                         os.rmdir(entry.path)
 
 

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory.scattered import Scattered
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
-from kvtier.stores.chunk_room import ChunkRoom
+from kvtier.stores.chunk_room import BUCKET_S, ChunkRoom
 from kvtier.stores.files import Files
 from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
 from kvtier.vineyard.chunk_transfers import ChunkTransfers
@@ -122,7 +122,7 @@ class FileCache:
             self._transfers.move(len(names), self._store.num_segments, make)
         matched = _leading(readers)
         self._note_use([reader.name for reader in matched])
-        for reader in matched:
+        for reader in reversed(matched):
             self._touch(reader.name, reader.used_at)
         for reader in readers[len(matched) :]:
             self._note_damage(reader)
@@ -166,9 +166,13 @@ class FileCache:
         if not absent:
             self._note_use(names)
             return len(names)
+        begun_at = time.time()
         written = self._write([(names[index], index) for index in absent], chunks, kv)
         num_there = absent[written] if written < len(absent) else len(names)
         self._note_use(names[:num_there])
+        if begun_at // BUCKET_S != time.time() // BUCKET_S:
+            for name in reversed(names[:num_there]):  # else the beginning, written first, would be the colder part
+                self._touch(name, float("-inf"))
         return num_there
 
     def _write(self, absent: Sequence[tuple[ChunkName, int]], chunks: NamedChunks, kv: Sequence[TokenTensors]) -> int:
@@ -210,10 +214,13 @@ class FileCache:
             names = names[-1:]
         else:
             chunks.seen_at = now
-        is_there = all(self._store.status_of(name) is not None for name in names)
-        if not is_there:
-            chunks.seen_at = float("-inf")
-        return is_there
+        for name in names:
+            status = self._store.status_of(name)
+            if status is None:
+                chunks.seen_at = float("-inf")
+                return False
+            self._touch(name, status.st_mtime)
+        return True
 
     def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
         if self._closing.is_set():

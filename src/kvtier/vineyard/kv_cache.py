@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ class _Half(Protocol):
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors], /) -> int: ...
 
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors], /) -> int: ...
+
+    def stats(self) -> Mapping[str, int]: ...
 
     def close(self) -> None: ...
 
@@ -43,6 +46,8 @@ class KVCache:
         self.cache_capacity = cache_capacity
         self.layer = layer
         self._half = _open(cache_config, tensor_bytes, cache_capacity, layer)
+        if isinstance(self._half, FileCache):
+            weakref.finalize(self, self._half.close)  # for programs that never call `close`, as Vineyard's
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv_cache_list: Sequence[TokenTensors]) -> int:
         """Store the KV of `tokens`, which follow `prefix`: `kv_cache_list[token][layer]` is a pair of `KVTensor`.
@@ -77,13 +82,8 @@ class KVCache:
             self._half.release()
 
     def stats(self) -> Mapping[str, int]:
-        """With files, counts of this object: hits, misses, damaged files by kind, what was refused or removed.
-
-        Raises `ConfigError` with shared memory: the cache server counts (`kvtier cache stat`).
-        """
-        if isinstance(self._half, FileCache):
-            return self._half.stats()
-        raise ConfigError("a cache in shared memory is counted by its server: kvtier cache stat")
+        """Counts of this object since its start: hits, misses, what was damaged, refused or evicted."""
+        return self._half.stats()
 
     def close(self) -> None:
         """Give everything back; what is cached stays. May be called again."""
