@@ -66,8 +66,14 @@ assert len(kv_tensors) == len(kv_tensors_from_cache)
 for kv, kv_from_cache in zip(kv_tensors, kv_tensors_from_cache, strict=True):
     assert len(kv) == len(kv_from_cache)
     for (k_tensor, v_tensor), (queried_k_tensor, queried_v_tensor) in zip(kv, kv_from_cache, strict=True):
-        queried_k = np.frombuffer(queried_k_tensor, dtype=k_tensor.dtype).reshape(k_tensor.shape)
-        queried_v = np.frombuffer(queried_v_tensor, dtype=v_tensor.dtype).reshape(v_tensor.shape)
+        queried_k = np.frombuffer(
+            queried_k_tensor,  # type: ignore[call-overload]
+            dtype=k_tensor.dtype,
+        ).reshape(k_tensor.shape)
+        queried_v = np.frombuffer(
+            queried_v_tensor,  # type: ignore[call-overload]
+            dtype=v_tensor.dtype,
+        ).reshape(v_tensor.shape)
         assert np.array_equal(k_tensor, queried_k)
         assert np.array_equal(v_tensor, queried_v)
 

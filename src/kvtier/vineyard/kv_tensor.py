@@ -11,7 +11,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvtier.errors import ConfigError, LeaseError
 
@@ -79,7 +79,7 @@ class KVTensor:
         window.hold = hold
         return memoryview(window).cast("B").toreadonly()
 
-    if sys.version_info >= (3, 12):
+    if TYPE_CHECKING or sys.version_info >= (3, 12):
 
         def __buffer__(self, flags: int, /) -> memoryview:
             return self._open()

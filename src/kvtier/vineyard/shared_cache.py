@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -25,6 +27,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.client.connecting import connect
 from kvtier.client.replicated import ReplicatedClient
+from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.lease import BlockLease, Lease, Reservation
@@ -37,7 +40,10 @@ from kvtier.vineyard.vineyard_config import VineyardCacheConfig
 logger = logging.getLogger(__name__)
 
 _TENSOR_ALIGN_BYTES = 64
-_PART_BYTES = 64 << 20
+_PART_BYTES = 256 << 20
+_COPY_THREADS = min(4, os.cpu_count() or 1)
+_SHARED_COPY_BYTES = 8 << 20
+_SHARED_TENSOR_BYTES = 32 << 10
 _PENDING_S = 2.0
 _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.05
@@ -69,8 +75,9 @@ class SharedCache:
         self._forgotten: deque[Lease] = deque()
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
+        self._copiers = Workers(_COPY_THREADS, "kvtier-vineyard-copy")
         self._counts = dict.fromkeys(_COUNTS, 0)
-        self._counts_lock = threading.Lock()
+        self._lock = threading.Lock()
         # Bytes, whatever they mean: one "head" of `stride` of them for each of K and V.
         layout = KvLayout(layers=layer, kv_heads=1, head_dim=stride, dtype="float8_e4m3fn", block_tokens=1)
         namespace = _namespace(config.llm_cache_object_name, tensor_bytes, layer)
@@ -79,8 +86,14 @@ class SharedCache:
             # Two clients: what queries hold is not counted against what updates may.
             self._reader = stack.enter_context(_connect(config, layout, namespace))
             self._writer = stack.enter_context(_connect(config, layout, namespace))
-            servers = _servers_of(self._writer)
-            self._bound = TokenBound(self._writer, servers, namespace, cache_capacity, config.timeout_s)
+            self._bound = TokenBound(
+                self._writer,
+                _servers_of(self._writer),
+                namespace,
+                capacity=cache_capacity,
+                replicas=config.replicas,
+                timeout_s=config.timeout_s,
+            )
             stack.pop_all()
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
@@ -96,7 +109,7 @@ class SharedCache:
         self._release_forgotten()
         num_before = 0 if prefix is None else len(prefix)
         hashes = self._chain.hashes(() if prefix is None else prefix, tokens)[: self._capacity]
-        if not tokens or len(hashes) < num_before:
+        if len(hashes) < max(1, num_before):
             return 0
         with self._writer.match(hashes) as present:
             num_present = self._num_present(hashes, present)
@@ -133,7 +146,7 @@ class SharedCache:
 
         `held_queries` is how many queries' tensors hold something now.
         """
-        with self._counts_lock:
+        with self._lock:
             return {**self._counts, "held_queries": sum(not hold.is_over for hold in self._holds)}
 
     def release(self) -> None:
@@ -142,10 +155,11 @@ class SharedCache:
         Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released.
         """
         in_use: LeaseError | None = None
-        for hold in list(self._holds):
+        with self._lock:
+            holds = list(self._holds)
+        for hold in holds:
             try:
                 hold.end()
-                self._holds.discard(hold)
             except LeaseError as error:
                 in_use = error
         self._release_forgotten()
@@ -161,6 +175,7 @@ class SharedCache:
             return
         self.release()
         self._is_closed = True
+        self._copiers.close()
         self._bound.close()
         self._reader.close()
         self._writer.close()
@@ -211,7 +226,8 @@ class SharedCache:
         else:
             addresses, memory = self._fetch(lease)
             hold = HeldTokens(None, memory, self._forgotten)
-        self._holds.add(hold)
+        with self._lock:
+            self._holds.add(hold)
         return addresses, hold
 
     def _fetch(self, lease: Lease) -> tuple[list[int], bytearray]:
@@ -279,7 +295,7 @@ class SharedCache:
         with arena.in_use():
             for offset in reservation.offsets:
                 arena.populate(offset, self._writer.layout.block_bytes)
-            copy_blocks(targets, wanted, self._tensor_bytes)
+            self._copy(targets, wanted)
         reservation.commit()
 
     def _send(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> bool:
@@ -288,9 +304,21 @@ class SharedCache:
         memory = memoryview(bytearray(len(hashes) * block_bytes))
         start = address_of(memory)
         targets = [start + token * block_bytes + offset for token in range(len(hashes)) for offset in self._offsets]
-        copy_blocks(targets, sources, self._tensor_bytes)
+        self._copy(targets, sources)
         blocks = [memory[first : first + block_bytes] for first in range(0, len(memory), block_bytes)]
         return self._writer.set(hashes, blocks) == len(hashes)
+
+    def _copy(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """By several threads where there is much to copy, in pieces long enough that they do not wait for the GIL."""
+        count = len(targets)
+        if self._tensor_bytes < _SHARED_TENSOR_BYTES or count * self._tensor_bytes < _SHARED_COPY_BYTES:
+            copy_blocks(targets, sources, self._tensor_bytes)
+            return
+        bounds = [count * part // _COPY_THREADS for part in range(_COPY_THREADS + 1)]
+        self._copiers.map(
+            lambda part: copy_blocks(targets[part], sources[part], self._tensor_bytes),
+            [slice(start, end) for start, end in itertools.pairwise(bounds)],
+        )
 
     def _num_leading(self, hashes: Sequence[BlockHash]) -> int:
         flags = self._writer.contains(hashes)
@@ -305,7 +333,7 @@ class SharedCache:
                 self._forgotten.popleft().release()
 
     def _count(self, name: str, count: int) -> None:
-        with self._counts_lock:
+        with self._lock:
             self._counts[name] += count
 
     def _check_open(self) -> None:

@@ -2,11 +2,17 @@
 
 The bound holds whenever no update is under way, for all processes together, as each prunes after its own. A server's
 memory is a bound as well, which the server keeps by itself; where that is the smaller one nothing is done here.
+
+Whoever prunes lists the tree, orders it by time of use and remembers the colder half, for the next times: what was used
+meanwhile is told by its time, and what has come since is not as cold. So a listing is paid for by as many updates as
+bring half of the tree.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvtier.blocks.hashing import BlockHash
@@ -17,26 +23,28 @@ from kvtier.vineyard.recency import LocalRecency, SharedRecency
 
 logger = logging.getLogger(__name__)
 
-_SLACK = 32
-"""A part in so many goes beyond what must, so that not every update has to look for what to prune."""
-
 
 class TokenBound:
-    """Of one cache object. Thread-safe."""
+    """Of one cache object, over `servers` that keep `replicas` of each token. Thread-safe."""
 
     def __init__(
         self,
         client: CacheClient,
         servers: Sequence[SingleClient],
         namespace: Namespace,
+        *,
         capacity: int,
+        replicas: int,
         timeout_s: float,
     ) -> None:
-        self.capacity = capacity
         self._client = client
         self._servers = servers
         self._namespace = namespace
+        self._capacity = capacity
+        self._replicas = replicas
         self._slot_bytes = client.layout.slot_bytes
+        self._lock = threading.Lock()
+        self._cold: deque[tuple[BlockHash, int]] = deque()
         self._local = next((server for server in servers if server.is_local), None)
         self._recency: SharedRecency | LocalRecency
         if self._local is None:
@@ -55,14 +63,11 @@ class TokenBound:
         if not self._can_be_reached():
             return 0
         try:
-            if self._num_blocks() <= self.capacity:
+            excess = self._num_tokens() - self._capacity
+            if excess <= 0:
                 return 0
-            listed = self._listed()
-            if len(listed) <= self.capacity:
-                return 0
-            victims = self._coldest(listed, kept, len(listed) - self.capacity + self.capacity // _SLACK)
-            self._client.drop(victims)
-            return len(victims)
+            with self._lock:
+                return self._prune(excess, set(kept))
         except TierError as error:
             logger.debug("nothing pruned: %s", error)
             return 0
@@ -78,7 +83,7 @@ class TokenBound:
             return False
         if len(memory_bytes) < len(self._servers):
             return True
-        return sum(memory_bytes) > self.capacity * self._slot_bytes
+        return sum(memory_bytes) > self._capacity * self._replicas * self._slot_bytes
 
     def _follow(self) -> None:
         if isinstance(self._recency, SharedRecency):
@@ -88,25 +93,52 @@ class TokenBound:
             except TierError as error:
                 logger.debug("times of use are not noted: %s", error)
 
-    def _num_blocks(self) -> int:
-        """At least as many as there are tokens."""
+    def _num_tokens(self) -> int:
+        """Those being written count. Of a server with a disk, which has most blocks twice, the larger number counts."""
         digest = self._namespace.hex()
-        total = 0
+        num_copies = 0
         for server in self._servers:
             spaces = server.info().get("namespaces")
             for space in spaces if isinstance(spaces, list) else []:
                 if space["namespace"] == digest:
-                    total += int(space["blocks"]) + int(space["disk_blocks"])
-        return total
+                    num_copies += max(int(space["blocks"]), int(space["disk_blocks"]))
+        return -(-num_copies // self._replicas)
 
-    def _listed(self) -> list[BlockHash]:
-        """Every token's hash, once, those first stored first."""
-        return list(dict.fromkeys(block_hash for server in self._servers for block_hash, _ in server.list_blocks()))
+    def _prune(self, excess: int, kept: Collection[BlockHash]) -> int:
+        num_pruned = 0
+        has_listed = False
+        while num_pruned < excess:
+            victims = self._still_cold(excess - num_pruned, kept)
+            if victims:
+                num_copies = self._client.drop(victims)  # less where another process was first
+                num_pruned += -(-num_copies // self._replicas)
+            elif has_listed:
+                break
+            else:
+                self._look_for_cold(excess + len(kept))
+                has_listed = True
+        return num_pruned
 
-    def _coldest(self, listed: list[BlockHash], kept: Collection[BlockHash], count: int) -> list[BlockHash]:
-        """Those of an unknown time first, of them the last stored first: no end is left without its beginning."""
-        kept = set(kept)
-        candidates = [block_hash for block_hash in reversed(listed) if block_hash not in kept]
-        times = self._recency.times(candidates)
-        order = sorted(range(len(candidates)), key=times.__getitem__)
-        return [candidates[position] for position in order[:count]]
+    def _still_cold(self, count: int, kept: Collection[BlockHash]) -> list[BlockHash]:
+        """The next of the remembered that were not used since. Empty when none are left."""
+        found: list[BlockHash] = []
+        while self._cold and not found:
+            some = [self._cold.popleft() for _ in range(min(count, len(self._cold)))]
+            times = self._recency.times([block_hash for block_hash, _ in some])
+            found = [
+                block_hash
+                for (block_hash, listed_at), used_at in zip(some, times, strict=True)
+                if used_at <= listed_at and block_hash not in kept
+            ]
+        return found
+
+    def _look_for_cold(self, count: int) -> None:
+        """Remember the colder half of the tree, or `count` if that is more.
+
+        First are those of an unknown time, of them the last stored first: no end is left without its beginning.
+        """
+        copies = (block_hash for server in self._servers for block_hash, _ in server.list_blocks())
+        hashes = list(dict.fromkeys(copies))[::-1]
+        times = self._recency.times(hashes)
+        order = sorted(range(len(hashes)), key=times.__getitem__)[: max(count, len(hashes) // 2)]
+        self._cold = deque((hashes[position], times[position]) for position in order)
