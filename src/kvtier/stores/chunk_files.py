@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +89,33 @@ def is_chunk_folder(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
+class Staging:
+    """Memory as direct I/O wants it: a page for a segment's head, and room for its payload."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, nbytes)
+        self._view = memoryview(self.memory)
+        self.head = self._view[:_UNIT_BYTES]
+        self.address = address_of(self._view)
+
+    def parts_of(self, payload_bytes: int) -> list[memoryview]:
+        """The head, and the payload in whole pages. What follows the payload in its last page may be anything."""
+        return [self.head, self._view[_UNIT_BYTES : _UNIT_BYTES + _rounded(payload_bytes)]]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment on its way. `parts` are its head and its payload, in the staging or where the caller has it."""
+
+    number: int
+    staging: Staging
+    parts: list[memoryview]
+
+    @property
+    def is_staged(self) -> bool:
+        return self.parts[1].obj is self.staging.memory
+
+
 class ChunkFiles:
     """The files of chunks of one size under `root`.
 
@@ -105,7 +132,7 @@ class ChunkFiles:
         self.file_bytes = (self.num_segments - 1) * SEGMENT_BYTES + last_bytes
         self.owner = owner_name()
         self._numbers = itertools.count()
-        self._staging: deque[_Staging] = deque()
+        self._staging: deque[Staging] = deque()
         self._staging_bytes = min(SEGMENT_BYTES, self.file_bytes)
         self.direct_flag = self._probe()
 
@@ -139,17 +166,15 @@ class ChunkFiles:
         """The segment's bytes lie as direct I/O wants them."""
         return payload.has_aligned(*self.range_of(segment), _UNIT_BYTES, _MAX_RUNS)
 
-    @contextlib.contextmanager
-    def staged(self) -> Iterator[_Staging]:
+    def take_staging(self) -> Staging:
         """Aligned memory for a segment."""
         try:
-            staging = self._staging.popleft()
+            return self._staging.popleft()
         except IndexError:
-            staging = _Staging(self._staging_bytes)
-        try:
-            yield staging
-        finally:
-            self._staging.append(staging)
+            return Staging(self._staging_bytes)
+
+    def give_staging(self, staging: Staging) -> None:
+        self._staging.append(staging)
 
     def _probe(self) -> int:
         """Write and sync a little, as a chunk would be. Returns the flag for direct I/O if the filesystem has it."""
@@ -171,8 +196,7 @@ class ChunkFiles:
         try:
             fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
             try:
-                with self.staged() as staging:
-                    self.files.write(fd, [staging.head], 0)
+                self.files.write(fd, [Staging(_UNIT_BYTES).head], 0)
                 self.files.sync(fd)
             finally:
                 self.files.close(fd)
@@ -197,21 +221,27 @@ class ChunkWriter:
         self._path: Path | None = None
         self._fd = -1
 
-    def move(self, segment: int, io_slot: threading.Semaphore) -> None:
-        """Write a segment. Raises `OSError`; `close` then leaves nothing behind."""
+    def start(self, number: int) -> Segment:
+        """Make a segment ready to be written. Raises nothing."""
         store = self._store
-        start, end = store.range_of(segment)
-        with store.staged() as staging:
-            if store.moves_in_place(self._source, segment):
-                parts = [staging.head, *self._source.views(start, end)]
-            else:
-                self._source.copy_to(staging.address + _UNIT_BYTES, start, end)
-                parts = staging.parts_of(end - start)
-            checksum = _checksum(self.name.digest, segment, parts[1:], end - start)
-            _HEAD.pack_into(staging.head, 0, _MAGIC, self.name.digest, segment, end - start, checksum)
-            fd = self._opened()
-            with io_slot:
-                store.files.write(fd, parts, store.offset_of(segment))
+        start, end = store.range_of(number)
+        staging = store.take_staging()
+        if store.moves_in_place(self._source, number):
+            parts = [staging.head, *self._source.views(start, end)]
+        else:
+            self._source.copy_to(staging.address + _UNIT_BYTES, start, end)
+            parts = staging.parts_of(end - start)
+        checksum = _checksum(self.name.digest, number, parts[1:], end - start)
+        _HEAD.pack_into(staging.head, 0, _MAGIC, self.name.digest, number, end - start, checksum)
+        return Segment(number, staging, parts)
+
+    def finish(self, segment: Segment) -> None:
+        """Write it. Raises `OSError`; `close` then leaves nothing behind."""
+        store = self._store
+        try:
+            store.files.write(self._opened(), segment.parts, store.offset_of(segment.number))
+        finally:
+            store.give_staging(segment.staging)
         with self._lock:
             self._left -= 1
             is_last = not self._left
@@ -278,30 +308,36 @@ class ChunkReader:
         self._left = store.num_segments
         self._fd = -1
 
-    def move(self, segment: int, io_slot: threading.Semaphore) -> None:
-        """Read and verify a segment. Raises `OSError` for a miss of any kind; the target may then hold anything."""
+    def start(self, number: int) -> Segment:
+        """Read a segment. Raises `OSError` for a miss of any kind."""
         store = self._store
-        start, end = store.range_of(segment)
-        is_in_place = store.moves_in_place(self._target, segment)
-        with store.staged() as staging:
-            parts = [staging.head, *self._target.views(start, end)] if is_in_place else staging.parts_of(end - start)
-            try:
-                fd = self._opened()
-                with io_slot:
-                    length = store.files.read_into(fd, parts, store.offset_of(segment))
-            except FileNotFoundError:
-                raise
-            except OSError:
-                self.damage = self.damage or Damage.UNREADABLE
-                raise
-            if length < sum(map(len, parts)):
-                self._refuse(Damage.WRONG_SIZE)
-            expected = (_MAGIC, self.name.digest, segment, end - start)
-            *found, checksum = _HEAD.unpack_from(staging.head)
-            if tuple(found) != expected or checksum != _checksum(self.name.digest, segment, parts[1:], end - start):
-                self._refuse(Damage.CORRUPT)
-            if not is_in_place:
-                self._target.copy_from(staging.address + _UNIT_BYTES, start, end)
+        start, end = store.range_of(number)
+        staging = store.take_staging()
+        is_in_place = store.moves_in_place(self._target, number)
+        parts = [staging.head, *self._target.views(start, end)] if is_in_place else staging.parts_of(end - start)
+        try:
+            length = store.files.read_into(self._opened(), parts, store.offset_of(number))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self.damage = self.damage or Damage.UNREADABLE
+            raise
+        if length < sum(map(len, parts)):
+            self._refuse(Damage.WRONG_SIZE)
+        return Segment(number, staging, parts)
+
+    def finish(self, segment: Segment) -> None:
+        """Verify it, and have it where it should be. Raises `OSError` for a miss; the target may then hold anything."""
+        store = self._store
+        start, end = store.range_of(segment.number)
+        expected = (_MAGIC, self.name.digest, segment.number, end - start)
+        *found, checksum = _HEAD.unpack_from(segment.staging.head)
+        parts = segment.parts[1:]
+        if tuple(found) != expected or checksum != _checksum(self.name.digest, segment.number, parts, end - start):
+            self._refuse(Damage.CORRUPT)
+        if segment.is_staged:
+            self._target.copy_from(segment.staging.address + _UNIT_BYTES, start, end)
+        store.give_staging(segment.staging)
         with self._lock:
             self._left -= 1
             if not self._left:
@@ -338,19 +374,6 @@ class ChunkReader:
             with contextlib.suppress(OSError):
                 self._store.files.close(self._fd)
             self._fd = -1
-
-
-class _Staging:
-    """Memory as direct I/O wants it: a page for a segment's head, and room for its payload."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._view = memoryview(mmap.mmap(-1, nbytes))
-        self.head = self._view[:_UNIT_BYTES]
-        self.address = address_of(self._view)
-
-    def parts_of(self, payload_bytes: int) -> list[memoryview]:
-        """The head, and the payload in whole pages. What follows the payload in its last page may be anything."""
-        return [self.head, self._view[_UNIT_BYTES : _UNIT_BYTES + _rounded(payload_bytes)]]
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,92 +1,165 @@
 """Chunks between memory and files, in order, by several threads at once.
 
-As many reads or writes are under way as there are workers; a thread for each core beyond that copies and sums
-meanwhile. A call's chunks are taken in order, segment by segment, and the first that fails ends the call: nothing
-behind a gap is of use to anyone.
+A segment's way has two steps, its I/O and the work of the processor (copy and checksum), in this order for a read and
+in the other for a write. Threads of their own do the I/O, one read or write each, and go from one to the next without
+waiting for anybody; the caller and a thread for each further core do the rest. A call's segments are taken in order,
+and the first chunk that fails ends the call: nothing behind a gap is of use to anyone.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+from kvtier.stores.chunk_files import Segment
+
+
+class Direction(enum.Enum):
+    """Which of a segment's two steps is the I/O: the first of a read, the second of a write."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
 
 
 class MovingChunk(Protocol):
     """A `ChunkReader` or a `ChunkWriter`."""
 
-    def move(self, segment: int, io_slot: threading.Semaphore) -> None: ...
+    def start(self, number: int) -> Segment: ...
+
+    def finish(self, segment: Segment) -> None: ...
 
     def close(self) -> None: ...
 
 
 class ChunkTransfers:
-    """The threads of one cache. Thread-safe; callers help with their own calls."""
+    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own."""
 
     def __init__(self, io_workers: int) -> None:
-        self._io_slots = threading.Semaphore(io_workers)
-        self._num_threads = io_workers + min(io_workers, os.cpu_count() or 1) - 1
-        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kvtier-chunks")
+        self._io_workers = io_workers
+        self._num_helpers = min(io_workers, os.cpu_count() or 1) - 1
+        self._io_pool = ThreadPoolExecutor(io_workers, thread_name_prefix="kvtier-chunk-io")
+        self._helper_pool = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix="kvtier-chunk-sums")
 
-    def move(self, num_chunks: int, num_segments: int, make: Callable[[int], MovingChunk]) -> OSError | None:
+    def move(
+        self, direction: Direction, num_chunks: int, num_segments: int, make: Callable[[int], MovingChunk]
+    ) -> OSError | None:
         """Move chunks 0, 1, ... of `num_segments` each until one fails; returns why.
 
-        `make` gives a chunk when it is its turn; of one thread at a time, in order. What it raises ends the call.
+        `make` gives a chunk when it is its turn; by one thread at a time, in order. What it raises ends the call.
         Nothing is under way any more afterwards, and no chunk holds a file.
         """
-        run = _Run(num_chunks, num_segments, make, self._io_slots)
-        num_helpers = min(self._num_threads, num_chunks * num_segments - 1)
-        helpers = [self._pool.submit(run.work) for _ in range(num_helpers)]
+        num_units = num_chunks * num_segments
+        num_io = min(self._io_workers, num_units)
+        num_helpers = min(self._num_helpers, num_units - 1)
+        max_moving = 2 * num_io + num_helpers + 1
+        if direction is Direction.READ:
+            run = _Run(num_chunks, num_segments, make, max_moving, num_starters=num_io, num_finishers=num_helpers + 1)
+            io_step, other_step = run.start_all, run.finish_all
+        else:
+            run = _Run(num_chunks, num_segments, make, max_moving, num_starters=num_helpers + 1, num_finishers=num_io)
+            io_step, other_step = run.finish_all, run.start_all
+        threads = [self._io_pool.submit(io_step) for _ in range(num_io)]
+        threads += [self._helper_pool.submit(other_step) for _ in range(num_helpers)]
         try:
-            run.work()
+            other_step()
         finally:
-            wait(helpers)
+            wait(threads)
             for chunk in run.chunks:
                 chunk.close()
-        for helper in helpers:
-            helper.result()
+        for thread in threads:
+            thread.result()
         return run.error
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._io_pool.shutdown()
+        self._helper_pool.shutdown()
+
+
+_Moving: TypeAlias = tuple[int, MovingChunk, Segment]
 
 
 class _Run:
     """One call's chunks, as far as they were made."""
 
     def __init__(
-        self, num_chunks: int, num_segments: int, make: Callable[[int], MovingChunk], io_slots: threading.Semaphore
+        self,
+        num_chunks: int,
+        num_segments: int,
+        make: Callable[[int], MovingChunk],
+        max_moving: int,
+        *,
+        num_starters: int,
+        num_finishers: int,
     ) -> None:
         self.chunks: list[MovingChunk] = []
         self.error: OSError | None = None
         self._end = num_chunks
         self._num_segments = num_segments
         self._make = make
-        self._io_slots = io_slots
         self._lock = threading.Lock()
         self._next = 0
+        self._num_starters = num_starters
+        self._num_finishers = num_finishers
+        self._may_start = threading.Semaphore(max_moving)
+        self._started: SimpleQueue[_Moving | None] = SimpleQueue()
 
-    def work(self) -> None:
-        """Take segments until there are none. Any thread."""
-        while True:
-            index = 0
-            try:
-                with self._lock:
-                    index, segment = divmod(self._next, self._num_segments)
-                    if index >= self._end:
-                        return
-                    if index == len(self.chunks):
-                        self.chunks.append(self._make(index))
-                    self._next += 1
-                    chunk = self.chunks[index]
-                chunk.move(segment, self._io_slots)
-            except OSError as error:
-                self._fail(index, error)
-            except BaseException:
-                self._fail(0, None)
-                raise
+    def start_all(self) -> None:
+        """Do the first step of one segment after the other, until none is left. Several threads."""
+        try:
+            while True:
+                self._may_start.acquire()
+                if not self._start_next():
+                    return
+        finally:
+            self._may_start.release()
+            with self._lock:
+                self._num_starters -= 1
+                is_last = not self._num_starters
+            if is_last:
+                for _ in range(self._num_finishers):
+                    self._started.put(None)
+
+    def finish_all(self) -> None:
+        """Do the second step of what is started, until nothing is left. Several threads."""
+        try:
+            while (moving := self._started.get()) is not None:
+                index, chunk, segment = moving
+                try:
+                    if index < self._end:
+                        chunk.finish(segment)
+                except OSError as error:
+                    self._fail(index, error)
+                self._may_start.release()
+        except BaseException:
+            self._fail(0, None)
+            self._may_start.release(self._num_starters + 1)  # nobody waits for one who will finish nothing more
+            raise
+
+    def _start_next(self) -> bool:
+        """False when there is nothing left to start."""
+        index = 0
+        try:
+            with self._lock:
+                index, number = divmod(self._next, self._num_segments)
+                if index >= self._end:
+                    return False
+                if index == len(self.chunks):
+                    self.chunks.append(self._make(index))
+                self._next += 1
+                chunk = self.chunks[index]
+            self._started.put((index, chunk, chunk.start(number)))
+        except OSError as error:
+            self._may_start.release()
+            self._fail(index, error)
+        except BaseException:
+            self._fail(0, None)
+            raise
+        return True
 
     def _fail(self, index: int, error: OSError | None) -> None:
         with self._lock:

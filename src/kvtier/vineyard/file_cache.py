@@ -23,7 +23,7 @@ from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkW
 from kvtier.stores.chunk_room import BUCKET_S, ChunkRoom
 from kvtier.stores.files import Files
 from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
-from kvtier.vineyard.chunk_transfers import ChunkTransfers
+from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 from kvtier.vineyard.file_config import FileCacheConfig
 from kvtier.vineyard.kv_tensor import TokenTensors, source_addresses, target_addresses
 
@@ -119,7 +119,7 @@ class FileCache:
             return reader
 
         if names:
-            self._transfers.move(len(names), self._store.num_segments, make)
+            self._transfers.move(Direction.READ, len(names), self._store.num_segments, make)
         matched = _leading(readers)
         self._note_use([reader.name for reader in matched])
         for reader in reversed(matched):
@@ -194,7 +194,7 @@ class FileCache:
                 len(absent) * file_bytes, lambda: {self._store.path_of(name) for name in chunks.names}
             )
             if granted:
-                error = self._transfers.move(granted // file_bytes, self._store.num_segments, make)
+                error = self._transfers.move(Direction.WRITE, granted // file_bytes, self._store.num_segments, make)
         except OSError as failure:
             error = failure
         finally:
