@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import kvtier
 from kvtier.errors import ConfigError, LeaseError, TierRefused, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
+from kvtier.vineyard.shared_cache import SharedCache
 from tests.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
 
 ROOT = Path(__file__).parents[2]
@@ -339,6 +343,31 @@ def test_a_write_that_another_process_broke_off_is_taken_over(server):
             assert time.monotonic() - begun_at < 10
         assert store(cache, [1, 2, 3]) == 3
         assert found(cache, [1, 2, 3]) == 3
+
+
+def test_threads_and_objects_at_once_find_right_bytes_within_the_bound(server):
+    def work(cache: SharedCache, seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(60):
+            tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 12))]
+            if dice.random() < 0.5:
+                cut = dice.randrange(len(tokens))
+                assert store(cache, tokens[cut:], tokens[:cut]) <= len(tokens) - cut
+            elif dice.random() < 0.9:
+                with contextlib.suppress(BufferError, SystemError):  # another thread released it
+                    assert found(cache, tokens) <= len(tokens)
+            else:
+                with contextlib.suppress(LeaseError):  # another thread is reading
+                    cache.release()
+
+    with open_cache(server.unix, capacity=40) as one, open_cache(server.unix, capacity=40) as other:
+        with ThreadPoolExecutor(6) as threads:
+            works = [threads.submit(work, one if seed % 2 else other, seed) for seed in range(6)]
+            for each in works:
+                each.result()
+        assert store(one, [5]) == 1
+        assert _tokens_there(server) <= 40
+        assert one.stats()["pruned_tokens"] + other.stats()["pruned_tokens"] > 0
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
