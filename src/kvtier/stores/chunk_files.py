@@ -283,6 +283,8 @@ class ChunkWriter:
                 os.replace(self._path, target)
                 break
             except FileNotFoundError:
+                if not self._path.exists() and self._store.status_of(self.name) is not None:
+                    break  # NFS says so when the answer to the first request was lost
                 if attempt == _RENAME_TRIES - 1:
                     raise
                 target.parent.mkdir(mode=0o700, exist_ok=True)  # the first of its folder, or an empty one was removed
