@@ -94,10 +94,10 @@ class FileCache:
             if not self._has_prefix(chunks, num_prefix):
                 return 0
             num_there = self._store_chunks(chunks, num_prefix, kv)
+            if num_prefix + num_there < len(chunks.names):
+                chunks.seen_at = float("-inf")
         finally:
             self._names.remember(chunks)
-        if num_prefix + num_there < len(chunks.names):
-            chunks.seen_at = float("-inf")
         return num_there * self._chunk_tokens
 
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
