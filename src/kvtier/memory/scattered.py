@@ -19,6 +19,10 @@ class Scattered:
         self.nbytes = len(addresses) * piece_bytes
         self._starts: list[int] = []
         self._addresses: list[int] = []
+        if addresses and addresses == list(range(addresses[0], addresses[0] + self.nbytes, piece_bytes)):
+            self._starts.append(0)  # all in one place, found without a loop of Python's
+            self._addresses.append(addresses[0])
+            return
         expected = -1
         start = 0
         for address in addresses:
