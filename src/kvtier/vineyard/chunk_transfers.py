@@ -2,8 +2,9 @@
 
 A segment's way has two steps, its I/O and the work of the processor (copy and checksum), in this order for a read and
 in the other for a write. Threads of their own do the I/O, one read or write each, and go from one to the next without
-waiting for anybody; the caller and a thread for each further core do the rest. A call's segments are taken in order,
-and the first chunk that fails ends the call: nothing behind a gap is of use to anyone.
+waiting for anybody; the caller and a thread for each further core do the rest. A call's chunks are taken in order, and
+the first that fails ends the call: nothing behind a gap is of use to anyone. Writes take a segment of several chunks in
+turn, since a filesystem lets in those who make one file longer one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
 
@@ -58,10 +60,10 @@ class ChunkTransfers:
         num_helpers = min(self._num_helpers, num_units - 1)
         max_moving = 2 * num_io + num_helpers + 1
         if direction is Direction.READ:
-            run = _Run(num_chunks, num_segments, make, max_moving, num_starters=num_io, num_finishers=num_helpers + 1)
+            run = _Run(_Order(num_chunks, num_segments, 1), make, max_moving, num_io, num_helpers + 1)
             io_step, other_step = run.start_all, run.finish_all
         else:
-            run = _Run(num_chunks, num_segments, make, max_moving, num_starters=num_helpers + 1, num_finishers=num_io)
+            run = _Run(_Order(num_chunks, num_segments, num_io), make, max_moving, num_helpers + 1, num_io)
             io_step, other_step = run.finish_all, run.start_all
         threads = [self._io_pool.submit(io_step) for _ in range(num_io)]
         threads += [self._helper_pool.submit(other_step) for _ in range(num_helpers)]
@@ -80,6 +82,26 @@ class ChunkTransfers:
         self._helper_pool.shutdown()
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """In what order segments move: `width` chunks at a time, a segment of each in turn."""
+
+    num_chunks: int
+    num_segments: int
+    width: int
+
+    @property
+    def num_units(self) -> int:
+        return self.num_chunks * self.num_segments
+
+    def unit(self, number: int) -> tuple[int, int]:
+        """A chunk and one of its segments."""
+        group, within = divmod(number, self.width * self.num_segments)
+        first = group * self.width
+        segment, chunk = divmod(within, min(self.width, self.num_chunks - first))
+        return first + chunk, segment
+
+
 _Moving: TypeAlias = tuple[int, MovingChunk, Segment]
 
 
@@ -88,18 +110,16 @@ class _Run:
 
     def __init__(
         self,
-        num_chunks: int,
-        num_segments: int,
+        order: _Order,
         make: Callable[[int], MovingChunk],
         max_moving: int,
-        *,
         num_starters: int,
         num_finishers: int,
     ) -> None:
         self.chunks: list[MovingChunk] = []
         self.error: OSError | None = None
-        self._end = num_chunks
-        self._num_segments = num_segments
+        self._end = order.num_chunks
+        self._order = order
         self._make = make
         self._lock = threading.Lock()
         self._next = 0
@@ -145,9 +165,13 @@ class _Run:
         index = 0
         try:
             with self._lock:
-                index, number = divmod(self._next, self._num_segments)
-                if index >= self._end:
-                    return False
+                while True:
+                    if self._next == self._order.num_units or not self._end:
+                        return False
+                    index, number = self._order.unit(self._next)
+                    if index < self._end:
+                        break
+                    self._next += 1
                 if index == len(self.chunks):
                     self.chunks.append(self._make(index))
                 self._next += 1
