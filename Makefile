@@ -39,6 +39,7 @@ bench: peers
 	$(BIN)/python -m benchmarks.prefix_caching.baseline --quick
 	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
 	$(BIN)/python -m benchmarks.serving.test_http --quick
+	$(BIN)/python -m benchmarks.vineyard.test_file_store --quick
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft
@@ -49,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
-	    --group test --group check --group bench -e ".[engine,server,terminal,testing]"
+	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard]"
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt

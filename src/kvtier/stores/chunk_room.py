@@ -1,0 +1,282 @@
+"""How many bytes of chunks a folder may hold, over all processes that write into it, and what goes when.
+
+No process keeps the folder's books, for any may die: the truth is what a listing of the folder shows. Whoever wants to
+write first announces how much, as the size of a sparse file of its own in the temp folder, then lists, counting
+every announcement, and goes on only with what fits. Of two that announce at once, at least the later sees both, so
+chunks and what is being written never exceed the bound together. (Where listings lag, as NFS's may, the bound
+lags as much.) Listing costs time by the number of files, so more is announced than one write needs.
+
+Files are used when their mtime says: reading a chunk touches it. All times are the filesystem's own, so neither mount
+options nor other hosts' clocks matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from kvtier.stores.chunk_files import TEMP_SUFFIX, ChunkFiles, depth_of, is_chunk_folder
+from kvtier.stores.file_owner import is_surely_dead
+
+ROOM_SUFFIX = ".room"
+STALE_S = 600.0
+"""After this long without a sign of life, a writer of another host is taken for dead."""
+BUCKET_S = 5.0
+"""Times of use in the same bucket are about the same."""
+_SPARE_SHARE = 16
+_EVICTED_SPARE_SHARE = 32
+_TRIES = 8
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A chunk's file as a listing shows it."""
+
+    path: str
+    nbytes: int
+    used_at: float
+    depth: int
+
+    @property
+    def coldness(self) -> tuple[int, int, float]:
+        """Smaller is colder. Of chunks used at about the same time, a prompt's end goes before its beginning."""
+        return int(self.used_at // BUCKET_S), -self.depth, self.used_at
+
+
+@dataclass
+class _Listing:
+    chunks: list[_Found] = field(default_factory=list)
+    chunk_bytes: int = 0
+    announced_bytes: int = 0
+    num_writers: int = 0
+
+
+@dataclass
+class RoomCounts:
+    """What was removed so far, by this process."""
+
+    evicted_chunks: int = 0
+    expired_chunks: int = 0
+    stale_temps: int = 0
+
+
+class ChunkRoom:
+    """The share of a folder's bound that this process has, and the removal of what is old. Thread-safe."""
+
+    def __init__(self, store: ChunkFiles, bound_bytes: int, stale_s: float = STALE_S) -> None:
+        """Raises `OSError`."""
+        self.bound_bytes = bound_bytes
+        self.counts = RoomCounts()
+        self._store = store
+        self._stale_s = stale_s
+        self._path = str(store.temp / f"{store.owner}{ROOM_SUFFIX}")
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._spare = 0
+        self._is_idle = True
+        self._num_writers = 1
+        self._publish()
+
+    def reserve(self, nbytes: int, keep: Callable[[], Collection[str]]) -> int:
+        """Bytes that may be written now: `nbytes`, or less if the rest of the folder is in use or in `keep`.
+
+        The coldest chunks go to make room. `keep` gives the paths that must stay. Give the bytes back with `settle`.
+        Raises `OSError` where the folder cannot be listed.
+        """
+        with self._lock:
+            self._is_idle = False
+            if self._spare < nbytes:
+                self._grow(min(nbytes, self.bound_bytes), keep)
+            granted = min(nbytes, self._spare)
+            self._spare -= granted
+            self._in_flight += granted
+            return granted
+
+    def settle(self, *, written: int, unused: int) -> None:
+        """Of what was reserved, `written` bytes are chunks now and `unused` are not. Raises nothing."""
+        with self._lock:
+            self._in_flight -= written + unused
+            self._spare += unused
+            with contextlib.suppress(OSError):
+                self._publish()
+
+    def beat(self) -> None:
+        """Show that this process lives; give back what it has not used since the last time. Raises `OSError`."""
+        with self._lock:
+            if self._is_idle:
+                self._spare = 0
+            self._is_idle = True
+            self._publish()
+
+    def expire(self, max_age_s: float) -> int:
+        """Remove all chunks that nobody has used for so long, and empty folders. Returns how many. Raises `OSError`."""
+        with self._lock:
+            now = self._now()
+        num_expired = 0
+        for found in self._list(now).chunks:
+            if now - found.used_at > max_age_s and _remove(found.path):
+                num_expired += 1
+        self._remove_empty_folders(now)
+        self.counts.expired_chunks += num_expired
+        return num_expired
+
+    def expire_of(self, paths: Collection[str], max_age_s: float) -> set[str]:
+        """Of these files, remove those that nobody has used for so long. Returns which of `paths` are gone."""
+        with self._lock:
+            now = self._now()
+        gone = set()
+        for path in paths:
+            try:
+                used_at = os.stat(path).st_mtime
+            except OSError:
+                gone.add(path)
+                continue
+            if now - used_at > max_age_s and _remove(path):
+                gone.add(path)
+                self.counts.expired_chunks += 1
+        return gone
+
+    def trim(self) -> None:
+        """Remove what dead writers left, and the coldest chunks beyond the bound. Raises `OSError`."""
+        with self._lock:
+            listing = self._list(self._now())
+            self._evict(listing, listing.chunk_bytes + listing.announced_bytes - self.bound_bytes, ())
+
+    def close(self) -> None:
+        """Give everything back. Raises nothing."""
+        _remove(self._path)
+
+    def _grow(self, nbytes: int, keep: Callable[[], Collection[str]]) -> None:
+        """Announce until `nbytes` are spare or the folder has no more to give. The lock is held."""
+        unit = self._store.file_bytes
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(random.uniform(0, _RETRY_S * attempt))
+            before = self._spare
+            wanted = nbytes - before
+            extra = self._share(_SPARE_SHARE)
+            self._spare = before + wanted + extra
+            self._publish()
+            listing = self._list(self._now())
+            over = listing.chunk_bytes + listing.announced_bytes - self.bound_bytes
+            if over > extra:
+                needed = over - extra + min(extra, self._share(_EVICTED_SPARE_SHARE))
+                over -= self._evict(listing, needed, keep())
+            excess = min(max(0, -(-over // unit) * unit), wanted + extra)
+            self._spare -= excess
+            self._publish()
+            others = listing.announced_bytes - self._in_flight - (before + wanted + extra)
+            if self._spare >= nbytes or others <= 0:
+                return
+
+    def _share(self, of_bound: int) -> int:
+        """What one writer may hold in advance: all of them together a small part of the bound. Whole chunks."""
+        unit = self._store.file_bytes
+        return self.bound_bytes // of_bound // self._num_writers // unit * unit
+
+    def _evict(self, listing: _Listing, nbytes: int, keep: Collection[str]) -> int:
+        """Remove the coldest until `nbytes` are free; returns how many bytes are."""
+        freed = 0
+        if nbytes <= 0:
+            return freed
+        for found in sorted(listing.chunks, key=lambda found: found.coldness):
+            if freed >= nbytes:
+                break
+            if found.path not in keep and _remove(found.path):
+                freed += found.nbytes
+                self.counts.evicted_chunks += 1
+        return freed
+
+    def _publish(self) -> None:
+        """Make our announcement as large as what we hold, and its time the filesystem's now. The lock is held."""
+        nbytes = self._in_flight + self._spare
+        try:
+            os.truncate(self._path, nbytes)
+            os.utime(self._path)
+        except FileNotFoundError:
+            self._store.make_temp_folder()
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, nbytes)
+            finally:
+                os.close(fd)
+
+    def _now(self) -> float:
+        """The filesystem's clock. The lock is held."""
+        try:
+            os.utime(self._path)
+        except FileNotFoundError:
+            self._publish()
+        return os.stat(self._path).st_mtime
+
+    def _list(self, now: float) -> _Listing:
+        """Everything of ours in the folder. Removes what dead writers left."""
+        listing = _Listing()
+        with os.scandir(self._store.root) as entries:
+            folders = [entry.path for entry in entries if is_chunk_folder(entry.name)]
+        for folder in folders:
+            for entry in _entries(folder):
+                depth = depth_of(entry.name)
+                status = None if depth is None else _status(entry)
+                if depth is not None and status is not None:
+                    listing.chunks.append(_Found(entry.path, status.st_size, status.st_mtime, depth))
+                    listing.chunk_bytes += status.st_size
+        for entry in _entries(str(self._store.temp)):
+            announced_bytes = self._announced(entry, now)
+            listing.announced_bytes += announced_bytes
+            listing.num_writers += announced_bytes > 0
+        self._num_writers = max(1, listing.num_writers)
+        return listing
+
+    def _announced(self, entry: os.DirEntry[str], now: float) -> int:
+        """What a file in the temp folder stands for. One whose owner is dead goes."""
+        if not entry.name.endswith((ROOM_SUFFIX, TEMP_SUFFIX)):
+            return 0
+        status = _status(entry)
+        if status is None:
+            return 0
+        owner = entry.name.removesuffix(ROOM_SUFFIX).partition("-")[0]
+        if entry.path != self._path and (now - status.st_mtime > self._stale_s or is_surely_dead(owner)):
+            self.counts.stale_temps += _remove(entry.path)
+            return 0
+        # A temporary file is part of what its owner has announced.
+        return status.st_size if entry.name.endswith(ROOM_SUFFIX) else 0
+
+    def _remove_empty_folders(self, now: float) -> None:
+        with os.scandir(self._store.root) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if is_chunk_folder(entry.name) and now - entry.stat().st_mtime > BUCKET_S:
+                        os.rmdir(entry.path)
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder; nothing if it is none or has just gone."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Of a plain file that is still there."""
+    try:
+        return entry.stat(follow_symlinks=False) if entry.is_file(follow_symlinks=False) else None
+    except FileNotFoundError:
+        return None
+
+
+def _remove(path: str) -> bool:
+    """We removed it: not another process, and nothing stood in the way."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

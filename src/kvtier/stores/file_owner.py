@@ -1,0 +1,42 @@
+"""Whose a temporary file is, when processes of several hosts share a folder: a name that tells a dead owner."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def owner_name() -> str:
+    """A name that no other owner has: this machine since its start, this process, and a number of chance."""
+    return f"{_machine()}.{os.getpid()}.{_started_at(os.getpid())}.{secrets.token_hex(4)}"
+
+
+def is_surely_dead(owner: str) -> bool:
+    """The owner was a process of this machine and has ended. Of other machines' processes nothing is known."""
+    try:
+        machine, pid, started_at, _ = owner.split(".")
+        return machine == _machine() and _started_at(int(pid)) != started_at
+    except ValueError:
+        return False
+
+
+def _machine() -> str:
+    """This machine since its start, and the processes that see each other's numbers on it."""
+    try:
+        seen = _BOOT_ID.read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        seen = secrets.token_hex(16)  # nobody's: then age alone says who is dead
+    return hashlib.sha256(seen.encode()).hexdigest()[:12]
+
+
+def _started_at(pid: int) -> str:
+    """When the process began, in the kernel's ticks; empty if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return ""
+    return after_name.split()[19]

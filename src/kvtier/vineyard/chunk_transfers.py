@@ -1,0 +1,191 @@
+"""Chunks between memory and files, in order, by several threads at once.
+
+A segment's way has two steps, its I/O and the work of the processor (copy and checksum), in this order for a read and
+in the other for a write. Threads of their own do the I/O, one read or write each, and go from one to the next without
+waiting for anybody; the caller and a thread for each further core do the rest. A call's chunks are taken in order, and
+the first that fails ends the call: nothing behind a gap is of use to anyone. Writes take a segment of several chunks in
+turn, since a filesystem lets in those who make one file longer one by one.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol, TypeAlias
+
+from kvtier.stores.chunk_files import Segment
+
+
+class Direction(enum.Enum):
+    """Which of a segment's two steps is the I/O: the first of a read, the second of a write."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+class MovingChunk(Protocol):
+    """A `ChunkReader` or a `ChunkWriter`."""
+
+    def start(self, number: int) -> Segment: ...
+
+    def finish(self, segment: Segment) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ChunkTransfers:
+    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own."""
+
+    def __init__(self, io_workers: int) -> None:
+        self._io_workers = io_workers
+        self._num_helpers = min(io_workers, os.cpu_count() or 1) - 1
+        self._io_pool = ThreadPoolExecutor(io_workers, thread_name_prefix="kvtier-chunk-io")
+        self._helper_pool = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix="kvtier-chunk-sums")
+
+    def move(
+        self, direction: Direction, num_chunks: int, num_segments: int, make: Callable[[int], MovingChunk]
+    ) -> OSError | None:
+        """Move chunks 0, 1, ... of `num_segments` each until one fails; returns why.
+
+        `make` gives a chunk when it is its turn; by one thread at a time, in order. What it raises ends the call.
+        Nothing is under way any more afterwards, and no chunk holds a file.
+        """
+        num_units = num_chunks * num_segments
+        num_io = min(self._io_workers, num_units)
+        num_helpers = min(self._num_helpers, num_units - 1)
+        max_moving = 2 * num_io + num_helpers + 1
+        if direction is Direction.READ:
+            run = _Run(_Order(num_chunks, num_segments, 1), make, max_moving, num_io, num_helpers + 1)
+            io_step, other_step = run.start_all, run.finish_all
+        else:
+            run = _Run(_Order(num_chunks, num_segments, num_io), make, max_moving, num_helpers + 1, num_io)
+            io_step, other_step = run.finish_all, run.start_all
+        threads = [self._io_pool.submit(io_step) for _ in range(num_io)]
+        threads += [self._helper_pool.submit(other_step) for _ in range(num_helpers)]
+        try:
+            other_step()
+        finally:
+            wait(threads)
+            for chunk in run.chunks:
+                chunk.close()
+        for thread in threads:
+            thread.result()
+        return run.error
+
+    def close(self) -> None:
+        self._io_pool.shutdown()
+        self._helper_pool.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """In what order segments move: `width` chunks at a time, a segment of each in turn."""
+
+    num_chunks: int
+    num_segments: int
+    width: int
+
+    @property
+    def num_units(self) -> int:
+        return self.num_chunks * self.num_segments
+
+    def unit(self, number: int) -> tuple[int, int]:
+        """A chunk and one of its segments."""
+        group, within = divmod(number, self.width * self.num_segments)
+        first = group * self.width
+        segment, chunk = divmod(within, min(self.width, self.num_chunks - first))
+        return first + chunk, segment
+
+
+_Moving: TypeAlias = tuple[int, MovingChunk, Segment]
+
+
+class _Run:
+    """One call's chunks, as far as they were made."""
+
+    def __init__(
+        self,
+        order: _Order,
+        make: Callable[[int], MovingChunk],
+        max_moving: int,
+        num_starters: int,
+        num_finishers: int,
+    ) -> None:
+        self.chunks: list[MovingChunk] = []
+        self.error: OSError | None = None
+        self._end = order.num_chunks
+        self._order = order
+        self._make = make
+        self._lock = threading.Lock()
+        self._next = 0
+        self._num_starters = num_starters
+        self._num_finishers = num_finishers
+        self._may_start = threading.Semaphore(max_moving)
+        self._started: SimpleQueue[_Moving | None] = SimpleQueue()
+
+    def start_all(self) -> None:
+        """Do the first step of one segment after the other, until none is left. Several threads."""
+        try:
+            while True:
+                self._may_start.acquire()
+                if not self._start_next():
+                    return
+        finally:
+            self._may_start.release()
+            with self._lock:
+                self._num_starters -= 1
+                is_last = not self._num_starters
+            if is_last:
+                for _ in range(self._num_finishers):
+                    self._started.put(None)
+
+    def finish_all(self) -> None:
+        """Do the second step of what is started, until nothing is left. Several threads."""
+        try:
+            while (moving := self._started.get()) is not None:
+                index, chunk, segment = moving
+                try:
+                    if index < self._end:
+                        chunk.finish(segment)
+                except OSError as error:
+                    self._fail(index, error)
+                self._may_start.release()
+        except BaseException:
+            self._fail(0, None)
+            self._may_start.release(self._num_starters + 1)  # nobody waits for one who will finish nothing more
+            raise
+
+    def _start_next(self) -> bool:
+        """False when there is nothing left to start."""
+        index = 0
+        try:
+            with self._lock:
+                while True:
+                    if self._next == self._order.num_units or not self._end:
+                        return False
+                    index, number = self._order.unit(self._next)
+                    if index < self._end:
+                        break
+                    self._next += 1
+                if index == len(self.chunks):
+                    self.chunks.append(self._make(index))
+                self._next += 1
+                chunk = self.chunks[index]
+            self._started.put((index, chunk, chunk.start(number)))
+        except OSError as error:
+            self._may_start.release()
+            self._fail(index, error)
+        except BaseException:
+            self._fail(0, None)
+            raise
+        return True
+
+    def _fail(self, index: int, error: OSError | None) -> None:
+        with self._lock:
+            if index < self._end:
+                self._end, self.error = index, error

@@ -1,0 +1,318 @@
+"""The file half of `KVCache`: chunks of tokens in a folder that any number of processes and hosts share.
+
+Calls come from any thread. A thread of its own removes what nobody uses any more. After construction nothing of the
+filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.memory.scattered import Scattered
+from kvtier.observe.log_limit import LogLimit
+from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
+from kvtier.stores.chunk_room import BUCKET_S, ChunkRoom
+from kvtier.stores.files import Files
+from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
+from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
+from kvtier.vineyard.file_config import FileCacheConfig
+from kvtier.vineyard.kv_tensor import TokenTensors, source_addresses, target_addresses
+
+logger = logging.getLogger(__name__)
+
+_Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
+
+_BEAT_S = 60.0
+_SEEN_S = 10.0
+_TOUCH_S = 5.0
+
+
+class FileCache:
+    """Chunks of `config.chunk_size` tokens, `cache_capacity` tokens at most over all processes that use the folder.
+
+    Raises `ConfigError` where the folder cannot be written or the sizes cannot work.
+    """
+
+    def __init__(
+        self,
+        config: FileCacheConfig,
+        *,
+        tensor_bytes: int,
+        cache_capacity: int,
+        layer: int,
+        files: Files | None = None,
+    ) -> None:
+        if cache_capacity < config.chunk_size:
+            raise ConfigError(
+                f"cache_capacity of {cache_capacity} tokens has no room for one chunk of {config.chunk_size}"
+            )
+        self._config = config
+        self._tensor_bytes = tensor_bytes
+        self._layer = layer
+        self._chunk_tokens = config.chunk_size
+        identity = identity_of(tensor_bytes, layer, config.chunk_size)
+        self._names = ChunkNames(identity, config.chunk_size, config.split_number)
+        self._store = ChunkFiles(Path(config.root).absolute(), 2 * layer * tensor_bytes * config.chunk_size, files)
+        bound_bytes = cache_capacity // config.chunk_size * self._store.file_bytes
+        try:
+            self._room = ChunkRoom(self._store, bound_bytes)
+        except OSError as error:
+            raise ConfigError(f"the chunk folder {config.root} cannot be used: {error.strerror}") from error
+        self._transfers = ChunkTransfers(config.io_workers)
+        self._touch_s = min(_TOUCH_S, config.ttl / 10, config.global_ttl / 10)
+        self._log = LogLimit(logger)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._used_paths: set[str] = set()
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="kvtier-chunk-keeper", daemon=True)
+        self._keeper.start()
+
+    def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+        """Store the full chunks of `tokens`, which follow `prefix`; returns how many tokens of them are there now.
+
+        Those that were there before count. Nothing is stored behind a prefix that is not there. A short count means
+        that there was no room, or the filesystem failed. Raises `ConfigError` for arguments that cannot be meant; if
+        that is about a tensor, chunks before it may be stored.
+        """
+        prefix = [] if prefix is None else prefix
+        self._check(tokens, kv)
+        if len(prefix) % self._chunk_tokens:
+            raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
+        num_prefix = len(prefix) // self._chunk_tokens
+        chunks = self._names.continued(prefix, tokens)
+        try:
+            if not self._has_prefix(chunks, num_prefix):
+                return 0
+            num_there = self._store_chunks(chunks, num_prefix, kv)
+            if num_prefix + num_there < len(chunks.names):
+                chunks.seen_at = float("-inf")
+        finally:
+            self._names.remember(chunks)
+        return num_there * self._chunk_tokens
+
+    def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+        """Fill the tensors of the leading tokens that are there; returns how many tokens that is, whole chunks.
+
+        Tensors behind them may or may not be changed. Raises `ConfigError` for arguments that cannot be meant.
+        """
+        self._check(tokens, kv)
+        names = self._names.of(tokens)
+        tensor_bytes = self._tensor_bytes
+        readers: list[ChunkReader] = []
+
+        def make(index: int) -> ChunkReader:
+            tensors = self._tensors_of(kv, index)
+            reader = ChunkReader(
+                self._store, names[index], Scattered(target_addresses(tensors, tensor_bytes), tensor_bytes)
+            )
+            readers.append(reader)
+            return reader
+
+        if names:
+            self._transfers.move(Direction.READ, len(names), self._store.num_segments, make)
+        matched = _leading(readers)
+        self._note_use([reader.name for reader in matched])
+        for reader in reversed(matched):
+            self._touch(reader.name, reader.used_at)
+        for reader in readers[len(matched) :]:
+            self._note_damage(reader)
+        self._count(hit_chunks=len(matched), missed_chunks=len(names) - len(matched))
+        return len(matched) * self._chunk_tokens
+
+    def collect(self) -> None:
+        """Remove now what the settings say: old chunks, what dead writers left, what is beyond the capacity."""
+        self._collect_own()
+        if self._config.enable_global_gc:
+            self._collect_all()
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since the start: hits, misses, damaged files by kind, what was stored and removed."""
+        removed = self._room.counts
+        with self._lock:
+            return {
+                **self._counts,
+                "evicted_chunks": removed.evicted_chunks,
+                "expired_chunks": removed.expired_chunks,
+                "stale_temps": removed.stale_temps,
+            }
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back. Chunks stay. Further calls are harmless."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._keeper.join()
+        self._transfers.close()
+        self._room.close()
+
+    def _store_chunks(self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors]) -> int:
+        """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
+        names = chunks.names[num_prefix:]
+        statuses = [self._store.status_of(name) for name in names]
+        for name, status in zip(names, statuses, strict=True):
+            if status is not None:
+                self._touch(name, status.st_mtime)
+        absent = [index for index, status in enumerate(statuses) if status is None]
+        if not absent:
+            self._note_use(names)
+            return len(names)
+        begun_at = time.time()
+        written = self._write([(names[index], index) for index in absent], chunks, kv)
+        num_there = absent[written] if written < len(absent) else len(names)
+        self._note_use(names[:num_there])
+        if begun_at // BUCKET_S != time.time() // BUCKET_S:
+            for name in reversed(names[:num_there]):  # else the beginning, written first, would be the colder part
+                self._touch(name, float("-inf"))
+        return num_there
+
+    def _write(self, absent: Sequence[tuple[ChunkName, int]], chunks: NamedChunks, kv: Sequence[TokenTensors]) -> int:
+        """Write chunks, named with their position in `kv`; returns how many leading ones are in place."""
+        file_bytes, tensor_bytes = self._store.file_bytes, self._tensor_bytes
+        writers: list[ChunkWriter] = []
+
+        def make(number: int) -> ChunkWriter:
+            name, index = absent[number]
+            tensors = self._tensors_of(kv, index)
+            writer = ChunkWriter(self._store, name, Scattered(source_addresses(tensors, tensor_bytes), tensor_bytes))
+            writers.append(writer)
+            return writer
+
+        granted = 0
+        error = None
+        try:
+            granted = self._room.reserve(
+                len(absent) * file_bytes, lambda: {self._store.path_of(name) for name in chunks.names}
+            )
+            if granted:
+                error = self._transfers.move(Direction.WRITE, granted // file_bytes, self._store.num_segments, make)
+        except OSError as failure:
+            error = failure
+        finally:
+            written = sum(writer.is_done for writer in writers) * file_bytes
+            self._room.settle(written=written, unused=granted - written)
+        if error is not None:
+            self._note_failure("write", error)
+        num_written = len(_leading(writers))
+        self._count(stored_chunks=num_written, refused_chunks=len(absent) - num_written)
+        return num_written
+
+    def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
+        """All chunks of the prefix are there. Those seen a moment ago are taken to be, except the last."""
+        now = time.monotonic()
+        first = 0
+        if now - chunks.seen_at < _SEEN_S:
+            first = max(0, num_prefix - 1)
+        else:
+            chunks.seen_at = now
+        for name in chunks.names[first:num_prefix]:
+            status = self._store.status_of(name)
+            if status is None:
+                chunks.seen_at = float("-inf")
+                return False
+            self._touch(name, status.st_mtime)
+        return True
+
+    def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
+        if self._closing.is_set():
+            raise ConfigError("the cache is closed")
+        if len(tokens) != len(kv):
+            raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+
+    def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
+        """Those of one chunk. Raises `ConfigError` where they are not of this cache's layers."""
+        first = index * self._chunk_tokens
+        tensors = kv[first : first + self._chunk_tokens]
+        for position, layers in enumerate(tensors, first):
+            if len(layers) != self._layer:
+                raise ConfigError(f"token {position} has KV of {len(layers)} layers, not {self._layer}")
+        return tensors
+
+    def _touch(self, name: ChunkName, used_at: float) -> None:
+        """Make the file's time the filesystem's now, unless it nearly is."""
+        if abs(time.time() - used_at) > self._touch_s:
+            with contextlib.suppress(OSError):
+                os.utime(self._store.path_of(name))
+
+    def _note_use(self, names: Sequence[ChunkName]) -> None:
+        paths = [self._store.path_of(name) for name in names]
+        with self._lock:
+            self._used_paths.update(paths)
+
+    def _note_damage(self, reader: ChunkReader) -> None:
+        if reader.damage is None:
+            return
+        self._count(**{f"{reader.damage.value}_files": 1})
+        path = self._store.path_of(reader.name)
+        if reader.damage.is_ours_to_remove:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._log.warning(reader.damage.value, "chunk file %s is %s: a miss", path, reader.damage.value)
+
+    def _note_failure(self, act: str, error: OSError) -> None:
+        self._count(**{f"{act}_failures": 1})
+        self._log.warning(act, "chunk folder %s: %s failed: %s", self._config.root, act, error.strerror)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _keep(self) -> None:
+        """The keeper's thread."""
+        config = self._config
+        now = time.monotonic()
+        own_at, all_at = now + config.client_gc_interval, now + config.global_gc_interval
+        self._trim()
+        while not self._closing.wait(min(_BEAT_S, config.client_gc_interval, config.global_gc_interval)):
+            now = time.monotonic()
+            try:
+                self._room.beat()
+            except OSError as error:
+                self._note_failure("collect", error)
+            if now >= own_at:
+                own_at = now + config.client_gc_interval
+                self._collect_own()
+            if config.enable_global_gc and now >= all_at:
+                all_at = now + config.global_gc_interval
+                self._collect_all()
+
+    def _collect_own(self) -> None:
+        with self._lock:
+            paths = frozenset(self._used_paths)
+        try:
+            gone = self._room.expire_of(paths, self._config.ttl)
+        except OSError as error:
+            self._note_failure("collect", error)
+            return
+        with self._lock:
+            self._used_paths -= gone
+        self._trim()
+
+    def _collect_all(self) -> None:
+        try:
+            self._room.expire(self._config.global_ttl)
+        except OSError as error:
+            self._note_failure("collect", error)
+
+    def _trim(self) -> None:
+        try:
+            self._room.trim()
+        except OSError as error:
+            self._note_failure("collect", error)
+
+
+def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
+    """Those before the first that did not arrive."""
+    for position, chunk in enumerate(chunks):
+        if not chunk.is_done:
+            return chunks[:position]
+    return chunks

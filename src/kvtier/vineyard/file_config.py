@@ -1,0 +1,65 @@
+"""How the file cache is set up: Vineyard's names and defaults."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvtier.errors import ConfigError
+
+_MAX_FOLDER_DIGITS = 8
+_MAX_IO_WORKERS = 256
+
+
+class FilesystemType(enum.Enum):
+    """Vineyard's word for where the files lie. All kinds are used in the same way here: by rename alone."""
+
+    LOCAL = "local"
+
+
+class FileCacheConfig(msgspec.Struct, frozen=True):
+    """Chunks of `chunk_size` tokens as files under `root`, in folders of `split_number` hexadecimal digits.
+
+    A chunk that this client wrote or found, and that no client of the folder has used for `ttl` seconds, is removed
+    every `client_gc_interval` seconds; with `enable_global_gc`, so is every chunk unused for `global_ttl`, every
+    `global_gc_interval`. `io_workers` is how many reads or writes are under way at once. Raises `ConfigError`, which
+    is a `ValueError`, for a wrong type or size.
+    """
+
+    chunk_size: int = 16
+    split_number: int = 2
+    root: str = "/tmp/vineyard/llm_cache"
+    filesystem_type: FilesystemType = FilesystemType.LOCAL
+    client_gc_interval: float = 1800
+    ttl: float = 1800
+    enable_global_gc: bool = False
+    global_gc_interval: float = 10800
+    global_ttl: float = 10800
+    io_workers: int = 8
+
+    def __post_init__(self) -> None:
+        positive_int("chunk_size", self.chunk_size)
+        positive_int("split_number", self.split_number, _MAX_FOLDER_DIGITS)
+        positive_int("io_workers", self.io_workers, _MAX_IO_WORKERS)
+        if not isinstance(self.root, str) or not self.root or "\0" in self.root:
+            raise ConfigError(f"root must be the path of a folder, not {self.root!r}")
+        if not isinstance(self.filesystem_type, FilesystemType):
+            raise ConfigError(f"filesystem_type must be a FilesystemType, not {self.filesystem_type!r}")
+        if not isinstance(self.enable_global_gc, bool):
+            raise ConfigError(f"enable_global_gc must be True or False, not {self.enable_global_gc!r}")
+        for name in ("client_gc_interval", "ttl", "global_gc_interval", "global_ttl"):
+            _seconds(name, getattr(self, name))
+
+
+def positive_int(name: str, value: object, limit: int = 1 << 40) -> None:
+    """Raises `ConfigError` with a sentence about `name` unless `value` is a whole number from 1 to `limit`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+    if not 0 < value <= limit:
+        raise ConfigError(f"{name} must be from 1 to {limit}, not {value}")
+
+
+def _seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")

@@ -1,0 +1,116 @@
+"""The tokens that one query found, kept where they are until nobody looks at them any more.
+
+Tensors and arrays refer to the hold, the hold to the lease and the mapping. So memory that somebody can still reach
+through an object of ours is neither evicted nor unmapped. Any thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvtier.errors import LeaseError
+from kvtier.memory.lease import Lease
+from kvtier.vineyard.kv_tensor import KVTensor, point_tensors
+
+
+class HeldTokens:
+    """Memory of a cache that tensors point at (a `Hold`). `mapping` is whatever keeps that memory mapped.
+
+    When the last tensor is gone the lease is put into `forgotten`, for the cache to release with its next call: the
+    collector must not wait for a server.
+    """
+
+    __slots__ = ("__weakref__", "_forgotten", "_lease", "_mapping", "_windows", "is_over")
+
+    def __init__(self, lease: Lease | None, mapping: object, forgotten: deque[Lease]) -> None:
+        self._lease = lease
+        self._mapping = mapping
+        self._forgotten = forgotten
+        self._windows: list[None] = []
+        self.is_over = False
+
+    def enter(self) -> bool:
+        self._windows.append(None)  # first: who ends the hold looks at the windows after it has said so
+        if self.is_over:
+            self._windows.pop()
+            return False
+        return True
+
+    def leave(self) -> None:
+        self._windows.pop()
+
+    def end(self) -> None:
+        """Release the memory; a second call does nothing. Raises `LeaseError`, and holds on, while it is looked at."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._windows:
+            self.is_over = False
+            raise LeaseError("arrays or views of this cache's tensors are in use: drop those first")
+        self._mapping = None
+        if self._lease is not None:
+            self._lease.release()
+
+    def __del__(self) -> None:
+        if not self.is_over and self._lease is not None:
+            self._forgotten.append(self._lease)
+
+
+class FoundTokens:
+    """What a query found, without an object for each tensor. Ends with `release`, `with`, or when nobody has it.
+
+    The K of token `t` and layer `l` is at `addresses[t] + offsets[2 * l]`, its V at
+    `addresses[t] + offsets[2 * l + 1]`; each has `tensor_bytes`. The addresses are valid as long as this object lives
+    and is not released.
+    """
+
+    def __init__(
+        self, addresses: Sequence[int], offsets: tuple[int, ...], tensor_bytes: int, hold: HeldTokens | None
+    ) -> None:
+        self._addresses = array("Q", addresses)
+        self._hold = hold
+        self.offsets = offsets
+        self.tensor_bytes = tensor_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._addresses)
+
+    @property
+    def addresses(self) -> array[int]:
+        """Raises `LeaseError` once it is released."""
+        self._check()
+        return self._addresses
+
+    def tensors(self, token: int) -> list[tuple[KVTensor, KVTensor]]:
+        """The K and V of one token, layer by layer. They hold what they point at as a query's do."""
+        self._check()
+        assert self._hold is not None
+        made = [(KVTensor(0, 0), KVTensor(0, 0)) for _ in self.offsets[::2]]
+        point_tensors([made], [self._addresses[token]], self.offsets, self.tensor_bytes, self._hold)
+        return made
+
+    def release(self) -> None:
+        """Give the memory back; a second call does nothing. Raises `LeaseError` while arrays of it are in use."""
+        if self._hold is not None:
+            self._hold.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except LeaseError:
+            if error is None:
+                raise
+
+    def _check(self) -> None:
+        if self._hold is not None and self._hold.is_over:
+            raise LeaseError("these tokens have been released")

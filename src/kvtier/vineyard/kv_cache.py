@@ -1,0 +1,104 @@
+"""`KVCache`: Vineyard's class for people who hold KV tensors in an engine of their own. Its config picks the half."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from kvtier.errors import ConfigError
+from kvtier.vineyard.file_cache import FileCache
+from kvtier.vineyard.file_config import FileCacheConfig, positive_int
+from kvtier.vineyard.held_tokens import FoundTokens
+from kvtier.vineyard.kv_tensor import TokenTensors
+from kvtier.vineyard.shared_cache import SharedCache
+from kvtier.vineyard.vineyard_config import VineyardCacheConfig
+
+
+class _Half(Protocol):
+    def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors], /) -> int: ...
+
+    def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors], /) -> int: ...
+
+    def stats(self) -> Mapping[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class KVCache:
+    """The KV of token sequences, `layer` pairs of tensors of `tensor_bytes` for each token, `cache_capacity` tokens.
+
+    With `VineyardCacheConfig` in the shared memory of cache servers, with `FileCacheConfig` in files of a folder.
+    Raises `ConfigError`, a `ValueError`, for settings that cannot work. Any thread; ends with `close` or `with`.
+    """
+
+    def __init__(
+        self,
+        cache_config: VineyardCacheConfig | FileCacheConfig,
+        tensor_bytes: int = 10,
+        cache_capacity: int = 10,
+        layer: int = 1,
+    ) -> None:
+        positive_int("tensor_bytes", tensor_bytes)
+        positive_int("cache_capacity", cache_capacity)
+        positive_int("layer", layer)
+        self.tensor_bytes = tensor_bytes
+        self.cache_capacity = cache_capacity
+        self.layer = layer
+        self._half = _open(cache_config, tensor_bytes, cache_capacity, layer)
+        if isinstance(self._half, FileCache):
+            weakref.finalize(self, self._half.close)  # for programs that never call `close`, as Vineyard's
+
+    def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv_cache_list: Sequence[TokenTensors]) -> int:
+        """Store the KV of `tokens`, which follow `prefix`: `kv_cache_list[token][layer]` is a pair of `KVTensor`.
+
+        Returns how many of the tokens are in the cache afterwards, from the first on; those that were there count,
+        and none do when the prefix is not there. With files, whole chunks count, and the prefix must be whole chunks.
+        Raises `ConfigError` for arguments that cannot be meant. The caller's memory is free again on return.
+        """
+        return self._half.update(prefix, tokens, kv_cache_list)
+
+    def query(self, tokens: Sequence[int], kv_cache_list: Sequence[TokenTensors]) -> int:
+        """Find the KV of as many leading tokens as are there; returns how many.
+
+        With files, the caller's tensors are filled. With shared memory, they are pointed into it: read-only, and valid
+        until the cache is closed or the tensors and all arrays made of them are gone. Raises `ConfigError` for
+        arguments that cannot be meant; whatever fails in the cache is a miss.
+        """
+        return self._half.query(tokens, kv_cache_list)
+
+    def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
+        """As `query`, for shared memory only, without an object for each tensor. Raises `ConfigError` with files."""
+        if isinstance(self._half, SharedCache):
+            return self._half.query_addresses(tokens)
+        raise ConfigError("chunks in files have no addresses; query fills the caller's tensors")
+
+    def release(self) -> None:
+        """Give back what queries have found in shared memory; their tensors point at nothing from now on.
+
+        Raises `LeaseError` while arrays or views of some of them are in use. With files there is nothing to give back.
+        """
+        if isinstance(self._half, SharedCache):
+            self._half.release()
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts of this object since its start: hits, misses, what was damaged, refused or evicted."""
+        return self._half.stats()
+
+    def close(self) -> None:
+        """Give everything back; what is cached stays. May be called again."""
+        self._half.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _open(config: object, tensor_bytes: int, cache_capacity: int, layer: int) -> _Half:
+    if isinstance(config, FileCacheConfig):
+        return FileCache(config, tensor_bytes=tensor_bytes, cache_capacity=cache_capacity, layer=layer)
+    if isinstance(config, VineyardCacheConfig):
+        return SharedCache(config, tensor_bytes=tensor_bytes, cache_capacity=cache_capacity, layer=layer)
+    raise ConfigError(f"cache_config must be a VineyardCacheConfig or a FileCacheConfig, not {config!r}")

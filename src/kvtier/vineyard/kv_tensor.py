@@ -1,0 +1,207 @@
+"""`KVTensor`: one tensor of one token and layer, as an address and a length, that offers the buffer protocol.
+
+A tensor is either the caller's own memory, which the caller keeps alive, or memory of a cache, which a *hold* keeps.
+On Python 3.11 a class written in Python has no way to offer its bytes, so there this one's buffer slots are set by
+address; from 3.12 on it is `__buffer__`. Any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvtier.errors import ConfigError, LeaseError
+
+
+class Hold(Protocol):
+    """Keeps memory that tensors point at. Whoever looks at it calls `enter`, and `leave` afterwards."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def enter(self) -> bool:
+        """From now on it is looked at; False, and it is not, when it is over."""
+        ...
+
+    def leave(self) -> None: ...
+
+
+class KVTensor:
+    """`nbytes` bytes at `address`; `numpy.frombuffer`, `memoryview` and the like read them.
+
+    A tensor made by a caller reads and writes what is there, for as long as the caller keeps that memory. A tensor
+    that a query has pointed into a cache is read-only, and keeps what it points at from being evicted; so does every
+    array or view made of it. Once the cache has released it, its address cannot be had (`LeaseError`) and nobody gets a
+    buffer of it: `BufferError` from Python 3.12 on, on 3.11 what the caller makes of a refusal, mostly `SystemError`.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_hold", "_nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        if not isinstance(address, int) or not isinstance(nbytes, int) or address < 0 or nbytes < 0:
+            raise ConfigError(f"a tensor is an address and a number of bytes, not {address!r} and {nbytes!r}")
+        if nbytes and not address:
+            raise ConfigError(f"{nbytes} bytes at no address")
+        self._address = address
+        self._nbytes = nbytes
+        self._hold: Hold | None = None
+
+    @property
+    def address(self) -> int:
+        """Where its first byte is; for one from a cache, valid as long as this object lives and is not released."""
+        if self._hold is not None and self._hold.is_over:
+            raise LeaseError("the cache has released this tensor")
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    data = address
+    length = nbytes
+
+    def __repr__(self) -> str:
+        if self._hold is not None and self._hold.is_over:
+            return f"<KVTensor of {self._nbytes} bytes, released>"
+        return f"KVTensor({self._address:#x}, {self._nbytes})"
+
+    def _open(self) -> memoryview:
+        """A view of the bytes. Raises `BufferError` when they are released."""
+        hold = self._hold
+        if hold is None:
+            return memoryview(_window_type(self._nbytes).from_address(self._address)).cast("B")
+        if not hold.enter():
+            raise BufferError("the cache has released this tensor")
+        window = _window_type(self._nbytes).from_address(self._address)
+        window.hold = hold
+        return memoryview(window).cast("B").toreadonly()
+
+    if TYPE_CHECKING or sys.version_info >= (3, 12):
+
+        def __buffer__(self, flags: int, /) -> memoryview:
+            return self._open()
+
+        def __release_buffer__(self, view: memoryview, /) -> None:
+            """That it is there makes numpy keep the view, not only the tensor."""
+
+
+TokenTensors: TypeAlias = Sequence[tuple[KVTensor, KVTensor]]
+"""A token's K and V, layer by layer."""
+
+
+def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> None:
+    """Raises `ConfigError` unless there are tensors of every layer for every token."""
+    if len(kv) != num_tokens:
+        raise ConfigError(f"{num_tokens} tokens, but KV of {len(kv)}")
+    for position, of_token in enumerate(kv):
+        if len(of_token) != layers:
+            raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
+
+
+def source_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
+    """Where the tensors are, by token, layer, K and V. Raises `ConfigError` for one that is not `nbytes` of memory."""
+    found: list[int] = []
+    add = found.append
+    try:
+        for of_token in kv:
+            for pair in of_token:
+                for tensor in pair:
+                    if tensor._nbytes != nbytes or (tensor._hold is not None and tensor._hold.is_over):
+                        raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
+                    add(tensor._address)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+    if len(found) != 2 * sum(map(len, kv)):
+        raise ConfigError("KV is a pair of KVTensors for every token and layer")
+    return found
+
+
+def target_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
+    """As `source_addresses`, of memory to be filled: raises `ConfigError` also for a tensor that is a cache's."""
+    found = source_addresses(kv, nbytes)
+    if any(key._hold is not None or value._hold is not None for of_token in kv for key, value in of_token):
+        raise ConfigError("a tensor that points into a cache cannot be filled; make KVTensors of your own memory")
+    return found
+
+
+def point_tensors(
+    kv: Sequence[TokenTensors], addresses: Sequence[int], offsets: Sequence[int], nbytes: int, hold: Hold
+) -> None:
+    """Point the tensors of the leading tokens at `addresses[token] + offsets[2 * layer + is_value]`."""
+    pairs = list(zip(offsets[::2], offsets[1::2], strict=True))
+    try:
+        for of_token, address in zip(kv, addresses, strict=False):
+            for (key, value), (key_offset, value_offset) in zip(of_token, pairs, strict=True):
+                key._address = address + key_offset
+                key._nbytes = nbytes
+                key._hold = hold
+                value._address = address + value_offset
+                value._nbytes = nbytes
+                value._hold = hold
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+
+
+class _Window(ctypes.Array[ctypes.c_ubyte]):
+    """Bytes that somebody looks at. Views keep it alive; its end tells the hold."""
+
+    _type_ = ctypes.c_ubyte
+    _length_ = 0
+    hold: Hold | None
+
+    def __del__(self) -> None:
+        hold = getattr(self, "hold", None)
+        if hold is not None:
+            hold.leave()
+
+
+@functools.lru_cache(maxsize=64)
+def _window_type(nbytes: int) -> type[_Window]:
+    return type("_Window", (_Window,), {"_length_": nbytes})
+
+
+# --- Python 3.11 ----------------------------------------------------------------------------------------------------
+
+_TP_AS_BUFFER = 160
+"""Where a type object of CPython 3.11 keeps the address of its buffer slots, on 64 bits."""
+
+_GetBuffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+_ReleaseBuffer = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p)
+_get_buffer = _GetBuffer(("PyObject_GetBuffer", ctypes.pythonapi))
+
+
+class _PyBufferHead(ctypes.Structure):
+    _fields_ = (("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p))
+
+
+def _lend(tensor: KVTensor, view: int, flags: int) -> int:
+    """The view it fills in refers to the window, not to the tensor, and so keeps its hold whatever becomes of that."""
+    try:
+        return int(_get_buffer(tensor._open(), view, flags))
+    except BufferError:  # no exception can be set from here
+        _PyBufferHead.from_address(view).obj = None
+        return -1
+
+
+def _take_back(tensor: KVTensor, view: int) -> None:
+    """Never called, as no view refers to a tensor. That it is there makes numpy keep the view, not only the tensor."""
+
+
+_SLOTS = (_GetBuffer(_lend), _ReleaseBuffer(_take_back))
+"""Kept for ever: the type refers to them."""
+
+
+def _offer_buffers() -> None:
+    slots = ctypes.c_void_p.from_address(id(KVTensor) + _TP_AS_BUFFER).value
+    if slots is None or not 0 < slots - id(KVTensor) < type.__basicsize__:  # type: ignore[operator]
+        raise ImportError("this Python lays out its types in an unknown way; kvtier.vineyard needs Python 3.12 here")
+    procs = (ctypes.c_void_p * 2).from_address(slots)
+    for place, slot in enumerate(_SLOTS):
+        procs[place] = ctypes.cast(slot, ctypes.c_void_p).value
+
+
+if sys.version_info < (3, 12):
+    _offer_buffers()

@@ -1,0 +1,196 @@
+"""When each token of a tree was last used, by any process of this host: a table in the server's own shared memory.
+
+It is a hint for pruning and nothing else, so nobody locks it: an entry that two processes write at once may be wrong
+until the token is used again. Entries are a hash's first eight bytes and a time; of a few places that an entry may
+have, the one used longest ago is overwritten. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES, KvLayout
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import SingleClient
+from kvtier.client.connecting import connect
+from kvtier.errors import TierError, TierFull
+from kvtier.memory.lease import BlockLease
+from kvtier.memory.mapped import MappedArena
+
+_ENTRY_BYTES = 16
+_MAX_TABLE_BYTES = 128 << 20
+_PLACES = 8
+_OPEN_S = 1.0
+_PENDING_S = 0.001
+
+
+class Recency(Protocol):
+    """Times of last use. Greater is later; 0 is not known."""
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """This prefix was used now; of its tokens the last counts as used first."""
+        ...
+
+    def times(self, hashes: Sequence[BlockHash]) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class LocalRecency:
+    """What this process used; for servers whose memory it has not mapped."""
+
+    def __init__(self, capacity: int) -> None:
+        self._max_entries = 4 * capacity
+        self._times: dict[BlockHash, int] = {}
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        now = time.monotonic_ns()
+        for position, block_hash in enumerate(hashes):
+            self._times.pop(block_hash, None)
+            self._times[block_hash] = now - position
+        while len(self._times) > self._max_entries:
+            del self._times[next(iter(self._times))]
+
+    def times(self, hashes: Sequence[BlockHash]) -> list[int]:
+        return [self._times.get(block_hash, 0) for block_hash in hashes]
+
+    def close(self) -> None:
+        pass
+
+
+class SharedRecency:
+    """The table of one tree, a block of a namespace beside the tree's; the first process to need it makes it.
+
+    Without it (the server is down, or full of what is leased) nothing is noted and nothing is known.
+    """
+
+    def __init__(self, address: str, tree: Namespace, slot_bytes: int, timeout_s: float) -> None:
+        """`slot_bytes` is what a token takes of the server's memory, and so how many there can be."""
+        self._address = address
+        self._tree = tree
+        self._slot_bytes = slot_bytes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._tree_arena: MappedArena | None = None
+        self._client: SingleClient | None = None
+        self._hash = BlockHash(b"")
+        self._mask = 0
+        self._lease: BlockLease | None = None
+        self._entries: memoryview | None = None
+
+    def follow(self, tree_arena: MappedArena) -> None:
+        """The tree is in this arena now: another one after the server was restarted, and then so is the table."""
+        with self._lock:
+            if self._tree_arena is not tree_arena:
+                self._let_go()
+                if self._open(tree_arena.nbytes):
+                    self._tree_arena = tree_arena
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            if self._entries is not None:
+                _write(self._entries, self._mask, hashes, time.monotonic_ns())
+
+    def times(self, hashes: Sequence[BlockHash]) -> list[int]:
+        with self._lock:
+            if self._entries is None:
+                return [0] * len(hashes)
+            return _read(self._entries, self._mask, hashes)
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go()
+
+    def _open(self, memory_bytes: int) -> bool:
+        client = self._client = self._connect(memory_bytes)
+        deadline = time.monotonic() + _OPEN_S
+        while True:
+            lease = client.match([self._hash])
+            if isinstance(lease, BlockLease) and lease.arena is not None:
+                self._lease = lease
+                self._entries = lease.arena.view(lease.offsets[0], client.layout.block_bytes).cast("Q")
+                return True
+            if lease.ended == "down" or time.monotonic() > deadline or not self._make(client):
+                return False
+
+    def _connect(self, memory_bytes: int) -> SingleClient:
+        """Every process that shares the tree finds the same table, for its size follows from the server's."""
+        nbytes = min(_MAX_TABLE_BYTES, 2 * _ENTRY_BYTES * (memory_bytes // self._slot_bytes))
+        nbytes = 1 << (max(SLOT_ALIGN_BYTES, nbytes) - 1).bit_length()
+        namespace = Namespace(hashlib.sha256(b"times of use" + nbytes.to_bytes(8, "little") + self._tree).digest())
+        self._hash = BlockHash(namespace)
+        self._mask = nbytes // _ENTRY_BYTES - 1
+        return connect(
+            self._address,
+            layout=KvLayout(layers=1, kv_heads=1, head_dim=nbytes // 2, dtype="float8_e4m3fn", block_tokens=1),
+            namespace=namespace,
+            name="times of use",
+            timeout_s=self._timeout_s,
+            must_answer=False,
+        )
+
+    def _make(self, client: SingleClient) -> bool:
+        """All zeros, unless another process is about to. False when there is no room."""
+        try:
+            with client.reserve([self._hash]) as reservation:
+                if reservation.num_blocks:
+                    reservation.fill([bytes(client.layout.block_bytes)])
+                    reservation.commit()
+                elif reservation.num_pending:
+                    time.sleep(_PENDING_S)
+        except (TierError, TierFull):
+            return False
+        return True
+
+    def _let_go(self) -> None:
+        if self._entries is not None:
+            self._entries.release()
+            self._entries = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self._tree_arena = None
+
+
+def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], now: int) -> None:
+    from_bytes = int.from_bytes
+    for block_hash in hashes:
+        name = from_bytes(block_hash[:8], "little")
+        place = 2 * (name & mask)
+        if entries[place] != name:
+            place = _place_for(entries, mask, name)
+            entries[place] = name
+        entries[place + 1] = now
+        now -= 1
+
+
+def _place_for(entries: memoryview, mask: int, name: int) -> int:
+    """Where `name` is, or where it goes: an empty place, or that of the entry used longest ago."""
+    coldest, coldest_time = 0, 1 << 64
+    for step in range(_PLACES):
+        place = 2 * ((name + step) & mask)
+        if entries[place] == name:
+            return place
+        if entries[place + 1] < coldest_time:
+            coldest, coldest_time = place, entries[place + 1]
+    return coldest
+
+
+def _read(entries: memoryview, mask: int, hashes: Sequence[BlockHash]) -> list[int]:
+    from_bytes = int.from_bytes
+    times = []
+    for block_hash in hashes:
+        name = from_bytes(block_hash[:8], "little")
+        place = 2 * (name & mask)
+        if entries[place] != name:
+            place = _place_for(entries, mask, name)
+        times.append(entries[place + 1] if entries[place] == name else 0)
+    return times

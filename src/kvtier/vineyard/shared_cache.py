@@ -1,0 +1,378 @@
+"""The shared-memory half of `KVCache`: a radix tree over tokens in a cache server's arena, live for every process.
+
+Each token is a block of its own, named by a hash of itself and everything before it, so sequences share their common
+beginnings and match at any length. What a query finds is read where it lies. Any thread may call; a server that is
+down after construction makes updates of nothing and misses, and is used again when it is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.connecting import connect
+from kvtier.client.replicated import ReplicatedClient
+from kvtier.client.workers import Workers
+from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
+from kvtier.memory.copying import address_of, copy_blocks
+from kvtier.memory.lease import BlockLease, Lease, Reservation
+from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
+from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, point_tensors, source_addresses
+from kvtier.vineyard.token_bound import TokenBound
+from kvtier.vineyard.token_chain import TokenChain
+from kvtier.vineyard.vineyard_config import VineyardCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_TENSOR_ALIGN_BYTES = 64
+_PART_BYTES = 256 << 20
+_COPY_THREADS = min(4, os.cpu_count() or 1)
+_SHARED_COPY_BYTES = 8 << 20
+_SHARED_TENSOR_BYTES = 32 << 10
+_PENDING_S = 2.0
+_FIRST_LOOK_S = 0.001
+_LAST_LOOK_S = 0.05
+_COUNTS = ("hit_tokens", "missed_tokens", "stored_tokens", "refused_tokens", "pruned_tokens")
+
+
+class SharedCache:
+    """KV of tokens in shared memory: `layer` pairs of `tensor_bytes` for each of at most `cache_capacity` tokens.
+
+    Tensors that `query` has pointed into the cache are read where they lie, without a copy. What they point at stays
+    as it is, evicted by nobody, until the last of a query's tensors, and of the arrays made of them, is gone, or until
+    `release` or `close`; then the tensors give up neither address nor bytes. Addresses that were read out of a tensor
+    are the caller's to use no longer than that. One process may so hold as much as the server allows a client, half of
+    its memory by default; a query that would hold more matches less.
+    """
+
+    def __init__(self, config: VineyardCacheConfig, *, tensor_bytes: int, cache_capacity: int, layer: int) -> None:
+        """Raises `ConfigError` for bad sizes, `TierUnavailable` when no server answers, `TierRefused` when one will not
+        have blocks of this size.
+        """
+        for name, value in (("tensor_bytes", tensor_bytes), ("cache_capacity", cache_capacity), ("layer", layer)):
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        stride = -(-tensor_bytes // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
+        self._tensor_bytes = tensor_bytes
+        self._layer = layer
+        self._capacity = cache_capacity
+        self._offsets = tuple(range(0, 2 * layer * stride, stride))
+        self._forgotten: deque[Lease] = deque()
+        self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
+        self._is_closed = False
+        self._copiers = Workers(_COPY_THREADS, "kvtier-vineyard-copy")
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._lock = threading.Lock()
+        # Bytes, whatever they mean: one "head" of `stride` of them for each of K and V.
+        layout = KvLayout(layers=layer, kv_heads=1, head_dim=stride, dtype="float8_e4m3fn", block_tokens=1)
+        namespace = _namespace(config.llm_cache_object_name, tensor_bytes, layer)
+        self._chain = TokenChain(namespace)
+        with contextlib.ExitStack() as stack:
+            # Two clients: what queries hold is not counted against what updates may.
+            self._reader = stack.enter_context(_connect(config, layout, namespace))
+            self._writer = stack.enter_context(_connect(config, layout, namespace))
+            self._bound = TokenBound(
+                self._writer,
+                _servers_of(self._writer),
+                namespace,
+                capacity=cache_capacity,
+                replicas=config.replicas,
+                timeout_s=config.timeout_s,
+            )
+            stack.pop_all()
+
+    def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+        """Store the KV of `tokens`, which follow `prefix`. Returns how many leading ones of them are cached now.
+
+        That includes those that were cached before, whose KV is not looked at. It is 0 when not all of `prefix` is
+        cached, and less than all when the sequence exceeds `cache_capacity` or the room there is. The caller's memory
+        is read until this returns. Raises `ConfigError`, before anything is stored, for KV of another length or size.
+        """
+        self._check_open()
+        check_shape(kv, len(tokens), self._layer)
+        sources = source_addresses(kv, self._tensor_bytes)
+        self._release_forgotten()
+        num_before = 0 if prefix is None else len(prefix)
+        hashes = self._chain.hashes(() if prefix is None else prefix, tokens)[: self._capacity]
+        if len(hashes) < max(1, num_before):
+            return 0
+        with self._writer.match(hashes) as present:
+            num_present = self._num_present(hashes, present)
+            if num_present < num_before:
+                return 0
+            if num_present < len(hashes):
+                first_source = (num_present - num_before) * len(self._offsets)
+                num_stored = self._store(hashes[num_present:], sources[first_source:])
+                num_present += num_stored
+                self._count("stored_tokens", num_stored)
+            self._bound.touch(hashes[:num_present])
+        self._count("refused_tokens", num_before + len(tokens) - num_present)
+        self._count("pruned_tokens", self._bound.enforce(hashes[:num_present]))
+        return num_present - num_before
+
+    def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+        """Point the tensors of the longest cached prefix into the cache. Returns how many tokens that is.
+
+        The other tensors stay as they are. Raises `ConfigError` for KV of another length.
+        """
+        check_shape(kv, len(tokens), self._layer)
+        addresses, hold = self._find(tokens)
+        if hold is not None:
+            point_tensors(kv, addresses, self._offsets, self._tensor_bytes, hold)
+        return len(addresses)
+
+    def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
+        """As `query`, for whoever needs addresses and not an object for each tensor."""
+        addresses, hold = self._find(tokens)
+        return FoundTokens(addresses, self._offsets, self._tensor_bytes, hold)
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts of this object: tokens that queries found or did not, that updates stored, could not, or pruned.
+
+        `held_queries` is how many queries' tensors hold something now.
+        """
+        with self._lock:
+            return {**self._counts, "held_queries": sum(not hold.is_over for hold in self._holds)}
+
+    def release(self) -> None:
+        """Give back what queries have found; their tensors point at nothing from now on.
+
+        Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released.
+        """
+        in_use: LeaseError | None = None
+        with self._lock:
+            holds = list(self._holds)
+        for hold in holds:
+            try:
+                hold.end()
+            except LeaseError as error:
+                in_use = error
+        self._release_forgotten()
+        if in_use is not None:
+            raise LeaseError(str(in_use))
+
+    def close(self) -> None:
+        """Release everything and disconnect; what is stored stays. A second call does nothing.
+
+        Raises `LeaseError`, and stays open, while arrays or views of tensors are in use.
+        """
+        if self._is_closed:
+            return
+        self.release()
+        self._is_closed = True
+        self._copiers.close()
+        self._bound.close()
+        self._reader.close()
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except LeaseError:
+            if error is None:
+                raise
+            logger.warning("arrays of cached tensors are still in use after an error; the cache stays open")
+
+    # --- private: reading ------------------------------------------------------------------------------------------
+
+    def _find(self, tokens: Sequence[int]) -> tuple[list[int], HeldTokens | None]:
+        """Where the tokens of the longest cached prefix are, and what keeps them there."""
+        self._check_open()
+        self._release_forgotten()
+        hashes = self._chain.hashes(tokens)
+        lease = self._reader.match(hashes)
+        try:
+            addresses, hold = self._hold(lease)
+        except BaseException:
+            lease.release()
+            raise
+        self._bound.touch(hashes[: len(addresses)])
+        self._count("hit_tokens", len(addresses))
+        self._count("missed_tokens", len(hashes) - len(addresses))
+        return addresses, hold
+
+    def _hold(self, lease: Lease) -> tuple[list[int], HeldTokens | None]:
+        if not lease.wait():
+            lease.release()
+            return [], None
+        hold: HeldTokens
+        if isinstance(lease, BlockLease) and lease.arena is not None:
+            start = lease.arena.address
+            addresses = [start + offset for offset in lease.offsets]
+            hold = HeldTokens(lease, lease.arena.exports([0], 1), self._forgotten)
+        elif lease.has_views:
+            addresses = [address_of(view) for view in lease.views()]
+            hold = HeldTokens(lease, None, self._forgotten)
+        else:
+            addresses, memory = self._fetch(lease)
+            hold = HeldTokens(None, memory, self._forgotten)
+        with self._lock:
+            self._holds.add(hold)
+        return addresses, hold
+
+    def _fetch(self, lease: Lease) -> tuple[list[int], bytearray]:
+        """A copy, in memory of this process, of what lies in that of another host."""
+        block_bytes = self._reader.layout.block_bytes
+        memory = bytearray(lease.num_blocks * block_bytes)
+        whole = memoryview(memory)
+        with lease:
+            count = lease.fetch([whole[start : start + block_bytes] for start in range(0, len(memory), block_bytes)])
+        start = address_of(whole)
+        return list(range(start, start + count * block_bytes, block_bytes)), memory
+
+    # --- private: writing ------------------------------------------------------------------------------------------
+
+    def _num_present(self, hashes: Sequence[BlockHash], lease: Lease) -> int:
+        num_present = lease.wait()
+        if lease.ended == "limit":  # there may be more, which one client may not lease at once
+            flags = self._writer.contains(hashes[num_present:])
+            num_present += flags.index(False) if False in flags else len(flags)
+        return num_present
+
+    def _store(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> int:
+        """Store tokens whose tensors are at `sources`. Returns how many leading ones are there now."""
+        num_stored = 0
+        step = max(1, _PART_BYTES // self._writer.layout.block_bytes)
+        deadline = time.monotonic() + _PENDING_S
+        look_s = _FIRST_LOOK_S
+        try:
+            with contextlib.ExitStack() as held:
+                while num_stored < len(hashes):
+                    part = hashes[num_stored : num_stored + step]
+                    first = num_stored * len(self._offsets)
+                    of_part = sources[first : first + len(part) * len(self._offsets)]
+                    if isinstance(self._writer, SingleClient) and self._writer.is_local:
+                        # Open until all is stored: nothing of a sequence is evicted to make room for its end.
+                        reservation = held.enter_context(self._writer.reserve(part))
+                        self._write(reservation, of_part)
+                        is_whole = not reservation.num_pending and not reservation.num_refused
+                    else:
+                        is_whole = self._send(part, of_part)
+                    num_leading = len(part) if is_whole else self._num_leading(part)
+                    num_stored += num_leading
+                    if not num_leading:
+                        if time.monotonic() > deadline:
+                            break
+                        time.sleep(look_s)  # another process is writing it
+                        look_s = min(2 * look_s, _LAST_LOOK_S)
+        except (TierError, TierFull) as error:
+            logger.debug("%d of %d tokens stored: %s", num_stored, len(hashes), error)
+        return num_stored
+
+    def _write(self, reservation: Reservation, sources: Sequence[int]) -> None:
+        """Copy the tensors of the reserved tokens to their places and show them to everyone."""
+        if not reservation.num_blocks:
+            return
+        arena = reservation.arena
+        assert arena is not None
+        width = len(self._offsets)
+        targets: list[int] = []
+        wanted: list[int] = []
+        for offset, position in zip(reservation.offsets, reservation.positions, strict=True):
+            start = arena.address + offset
+            targets += [start + each for each in self._offsets]
+            wanted += sources[position * width : (position + 1) * width]
+        with arena.in_use():
+            for offset in reservation.offsets:
+                arena.populate(offset, self._writer.layout.block_bytes)
+            self._copy(targets, wanted)
+        reservation.commit()
+
+    def _send(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> bool:
+        """To servers whose memory is not written in place: gathered here first. True when it took every token."""
+        block_bytes = self._writer.layout.block_bytes
+        memory = memoryview(bytearray(len(hashes) * block_bytes))
+        start = address_of(memory)
+        targets = [start + token * block_bytes + offset for token in range(len(hashes)) for offset in self._offsets]
+        self._copy(targets, sources)
+        blocks = [memory[first : first + block_bytes] for first in range(0, len(memory), block_bytes)]
+        return self._writer.set(hashes, blocks) == len(hashes)
+
+    def _copy(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """By several threads where there is much to copy, in pieces long enough that they do not wait for the GIL."""
+        count = len(targets)
+        if self._tensor_bytes < _SHARED_TENSOR_BYTES or count * self._tensor_bytes < _SHARED_COPY_BYTES:
+            copy_blocks(targets, sources, self._tensor_bytes)
+            return
+        bounds = [count * part // _COPY_THREADS for part in range(_COPY_THREADS + 1)]
+        self._copiers.map(
+            lambda part: copy_blocks(targets[part], sources[part], self._tensor_bytes),
+            [slice(start, end) for start, end in itertools.pairwise(bounds)],
+        )
+
+    def _num_leading(self, hashes: Sequence[BlockHash]) -> int:
+        flags = self._writer.contains(hashes)
+        return flags.index(False) if False in flags else len(flags)
+
+    # --- private: small --------------------------------------------------------------------------------------------
+
+    def _release_forgotten(self) -> None:
+        """End the leases of queries whose tensors are all gone."""
+        while self._forgotten:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                self._forgotten.popleft().release()
+
+    def _count(self, name: str, count: int) -> None:
+        with self._lock:
+            self._counts[name] += count
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierUnavailable("this cache is closed")
+
+
+def _namespace(name: str, tensor_bytes: int, layer: int) -> Namespace:
+    fields = {"kind": "vineyard", "name": name, "tensor_bytes": tensor_bytes, "layers": layer}
+    return Namespace(hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest())
+
+
+def _connect(config: VineyardCacheConfig, layout: KvLayout, namespace: Namespace) -> CacheClient:
+    addresses = config.addresses
+    name = config.llm_cache_object_name[:256]
+    if len(addresses) == 1:
+        return connect(
+            addresses[0],
+            layout=layout,
+            namespace=namespace,
+            name=name,
+            token=config.token,
+            ca_file=config.ca_file,
+            timeout_s=config.timeout_s,
+        )
+    return connect(
+        addresses,
+        replicas=config.replicas,
+        layout=layout,
+        namespace=namespace,
+        name=name,
+        token=config.token,
+        ca_file=config.ca_file,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _servers_of(client: CacheClient) -> list[SingleClient]:
+    if isinstance(client, ReplicatedClient):
+        return client.clients
+    assert isinstance(client, SingleClient)
+    return [client]

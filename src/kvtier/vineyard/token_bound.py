@@ -1,0 +1,144 @@
+"""Keeps a tree at `capacity` tokens: when an update has brought more, those used longest ago go, sequences' ends first.
+
+The bound holds whenever no update is under way, for all processes together, as each prunes after its own. A server's
+memory is a bound as well, which the server keeps by itself; where that is the smaller one nothing is done here.
+
+Whoever prunes lists the tree, orders it by time of use and remembers the colder half, for the next times: what was used
+meanwhile is told by its time, and what has come since is not as cold. So a listing is paid for by as many updates as
+bring half of the tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import CacheClient, SingleClient
+from kvtier.errors import TierError
+from kvtier.vineyard.recency import LocalRecency, SharedRecency
+
+logger = logging.getLogger(__name__)
+
+
+class TokenBound:
+    """Of one cache object, over `servers` that keep `replicas` of each token. Thread-safe."""
+
+    def __init__(
+        self,
+        client: CacheClient,
+        servers: Sequence[SingleClient],
+        namespace: Namespace,
+        *,
+        capacity: int,
+        replicas: int,
+        timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._servers = servers
+        self._namespace = namespace
+        self._capacity = capacity
+        self._replicas = replicas
+        self._slot_bytes = client.layout.slot_bytes
+        self._lock = threading.Lock()
+        self._cold: deque[tuple[BlockHash, int]] = deque()
+        self._local = next((server for server in servers if server.is_local), None)
+        self._recency: SharedRecency | LocalRecency
+        if self._local is None:
+            self._recency = LocalRecency(capacity)
+        else:
+            self._recency = SharedRecency(str(self._local.address), namespace, self._slot_bytes, timeout_s)
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """These leading tokens of a sequence were used now."""
+        if hashes and self._can_be_reached():
+            self._follow()
+            self._recency.touch(hashes)
+
+    def enforce(self, kept: Collection[BlockHash]) -> int:
+        """Prune what is too many, but nothing of `kept`. Returns how many tokens went; none when a server is away."""
+        if not self._can_be_reached():
+            return 0
+        try:
+            excess = self._num_tokens() - self._capacity
+            if excess <= 0:
+                return 0
+            with self._lock:
+                return self._prune(excess, set(kept))
+        except TierError as error:
+            logger.debug("nothing pruned: %s", error)
+            return 0
+
+    def close(self) -> None:
+        self._recency.close()
+
+    def _can_be_reached(self) -> bool:
+        """The servers have memory for more tokens than may be there."""
+        try:
+            memory_bytes = [server.arena.nbytes for server in self._servers if server.is_local]
+        except TierError:
+            return False
+        if len(memory_bytes) < len(self._servers):
+            return True
+        return sum(memory_bytes) > self._capacity * self._replicas * self._slot_bytes
+
+    def _follow(self) -> None:
+        if isinstance(self._recency, SharedRecency):
+            assert self._local is not None
+            try:
+                self._recency.follow(self._local.arena)
+            except TierError as error:
+                logger.debug("times of use are not noted: %s", error)
+
+    def _num_tokens(self) -> int:
+        """Those being written count. Of a server with a disk, which has most blocks twice, the larger number counts."""
+        digest = self._namespace.hex()
+        num_copies = 0
+        for server in self._servers:
+            spaces = server.info().get("namespaces")
+            for space in spaces if isinstance(spaces, list) else []:
+                if space["namespace"] == digest:
+                    num_copies += max(int(space["blocks"]), int(space["disk_blocks"]))
+        return -(-num_copies // self._replicas)
+
+    def _prune(self, excess: int, kept: Collection[BlockHash]) -> int:
+        num_pruned = 0
+        has_listed = False
+        while num_pruned < excess:
+            victims = self._still_cold(excess - num_pruned, kept)
+            if victims:
+                num_copies = self._client.drop(victims)  # less where another process was first
+                num_pruned += -(-num_copies // self._replicas)
+            elif has_listed:
+                break
+            else:
+                self._look_for_cold(excess + len(kept))
+                has_listed = True
+        return num_pruned
+
+    def _still_cold(self, count: int, kept: Collection[BlockHash]) -> list[BlockHash]:
+        """The next of the remembered that were not used since. Empty when none are left."""
+        found: list[BlockHash] = []
+        while self._cold and not found:
+            some = [self._cold.popleft() for _ in range(min(count, len(self._cold)))]
+            times = self._recency.times([block_hash for block_hash, _ in some])
+            found = [
+                block_hash
+                for (block_hash, listed_at), used_at in zip(some, times, strict=True)
+                if used_at <= listed_at and block_hash not in kept
+            ]
+        return found
+
+    def _look_for_cold(self, count: int) -> None:
+        """Remember the colder half of the tree, or `count` if that is more.
+
+        First are those of an unknown time, of them the last stored first: no end is left without its beginning.
+        """
+        copies = (block_hash for server in self._servers for block_hash, _ in server.list_blocks())
+        hashes = list(dict.fromkeys(copies))[::-1]
+        times = self._recency.times(hashes)
+        order = sorted(range(len(hashes)), key=times.__getitem__)[: max(count, len(hashes) // 2)]
+        self._cold = deque((hashes[position], times[position]) for position in order)

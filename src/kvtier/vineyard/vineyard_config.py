@@ -1,0 +1,55 @@
+"""The settings of the shared-memory half, by the names that Vineyard's programs use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier.transport.address import parse_address
+
+
+class VineyardCacheConfig(msgspec.Struct, frozen=True):
+    """`socket` is the Unix socket of a cache server (`kvtier cache-server`), or several, of which each token is kept on
+    `replicas`; an address (`tcp://host:port`, with a `token`) may stand for a path.
+
+    `llm_cache_object_name` names the tree: caches of the same name, layers and tensor size share it. `block_size`,
+    `sync_interval`, `llm_cache_sync_lock` and `llm_ref_cnt_object_name` are accepted and do nothing: tokens are
+    kept one by one, and every process sees an update at once, without a lock or a reference count of its own.
+    `timeout_s` bounds each call to a server.
+    """
+
+    socket: str | Sequence[str]
+    block_size: int = 5
+    sync_interval: int = 3
+    llm_cache_sync_lock: str = "llmCacheSyncLock"
+    llm_cache_object_name: str = "llm_cache_object"
+    llm_ref_cnt_object_name: str = "llm_refcnt_object"
+    replicas: int = 1
+    token: str | None = None
+    ca_file: str | Path | None = None
+    timeout_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "sync_interval", "replicas"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        for name in ("llm_cache_sync_lock", "llm_cache_object_name", "llm_ref_cnt_object_name"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(f"{name} must be a name, not {getattr(self, name)!r}")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}")
+        if self.replicas > len(self.addresses):
+            raise ConfigError(f"replicas must be at most the number of servers, {len(self.addresses)}")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The servers as kvtier writes them. Raises `ConfigError` for what is no path and no address."""
+        sockets = (self.socket,) if isinstance(self.socket, str) else tuple(self.socket)
+        if not sockets or not all(isinstance(each, str) and each for each in sockets):
+            raise ConfigError(f"socket must be the path of a cache server's socket, not {self.socket!r}")
+        addresses = [each if each.startswith(("unix:", "tcp://")) else f"unix:{each}" for each in sockets]
+        return tuple(str(parse_address(address)) for address in addresses)

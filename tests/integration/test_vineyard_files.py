@@ -1,0 +1,199 @@
+"""Vineyard's file cache over real processes and filesystems: many writers and readers, kills, full disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from tests.integration.actors import wait_until
+from tests.vineyard_files import (
+    CHUNK,
+    FILE_BYTES,
+    SHARED_CAPACITY,
+    TEMP,
+    chunk_paths,
+    found,
+    open_files,
+    store,
+    temp_names,
+)
+
+_ROOT = Path(__file__).parents[2]
+_EXAMPLE = _ROOT / "examples" / "vineyard" / "files.py"
+_needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+_BOUND_BYTES = SHARED_CAPACITY // CHUNK * FILE_BYTES
+
+
+class Actor:
+    """Another process on the folder. What it says goes to a file of its own."""
+
+    def __init__(self, act: str, root: Path, logs: Path, seed: int) -> None:
+        self._log = logs / f"{act}-{seed}"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vineyard_files", act, str(root), str(seed)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_ROOT,
+            )
+
+    @property
+    def total(self) -> int:
+        """How many tokens it has stored or found so far."""
+        lines = self._log.read_text().splitlines()
+        return int(lines[-1]) if lines and lines[-1].isdigit() else 0
+
+    @property
+    def is_at_work(self) -> bool:
+        return "begun" in self._log.read_text()
+
+    def kill(self) -> None:
+        """Fails with what it said if it has ended by itself."""
+        assert self._process.poll() is None, self._log.read_text()
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: Path) -> None:
+    root, logs = tmp_path / "cache", tmp_path / "logs"
+    logs.mkdir()
+    dice = random.Random(1)
+    with contextlib.ExitStack() as stack:
+
+        def start(act: str, seed: int) -> Actor:
+            actor = Actor(act, root, logs, seed)
+            stack.callback(actor.end)
+            return actor
+
+        writers = [start("write", seed) for seed in range(8)]
+        readers = [start("read", seed) for seed in range(8)]
+        wait_until(lambda: all(actor.is_at_work for actor in (*writers, *readers)), timeout_s=40)
+        num_killed = 0
+        most_bytes = 0
+        until = time.monotonic() + 6
+        while time.monotonic() < until:
+            most_bytes = max(most_bytes, _used_bytes(root))
+            if dice.random() < 0.05:
+                actors, act = dice.choice([(writers, "write"), (writers, "write"), (readers, "read")])
+                victim = dice.randrange(8)
+                actors[victim].kill()
+                num_killed += 1
+                actors[victim] = start(act, 100 + num_killed)
+            time.sleep(0.01)
+        totals = [sum(actor.total for actor in actors) for actors in (writers, readers)]
+        for actor in (*writers, *readers):
+            actor.kill()
+
+    assert num_killed >= 3
+    assert min(totals) > 50 * CHUNK, "stored and found"
+    assert _BOUND_BYTES // 2 < most_bytes <= _BOUND_BYTES
+    with contextlib.closing(open_files(root, capacity=SHARED_CAPACITY)) as cache:
+        cache.collect()
+        assert temp_names(root) == []
+        assert os.listdir(root / TEMP) == [f"{cache._store.owner}.room"]
+        assert store(cache, range(5 * CHUNK)) == 5 * CHUNK, "nothing that the dead held is lost for good"
+
+
+def _used_bytes(root: Path) -> int:
+    """Of chunks in the folder at one instant: as little as several listings agree on."""
+    return min(_listed_bytes(root) for _ in range(3))
+
+
+def _listed_bytes(root: Path) -> int:
+    total = 0
+    for path in chunk_paths(root):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def test_the_last_of_a_writer_that_was_killed_goes_with_the_next_listing(tmp_path: Path) -> None:
+    root, logs = tmp_path / "cache", tmp_path / "logs"
+    logs.mkdir()
+    writer = Actor("write", root, logs, 1)
+    wait_until(lambda: writer.total > 0, timeout_s=30)
+    writer.kill()
+    assert [name for name in os.listdir(root / TEMP) if name.endswith(".room")]
+    with contextlib.closing(open_files(root)) as cache:
+        cache.collect()
+
+        assert os.listdir(root / TEMP) == [f"{cache._store.owner}.room"]
+
+
+def test_vineyards_program_runs_and_leaves_its_folders(tmp_path: Path) -> None:
+    program = _EXAMPLE.read_text().replace("/tmp/vineyard/llm_cache", str(tmp_path / "llm_cache"))
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=_ROOT)
+
+    assert sorted(os.listdir(tmp_path / "llm_cache")) == ["44", "__temp", "c3"]
+    assert os.listdir(tmp_path / "llm_cache" / TEMP) == []
+
+
+@contextlib.contextmanager
+def _mounted(path: Path, options: str) -> Iterator[Path]:
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "kvtier-test", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@_needs_root
+def test_a_read_only_folder_is_an_error_at_construction_and_misses_afterwards(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", "size=4m") as disk:
+        with contextlib.closing(open_files(disk)) as cache:
+            assert store(cache, range(4 * CHUNK)) == 4 * CHUNK
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+            assert found(cache, range(4 * CHUNK)) == 4 * CHUNK
+            assert store(cache, range(100, 100 + CHUNK)) == 0
+            assert cache.stats()["write_failures"] == 1
+            with pytest.raises(ConfigError, match="cannot be used: Read-only file system"):
+                open_files(disk)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@_needs_root
+def test_a_full_disk_is_a_short_count_and_an_error_at_construction(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", "size=1m") as disk, contextlib.closing(open_files(disk)) as cache:
+        stored = store(cache, range(200 * CHUNK))
+
+        assert CHUNK < stored < 200 * CHUNK
+        assert found(cache, range(200 * CHUNK)) == stored
+        assert temp_names(disk) == []
+        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
+        with pytest.raises(ConfigError, match="cannot be used: No space left on device"):
+            open_files(disk)
+        (disk / "filler").unlink()
+        for path in chunk_paths(disk)[-5:]:
+            path.unlink()
+        assert store(cache, range(9000, 9000 + CHUNK)) == CHUNK
+
+
+def test_the_keeper_collects_by_itself(tmp_path: Path) -> None:
+    with contextlib.closing(open_files(tmp_path, ttl=0.2, client_gc_interval=0.1)) as cache:
+        store(cache, range(4 * CHUNK))
+        wait_until(lambda: not chunk_paths(tmp_path), timeout_s=10)
+        assert cache.stats()["expired_chunks"] == 4
+    with contextlib.closing(open_files(tmp_path)) as other:
+        store(other, range(4 * CHUNK))
+    with contextlib.closing(
+        open_files(tmp_path, enable_global_gc=True, global_ttl=0.2, global_gc_interval=0.1)
+    ) as cache:
+        wait_until(lambda: not chunk_paths(tmp_path), timeout_s=10)
+        assert cache.stats()["expired_chunks"] == 4

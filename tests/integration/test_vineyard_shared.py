@@ -1,0 +1,475 @@
+"""The shared-memory cache with real servers and processes: what is shared, what is evicted, what dies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvtier
+from kvtier.errors import ConfigError, LeaseError, TierRefused, TierUnavailable
+from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
+from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
+from kvtier.vineyard.shared_cache import SharedCache
+from tests.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
+
+ROOT = Path(__file__).parents[2]
+_SLOT_BYTES = 4096  # two layers of two tensors of 1,000 bytes
+
+
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[ServerProcess]:
+    with cache_server(memory="4MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def server(running_server: ServerProcess) -> ServerProcess:
+    """One with an empty tree."""
+    with open_cache(running_server.unix) as cache:
+        cache._writer.drop()
+    return running_server
+
+
+def _actor(act: str, socket: str, *numbers: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.vineyard_tensors", act, socket, *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _stat(server: ServerProcess, name: str) -> int:
+    with kvtier.connect(server.unix) as client:
+        return int(str(client.stats()[name]))
+
+
+def _tokens_there(server: ServerProcess) -> int:
+    with kvtier.connect(server.unix) as client:
+        spaces = client.info()["namespaces"]
+    assert isinstance(spaces, list)
+    return sum(space["blocks"] for space in spaces if space["name"] == "tree")
+
+
+# --- update and query -----------------------------------------------------------------------------------------------
+
+
+def test_the_seeds_program_runs(server):
+    program = (ROOT / "examples" / "vineyard" / "shared_memory.py").read_text()
+    assert "/tmp/vineyard_test.sock" in program
+    program = program.replace("/tmp/vineyard_test.sock", server.unix.removeprefix("unix:"))
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_any_length_matches_and_what_is_there_counts(server):
+    with open_cache(server.unix) as cache:
+        assert store(cache, [1, 2, 3]) == 3
+        assert store(cache, [1, 2, 3, 4]) == 4
+        assert store(cache, [5, 6], prefix=[1, 2]) == 2
+        assert store(cache, [7], prefix=[1, 9]) == 0
+        assert store(cache, []) == 0
+
+        assert [found(cache, tokens) for tokens in ([1, 2, 3, 4, 5], [1, 2, 5, 6], [1, 9, 7], [2], [])] == [
+            4,
+            4,
+            1,
+            0,
+            0,
+        ]
+        assert _tokens_there(server) == 6
+        assert cache.stats()["stored_tokens"] == 6
+
+
+def test_kv_of_a_wrong_shape_stores_nothing(server):
+    with open_cache(server.unix) as cache:
+        source = Source([], [1, 2])
+        kv = source.kv
+        for tokens, wrong in (([1], kv), ([1, 2, 3], kv), ([1, 2], [kv[0], kv[1][:1]]), ([1, 2], empty(2))):
+            with pytest.raises(ConfigError):
+                cache.update(None, tokens, wrong)
+        for wrong in (empty(1), empty(3), empty(2, layers=1)):
+            with pytest.raises(ConfigError):
+                cache.query([1, 2], wrong)
+        with pytest.raises(ConfigError):
+            cache.update(None, [-1, 2], kv)
+
+        assert found(cache, [1, 2]) == 0
+
+
+def test_tensors_are_pointed_at_the_servers_memory_and_aligned(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2])
+        one, other = empty(2), empty(2)
+        cache.query([1, 2], one)
+        cache.query([1, 2], other)
+
+        addresses = [tensor.address for of_token in one for pair in of_token for tensor in pair]
+        assert addresses == [tensor.address for of_token in other for pair in of_token for tensor in pair]
+        assert all(address % 64 == 0 for address in addresses)
+
+
+def test_addresses_without_objects_are_those_of_the_tensors(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2, 3])
+        kv = empty(4)
+        assert cache.query([1, 2, 3, 4], kv) == 3
+        with cache.query_addresses([1, 2, 3, 4]) as tokens:
+            assert tokens.num_tokens == 3
+            for token in range(3):
+                for layer, (key, value) in enumerate(kv[token]):
+                    assert key.address == tokens.addresses[token] + tokens.offsets[2 * layer]
+                    assert value.address == tokens.addresses[token] + tokens.offsets[2 * layer + 1]
+            expect([1, 2, 3], [tokens.tensors(token) for token in range(3)])
+            gc.collect()
+        assert cache.query_addresses([8]).num_tokens == 0
+
+
+# --- holding and releasing ------------------------------------------------------------------------------------------
+
+
+def test_what_a_query_found_is_not_evicted_and_comes_back_with_its_last_array(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2, 3])
+        kv = empty(3)
+        cache.query([1, 2, 3], kv)
+        array = np.frombuffer(kv[2][0][0], dtype=np.uint8)
+        for start in range(1000, 3000):
+            store(cache, [start])  # twice the server's memory
+        expect([1, 2, 3], kv)
+        before = array.copy()
+        del kv
+        assert np.array_equal(array, before)
+        assert _stat(server, "leases") == 1
+        del array
+        gc.collect()
+        found(cache, [4])
+
+        assert _stat(server, "leases") == 0
+        for start in range(4000, 6000):
+            store(cache, [start])
+        assert found(cache, [1, 2, 3]) == 0
+
+
+def test_release_refuses_while_an_array_is_in_use_and_ends_the_others(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2])
+        one, other = empty(2), empty(2)
+        cache.query([1, 2], one)
+        cache.query([1, 2], other)
+        array = np.frombuffer(one[0][0][0], dtype=np.uint8)
+
+        with pytest.raises(LeaseError):
+            cache.release()
+        with pytest.raises(LeaseError):
+            cache.close()
+        expect([1, 2], one)
+        with pytest.raises(LeaseError):
+            _ = other[0][0][0].address
+        assert array[0] == bytes(memoryview(one[0][0][0]))[0]
+        assert found(cache, [1, 2]) == 2
+        del array
+        cache.release()
+        with pytest.raises(LeaseError):
+            _ = one[0][0][0].address
+        assert _stat(server, "leases") == 0
+
+
+def test_a_closed_cache_is_over_and_so_are_its_tensors(server):
+    cache = open_cache(server.unix)
+    store(cache, [1])
+    kv = empty(1)
+    cache.query([1], kv)
+    cache.close()
+    cache.close()
+
+    for use in (lambda: store(cache, [1]), lambda: found(cache, [1]), lambda: cache.query_addresses([1])):
+        with pytest.raises(TierUnavailable):
+            use()
+    with pytest.raises(LeaseError):
+        _ = kv[0][0][0].address
+    with pytest.raises((BufferError, SystemError)):
+        memoryview(kv[0][0][0])
+
+
+def test_updates_go_on_while_queries_hold_all_that_they_may(server):
+    with open_cache(server.unix) as cache:
+        tokens = list(range(600))  # more than half of the 1,024 that fit
+        held = []
+        for first in range(0, 600, 100):
+            store(cache, tokens[first : first + 100], tokens[:first])
+        kv = empty(600)
+        count = cache.query(tokens, kv)
+        held.append(kv)
+
+        assert count == 512
+        assert cache.query([0], empty(1)) == 0
+        assert store(cache, [7, 8]) == 2
+        held.clear()
+        del kv
+        gc.collect()
+        assert found(cache, [7, 8]) == 2
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_capacity_holds_and_the_least_recently_used_ends_go_first(server):
+    with open_cache(server.unix, capacity=8) as cache, open_cache(server.unix, capacity=8) as other:
+        store(cache, [1, 2, 3, 4])
+        store(cache, [5, 6, 7])
+        assert found(other, [1, 2, 3]) == 3  # another process's use counts as well
+        store(cache, [8, 9, 10])
+
+        assert _tokens_there(server) == 8
+        assert [found(cache, tokens) for tokens in ([1, 2, 3, 4], [5, 6, 7], [8, 9, 10])] == [3, 2, 3]
+
+
+def test_a_sequence_longer_than_the_capacity_keeps_its_beginning(server):
+    with open_cache(server.unix, capacity=4) as cache:
+        assert store(cache, [1, 2, 3, 4, 5, 6]) == 4
+        assert found(cache, [1, 2, 3, 4, 5, 6]) == 4
+        assert store(cache, [7], prefix=[1, 2, 3, 4]) == 0
+        assert cache.stats()["refused_tokens"] == 3
+
+
+def test_a_pruned_token_that_is_held_elsewhere_stays_readable(server):
+    with open_cache(server.unix, capacity=4) as cache:
+        store(cache, [1, 2, 3, 4])
+        kv = empty(4)
+        cache.query([1, 2, 3, 4], kv)
+        store(cache, [5, 6, 7, 8])
+
+        assert found(cache, [1]) == 0
+        expect([1, 2, 3, 4], kv)
+
+
+def test_a_sequence_that_exceeds_the_servers_memory_is_cut(server):
+    with open_cache(server.unix) as cache:
+        tokens = list(range(3000))
+        stored = store(cache, tokens)
+
+        assert 0 < stored <= 1024
+        assert found(cache, tokens) == stored
+
+
+def test_a_capacity_beyond_the_servers_memory_is_the_servers_to_keep(server):
+    with open_cache(server.unix, capacity=1 << 20) as cache:
+        for start in range(0, 3000, 10):
+            assert store(cache, range(start, start + 10)) == 10
+        assert found(cache, range(2990, 3000)) == 10
+        assert _stat(server, "used_bytes") <= 4 << 20
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_in_one_process_is_a_hit_in_another_at_once(server):
+    with open_cache(server.unix) as cache:
+        for start in (0, 100):
+            writer = _actor("store", server.unix, *range(start, start + 50))
+            try:
+                assert _line(writer) == "50"
+                assert found(cache, range(start, start + 60)) == 50
+            finally:
+                _end(writer)
+
+
+def test_a_killed_reader_gives_back_what_it_held(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2, 3])
+        reader = _actor("hold", server.unix, 1, 2, 3)
+        try:
+            assert _line(reader) == "3"
+            assert _stat(server, "leases") == 1
+        finally:
+            _end(reader)
+        _wait_until(lambda: _stat(server, "leases") == 0)
+
+
+def test_killed_writers_leave_right_bytes_or_none(server):
+    with open_cache(server.unix) as cache:
+        for start in (0, 1_000_000, 2_000_000):
+            writer = _actor("store for ever", server.unix, start)
+            try:
+                assert _line(writer) == "begun"
+                _wait_until(lambda first=start: found(cache, range(first, first + 50)) > 0)
+            finally:
+                _end(writer)
+            for first in range(start, start + 20_000, 1000):
+                assert found(cache, range(first, first + 50)) in range(51)
+        _wait_until(lambda: _stat(server, "reservations") == 0)
+        assert store(cache, range(50)) == 50
+        assert found(cache, range(50)) == 50
+
+
+def test_a_write_that_another_process_broke_off_is_taken_over(server):
+    with open_cache(server.unix) as cache, open_cache(server.unix) as other:
+        hashes = other._chain.hashes([1, 2, 3])
+        with other._writer.reserve(hashes[1:2]):  # PENDING, and never committed
+            begun_at = time.monotonic()
+            assert store(cache, [1, 2, 3]) == 1
+            assert time.monotonic() - begun_at < 10
+        assert store(cache, [1, 2, 3]) == 3
+        assert found(cache, [1, 2, 3]) == 3
+
+
+def test_threads_and_objects_at_once_find_right_bytes_within_the_bound(server):
+    def work(cache: SharedCache, seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(60):
+            tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 12))]
+            if dice.random() < 0.5:
+                cut = dice.randrange(len(tokens))
+                assert store(cache, tokens[cut:], tokens[:cut]) <= len(tokens) - cut
+            elif dice.random() < 0.9:
+                with contextlib.suppress(BufferError, SystemError):  # another thread released it
+                    assert found(cache, tokens) <= len(tokens)
+            else:
+                with contextlib.suppress(LeaseError):  # another thread is reading
+                    cache.release()
+
+    with open_cache(server.unix, capacity=40) as one, open_cache(server.unix, capacity=40) as other:
+        with ThreadPoolExecutor(6) as threads:
+            works = [threads.submit(work, one if seed % 2 else other, seed) for seed in range(6)]
+            for each in works:
+                each.result()
+        assert store(one, [5]) == 1
+        assert _tokens_there(server) <= 40
+        assert one.stats()["pruned_tokens"] + other.stats()["pruned_tokens"] > 0
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_construction_fails_and_says_where(tmp_path):
+    with pytest.raises(TierUnavailable, match="nobody"):
+        open_cache(str(tmp_path / "nobody.sock"))
+
+
+def test_sizes_that_cannot_work_are_refused(server):
+    config = VineyardCacheConfig(socket=server.unix)
+    for sizes in ({"tensor_bytes": 0}, {"cache_capacity": -1}, {"layer": 0}, {"layer": True}):
+        with pytest.raises(ConfigError):
+            KVCache(config, **{"tensor_bytes": 16, "cache_capacity": 4, "layer": 1, **sizes})
+    with pytest.raises(TierRefused):
+        KVCache(config, tensor_bytes=64 << 20, cache_capacity=4, layer=1)
+
+
+def test_a_server_that_dies_makes_misses_and_its_successor_is_used(tmp_path):
+    server = start_cache_server(tmp_path, memory="4MiB", tcp=False)
+    try:
+        with open_cache(server.unix, capacity=20) as cache:
+            store(cache, [1, 2, 3])
+            kv = empty(3)
+            assert cache.query([1, 2, 3], kv) == 3
+            server.kill()
+
+            assert found(cache, [1, 2, 3]) == 0
+            assert store(cache, [1, 2, 3]) == 0
+            expect([1, 2, 3], kv)  # its memory lives as long as somebody looks at it
+            server.process.stdout.close()
+            server = start_cache_server(tmp_path, memory="4MiB", tcp=False)
+            _wait_until(lambda: store(cache, [4, 5]) == 2)
+            assert found(cache, [4, 5]) == 2
+            assert found(cache, [1, 2, 3]) == 0
+            expect([1, 2, 3], kv)
+            for start in range(100, 200, 5):
+                assert store(cache, range(start, start + 5)) == 5
+            assert _tokens_there(server) == 20
+            del kv
+            gc.collect()
+    finally:
+        server.stop()
+        server.process.stdout.close()
+
+
+def test_of_two_servers_with_replicas_one_may_die():
+    with cache_server(memory="4MiB") as one, cache_server(memory="4MiB") as other:
+        with open_cache([one.unix, other.unix], replicas=2, capacity=40) as cache:
+            tokens = list(range(30))
+            assert store(cache, tokens) == 30
+            kv = empty(30)
+            assert cache.query(tokens, kv) == 30
+            expect(tokens, kv)
+            one.kill()
+            _wait_until(lambda: found(cache, tokens) == 30)
+            expect(tokens, kv)
+
+
+def test_over_several_servers_the_capacity_counts_each_token_once():
+    with cache_server(memory="4MiB") as one, cache_server(memory="4MiB") as other:
+        with open_cache([one.unix, other.unix], capacity=10) as cache:
+            store(cache, range(8))
+            store(cache, range(100, 108))
+
+            assert found(cache, range(100, 108)) == 8
+            assert _tokens_there(one) + _tokens_there(other) == 10
+            assert found(cache, range(8)) == 2
+
+
+def test_a_server_of_another_host_is_read_by_copies():
+    with cache_server(memory="4MiB", tcp=True) as server:
+        with open_cache(server.tcp, token=server.token, capacity=10) as cache, open_cache(server.unix) as beside:
+            assert store(cache, [1, 2, 3]) == 3
+            kv = empty(3)
+            assert cache.query([1, 2, 3], kv) == 3
+            assert found(beside, [1, 2, 3]) == 3
+            store(cache, range(10, 18))
+            assert found(cache, [1, 2, 3]) == 2
+            expect([1, 2, 3], kv)
+            cache.release()
+            with pytest.raises(LeaseError):
+                _ = kv[0][0][0].address
+
+
+def test_a_server_with_a_disk_finds_what_it_had_before_it_was_restarted(tmp_path):
+    options = ("--folder", str(tmp_path / "kv"), "--disk", "64MiB")
+    with cache_server(*options, memory="4MiB", folder=tmp_path) as server, open_cache(server.unix) as cache:
+        assert store(cache, range(100)) == 100
+        cache._writer.flush()
+    with cache_server(*options, memory="4MiB", folder=tmp_path) as server, open_cache(server.unix) as cache:
+        assert found(cache, range(100)) == 100
+
+
+def test_kvcache_picks_this_half_and_other_tensor_sizes_are_other_trees(server):
+    config = VineyardCacheConfig(socket=server.unix)
+    with KVCache(config, tensor_bytes=TENSOR_BYTES, cache_capacity=100, layer=LAYERS) as cache:
+        source = Source([], [1, 2])
+        assert cache.update(None, [1, 2], source.kv) == 2
+        kv = empty(2)
+        assert cache.query([1, 2], kv) == 2
+        expect([1, 2], kv)
+    with KVCache(config, tensor_bytes=16, cache_capacity=100, layer=LAYERS) as cache:
+        assert cache.query([1, 2], [[(KVTensor(0, 0), KVTensor(0, 0))] * LAYERS] * 2) == 0

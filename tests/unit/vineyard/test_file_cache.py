@@ -1,0 +1,464 @@
+"""What the file cache stores, finds, refuses and removes, one process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing.faulty_files import FaultyFiles
+from kvtier.vineyard import KVTensor
+from kvtier.vineyard.file_cache import FileCache
+from tests.vineyard_files import (
+    CHUNK,
+    FILE_BYTES,
+    LAYERS,
+    TEMP,
+    TENSOR_BYTES,
+    Tensors,
+    chunk_paths,
+    found,
+    make_older,
+    open_files,
+    store,
+    temp_names,
+)
+
+TOKENS = list(range(100, 100 + 4 * CHUNK))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[FileCache]:
+    with closing(open_files(tmp_path)) as cache:
+        yield cache
+
+
+def test_what_was_stored_is_found_with_every_byte(cache: FileCache) -> None:
+    assert store(cache, TOKENS) == len(TOKENS)
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_another_cache_of_the_folder_finds_it_after_the_first_has_gone(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as first:
+        store(first, TOKENS)
+    with closing(open_files(tmp_path)) as second:
+        assert found(second, TOKENS) == len(TOKENS)
+    with closing(open_files(tmp_path, tensor_bytes=64)) as other_shape:
+        assert found(other_shape, TOKENS, 64) == 0
+
+
+def test_a_query_finds_the_leading_chunks_that_are_there(cache: FileCache) -> None:
+    store(cache, TOKENS)
+
+    assert found(cache, [*TOKENS, 1, 2, 3, 4]) == len(TOKENS)
+    assert found(cache, [*TOKENS[: 2 * CHUNK], 9, *TOKENS[2 * CHUNK :]]) == 2 * CHUNK
+    assert found(cache, TOKENS[: CHUNK + 1]) == CHUNK
+    assert found(cache, [1, *TOKENS]) == 0
+    assert found(cache, []) == 0
+
+
+def test_a_trailing_partial_chunk_is_not_stored(cache: FileCache) -> None:
+    assert store(cache, TOKENS[: CHUNK + 3]) == CHUNK
+    assert found(cache, TOKENS[: CHUNK + 3]) == CHUNK
+    assert store(cache, TOKENS[:3]) == 0
+
+
+def test_tokens_that_are_there_count_and_are_not_written_again(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS[: 2 * CHUNK])
+    before = [path.stat().st_ino for path in chunk_paths(tmp_path)]
+
+    assert store(cache, TOKENS) == len(TOKENS)
+
+    assert [path.stat().st_ino for path in chunk_paths(tmp_path)][:2] == before
+    assert cache.stats()["stored_chunks"] == 4
+
+
+def test_an_update_behind_a_prefix_extends_it(cache: FileCache) -> None:
+    for first in range(0, len(TOKENS), CHUNK):
+        assert store(cache, TOKENS[first : first + CHUNK], TOKENS[:first]) == CHUNK
+
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_an_update_behind_a_missing_prefix_stores_nothing(cache: FileCache, tmp_path: Path) -> None:
+    assert store(cache, TOKENS[CHUNK:], TOKENS[:CHUNK]) == 0
+    assert chunk_paths(tmp_path) == []
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_any_missing_chunk_makes_a_prefix_missing(tmp_path: Path, missing: int) -> None:
+    with closing(open_files(tmp_path)) as writer:
+        store(writer, TOKENS[: 3 * CHUNK])
+    chunk_paths(tmp_path)[missing].unlink()
+    with closing(open_files(tmp_path)) as cache:
+        assert store(cache, TOKENS[3 * CHUNK :], TOKENS[: 3 * CHUNK]) == 0
+
+
+def test_the_last_chunk_of_a_prefix_seen_a_moment_ago_is_looked_at_again(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS[: 2 * CHUNK])
+    chunk_paths(tmp_path)[1].unlink()
+
+    assert store(cache, TOKENS[2 * CHUNK :], TOKENS[: 2 * CHUNK]) == 0
+
+
+def test_an_unaligned_prefix_is_an_error(cache: FileCache) -> None:
+    with pytest.raises(ConfigError, match="prefix of 3 tokens is not whole chunks of 4"):
+        store(cache, TOKENS[3:], TOKENS[:3])
+
+
+def test_kv_of_another_length_is_an_error(cache: FileCache) -> None:
+    kv = Tensors(3)
+
+    with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
+        cache.update(None, TOKENS[:4], kv)
+    with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
+        cache.query(TOKENS[:4], kv)
+
+
+def test_tensors_of_another_shape_are_an_error_and_nothing_is_left_behind(cache: FileCache, tmp_path: Path) -> None:
+    kv = Tensors(CHUNK).fill([], TOKENS[:CHUNK])
+    wrong_size = Tensors(CHUNK, TENSOR_BYTES + 1)
+    wrong_layers = [[*of_token, of_token[0]] for of_token in kv]
+    nothing = [[(KVTensor(0, 0), KVTensor(0, 0))] * LAYERS] * CHUNK
+    store(cache, TOKENS[:CHUNK])
+
+    for wrong, sentence in [(wrong_size, "48 bytes"), (wrong_layers, "3 layers, not 2"), (nothing, "48 bytes")]:
+        with pytest.raises(ConfigError, match=sentence):
+            cache.update(TOKENS[:CHUNK], TOKENS[CHUNK : 2 * CHUNK], wrong)
+        with pytest.raises(ConfigError, match=sentence):
+            cache.query(TOKENS[:CHUNK], wrong)
+
+    assert len(chunk_paths(tmp_path)) == 1
+    assert temp_names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("tensor_bytes", "num_segments"), [(4096, 1), (1 << 18, 2), ((1 << 20) + 4, 5)])
+def test_chunks_of_many_segments_aligned_or_not_come_back_whole(
+    tmp_path: Path, tensor_bytes: int, num_segments: int
+) -> None:
+    with closing(open_files(tmp_path, tensor_bytes=tensor_bytes)) as cache:
+        assert cache._store.num_segments == num_segments
+        assert store(cache, TOKENS[: 2 * CHUNK], nbytes=tensor_bytes) == 2 * CHUNK
+        assert found(cache, TOKENS[: 2 * CHUNK], tensor_bytes) == 2 * CHUNK
+
+
+def test_a_filesystem_without_direct_io_serves_as_well(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.refuses_direct = True
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        assert found(cache, TOKENS) == len(TOKENS)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def _flip(at: int) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+
+    return flip
+
+
+def _replace(path: Path) -> None:
+    path.write_bytes(os.urandom(FILE_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        pytest.param(_truncate, "wrong_size", id="truncated"),
+        pytest.param(_empty, "empty", id="empty"),
+        pytest.param(_lengthen, "wrong_size", id="longer"),
+        pytest.param(_flip(4096), "corrupt", id="first byte of the payload"),
+        pytest.param(_flip(4096 + CHUNK * LAYERS * 2 * TENSOR_BYTES - 1), "corrupt", id="last byte of the payload"),
+        pytest.param(_flip(20), "corrupt", id="name"),
+        pytest.param(_flip(50), "corrupt", id="checksum"),
+        pytest.param(_replace, "corrupt", id="other bytes"),
+    ],
+)
+def test_a_damaged_file_is_a_counted_miss_removed_and_stored_anew(
+    cache: FileCache, tmp_path: Path, damage: Callable[[Path], None], kind: str
+) -> None:
+    store(cache, TOKENS)
+    path = chunk_paths(tmp_path)[2]
+    damage(path)
+
+    assert found(cache, TOKENS) == 2 * CHUNK
+
+    assert cache.stats()[f"{kind}_files"] == 1
+    assert not path.exists()
+    assert store(cache, TOKENS) == len(TOKENS)
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_the_right_bytes_under_another_name_are_a_miss(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS)
+    first, second, *_ = chunk_paths(tmp_path)
+    shutil.copy(first, second)
+
+    assert found(cache, TOKENS) == CHUNK
+    assert cache.stats()["corrupt_files"] == 1
+
+
+def test_an_update_replaces_a_file_of_the_wrong_size(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS)
+    _empty(chunk_paths(tmp_path)[1])
+
+    assert store(cache, TOKENS) == len(TOKENS)
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_in_a_chunks_place_is_a_miss_and_left_alone(
+    cache: FileCache, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    store(cache, TOKENS)
+    path = chunk_paths(tmp_path)[1]
+    path.unlink()
+    make(path)
+
+    assert found(cache, TOKENS) == CHUNK
+    assert path.exists()
+    assert sum(cache.stats().get(f"{kind}_files", 0) for kind in ("foreign", "unreadable")) == 1
+
+
+def test_foreign_files_are_never_touched_nor_counted(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=2 * CHUNK, enable_global_gc=True)) as cache:
+        store(cache, TOKENS[:CHUNK])
+        folder = chunk_paths(tmp_path)[0].parent
+        foreign = [
+            tmp_path / "README",
+            tmp_path / "notes" / "a",
+            folder / "core",
+            folder / "0f-3",
+            tmp_path / "ab" / "x",
+        ]
+        for path in foreign:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(bytes(100_000))
+            make_older(path, 1e7)
+        store(cache, TOKENS[: 2 * CHUNK])
+        cache.collect()
+
+        assert all(path.stat().st_size == 100_000 for path in foreign)
+        assert found(cache, TOKENS) == 2 * CHUNK
+
+
+@pytest.mark.parametrize("operation", ["open", "read_into"])
+def test_reads_that_fail_are_misses_and_the_file_stays(tmp_path: Path, operation: str) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        files.fail(operation, errno.EIO)
+
+        assert found(cache, TOKENS) == 0
+
+        files.heal()
+        assert found(cache, TOKENS) == len(TOKENS)
+        assert cache.stats()["unreadable_files"] >= 1
+
+
+@pytest.mark.parametrize("operation", ["open", "write", "sync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_writes_that_fail_are_a_short_count_and_leave_nothing(tmp_path: Path, operation: str, number: int) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS[:CHUNK])
+        files.fail(operation, number)
+
+        assert store(cache, TOKENS) == CHUNK
+        assert temp_names(tmp_path) == []
+        assert cache.stats()["write_failures"] == 1
+
+        files.heal()
+        assert found(cache, TOKENS) == CHUNK
+        assert store(cache, TOKENS) == len(TOKENS)
+
+
+def test_a_torn_write_is_never_seen(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        files.tear(5000, errno.ENOSPC, after=1)
+
+        stored = store(cache, TOKENS)
+
+        assert stored < len(TOKENS)
+        assert found(cache, TOKENS) == stored
+        assert temp_names(tmp_path) == []
+
+
+def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.fail("write", errno.ENOSPC)
+
+    with pytest.raises(ConfigError, match="cannot be used: No space left on device"):
+        open_files(tmp_path, files=files)
+    assert temp_names(tmp_path) == []
+
+
+def test_a_folder_that_is_removed_under_the_cache_is_made_again(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS)
+    shutil.rmtree(tmp_path)
+
+    assert found(cache, TOKENS) == 0
+    assert store(cache, TOKENS) == len(TOKENS)
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+# --- what goes, and when ---------------------------------------------------------------------------------------------
+
+
+def _used_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in chunk_paths(root))
+
+
+def test_the_capacity_holds_over_files_that_others_wrote(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as other:
+        for number in range(20):
+            store(other, [number] * CHUNK)
+    with closing(open_files(tmp_path, capacity=5 * CHUNK + 3)) as cache:
+        for number in range(100, 103):
+            assert store(cache, [number] * CHUNK) == CHUNK
+            assert len(chunk_paths(tmp_path)) <= 5
+        assert [found(cache, [number] * CHUNK) for number in range(100, 103)] == [CHUNK] * 3
+
+
+def test_the_coldest_go_first_and_a_query_is_a_use(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=3 * CHUNK)) as cache:
+        for number in range(3):
+            store(cache, [number] * CHUNK)
+            for path in chunk_paths(tmp_path):
+                make_older(path, 100)
+        assert found(cache, [0] * CHUNK) == CHUNK
+
+        store(cache, [7] * CHUNK)
+
+        assert [found(cache, [number] * CHUNK) for number in (0, 1, 2, 7)] == [CHUNK, 0, CHUNK, CHUNK]
+        assert cache.stats()["evicted_chunks"] == 1
+
+
+def test_recency_does_not_hang_on_access_times(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as cache:
+        store(cache, TOKENS)
+        for path in chunk_paths(tmp_path):
+            make_older(path, 1000)
+        found(cache, TOKENS[: 2 * CHUNK])
+
+        ages = [path.stat().st_mtime for path in chunk_paths(tmp_path)]
+        assert min(ages[:2]) > max(ages[2:]) + 900
+
+
+def test_a_prompts_end_goes_before_its_beginning(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=4 * CHUNK)) as cache:
+        store(cache, TOKENS)
+        at = os.stat(chunk_paths(tmp_path)[0]).st_mtime
+        for path in chunk_paths(tmp_path):
+            os.utime(path, (at, at - 100))
+
+        store(cache, [1] * CHUNK)
+
+        assert found(cache, TOKENS) == 3 * CHUNK
+
+
+def test_a_sequence_longer_than_the_capacity_keeps_its_beginning(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=3 * CHUNK)) as cache:
+        assert store(cache, TOKENS) == 3 * CHUNK
+        assert found(cache, TOKENS) == 3 * CHUNK
+        assert store(cache, TOKENS[3 * CHUNK :], TOKENS[: 3 * CHUNK]) == 0
+        assert found(cache, TOKENS) == 3 * CHUNK
+
+
+def test_what_this_client_used_goes_when_nobody_has_used_it_for_the_ttl(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as other:
+        store(other, [5] * CHUNK)
+    with closing(open_files(tmp_path, ttl=100)) as cache:
+        store(cache, TOKENS)
+        for path in chunk_paths(tmp_path):
+            make_older(path, 101)
+        found(cache, TOKENS[:CHUNK])
+
+        cache.collect()
+
+        assert found(cache, TOKENS) == CHUNK
+        assert found(cache, [5] * CHUNK) == CHUNK, "another client's"
+        assert cache.stats()["expired_chunks"] == 3
+
+
+def test_the_global_ttl_is_for_everybodys_chunks(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as other:
+        store(other, TOKENS)
+        store(other, [5] * CHUNK)
+    for path in chunk_paths(tmp_path)[1:]:
+        make_older(path, 201)
+    with closing(open_files(tmp_path, enable_global_gc=True, global_ttl=200)) as cache:
+        cache.collect()
+
+        assert cache.stats()["expired_chunks"] == 4
+        assert len(chunk_paths(tmp_path)) == 1
+
+
+def test_without_global_gc_others_chunks_stay_however_old(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as other:
+        store(other, TOKENS)
+    for path in chunk_paths(tmp_path):
+        make_older(path, 1e6)
+    with closing(open_files(tmp_path)) as cache:
+        cache.collect()
+
+        assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_temporary_files_go_when_their_writer_is_dead_or_silent_for_long(tmp_path: Path) -> None:
+    temp = tmp_path / TEMP
+    temp.mkdir()
+    dead = temp / "0123456789ab.1.1.00000000-0.tmp"
+    alive_elsewhere = temp / "0123456789ab.1.1.00000001-0.tmp"
+    foreign = temp / "somebody's"
+    for path in (dead, alive_elsewhere, foreign):
+        path.write_bytes(b"half a chunk")
+    make_older(dead, 601)
+    make_older(foreign, 601)
+    with closing(open_files(tmp_path)) as cache:
+        cache.collect()
+
+        assert (dead.exists(), alive_elsewhere.exists(), foreign.exists()) == (False, True, True)
+        assert cache.stats()["stale_temps"] == 1
+
+
+def test_what_another_writer_has_announced_counts_until_it_is_dead(tmp_path: Path) -> None:
+    (tmp_path / TEMP).mkdir()
+    announced = tmp_path / TEMP / "0123456789ab.1.1.00000000.room"
+    announced.touch()
+    os.truncate(announced, 3 * FILE_BYTES)
+    with closing(open_files(tmp_path, capacity=4 * CHUNK)) as cache:
+        assert store(cache, TOKENS) == CHUNK
+        make_older(announced, 601)
+        assert store(cache, TOKENS) == len(TOKENS)
+
+
+def test_files_are_for_their_owner_alone(cache: FileCache, tmp_path: Path) -> None:
+    store(cache, TOKENS)
+
+    assert {path.stat().st_mode & 0o777 for path in chunk_paths(tmp_path)} == {0o600}
+    assert {path.parent.stat().st_mode & 0o777 for path in chunk_paths(tmp_path)} == {0o700}

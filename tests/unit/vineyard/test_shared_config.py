@@ -1,0 +1,44 @@
+"""What the shared-memory half is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.vineyard import VineyardCacheConfig
+
+
+def test_the_defaults_are_vineyards():
+    config = VineyardCacheConfig(socket="/run/cache.sock")
+
+    assert (config.block_size, config.sync_interval) == (5, 3)
+    assert config.llm_cache_sync_lock == "llmCacheSyncLock"
+    assert config.llm_cache_object_name == "llm_cache_object"
+    assert config.llm_ref_cnt_object_name == "llm_refcnt_object"
+
+
+def test_a_path_is_a_unix_address():
+    config = VineyardCacheConfig(socket=["/run/a.sock", "unix:/run/b.sock", "tcp://host:1"], replicas=2)
+
+    assert config.addresses == ("unix:/run/a.sock", "unix:/run/b.sock", "tcp://host:1")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"socket": ""},
+        {"socket": []},
+        {"socket": [3]},
+        {"socket": "tcp://host"},
+        {"socket": "/" + "x" * 200},
+        {"socket": "/a", "block_size": 0},
+        {"socket": "/a", "sync_interval": -1},
+        {"socket": "/a", "llm_cache_object_name": ""},
+        {"socket": "/a", "replicas": 2},
+        {"socket": "/a", "replicas": True},
+        {"socket": "/a", "timeout_s": 0},
+    ],
+)
+def test_what_cannot_work_is_refused(fields):
+    with pytest.raises(ConfigError):
+        VineyardCacheConfig(**fields)
