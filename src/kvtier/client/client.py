@@ -289,8 +289,11 @@ class SingleClient:
             return self._match(number, hashes[:MAX_HASHES], self._deadline(timeout_s), is_lazy=is_lazy)
         except TierError as error:
             self._endpoint.count_failure(error)
-            self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes))
-            return EmptyLease("down")
+            ended = "down"
+        except TierFull:
+            ended = "limit"
+        self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes))
+        return EmptyLease(ended)
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], *, timeout_s: float | None = None) -> int:
         count = min(len(hashes), len(into))

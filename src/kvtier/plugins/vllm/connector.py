@@ -32,6 +32,7 @@ from vllm.v1.request import Request
 
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
+from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.identity import Identity, identity_of, why_not
 from kvtier.plugins.vllm.plan import StepPlan
@@ -40,7 +41,8 @@ from kvtier.plugins.vllm.settings import ConnectorSettings, read_settings
 from kvtier.plugins.vllm.statistics import KvtierPromMetrics, KvtierStats
 from kvtier.plugins.vllm.working import WorkerSide
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvtier")
+"""Under vLLM's own, which is the one that is shown."""
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -59,7 +61,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if reason is not None:
             logger.warning("kvtier keeps nothing of this model: %s", reason)
             return
-        identity = identity_of(vllm_config, kv_cache_config, settings.salt)
+        try:
+            identity = identity_of(vllm_config, kv_cache_config, settings.salt)
+        except ConfigError as error:
+            logger.warning("kvtier keeps nothing of this model: %s", error)
+            return
+        settings.check_room_for(identity.layout)
         self._server = settings.embedded_server()
         try:
             client = _connect(settings, identity, self._server)
@@ -78,6 +85,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
             self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, identity.num_ranks)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())

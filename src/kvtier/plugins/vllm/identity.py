@@ -29,6 +29,9 @@ from kvtier.models.config import read_config
 
 BLOCK_TOKENS = 16
 
+_ONLY_IN_VLLM = frozenset({"dual_chunk_attention_config", "alpha", "max_trained_positions"})
+"""Fields that change K in vLLM, and that kvtier's own engine does not know."""
+
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
 
 
@@ -77,7 +80,7 @@ def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: s
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     assert isinstance(spec, FullAttentionSpec)
-    folder = _folder(str(model_config.model), model_config.revision)
+    folder = _folder(str(model_config.model), model_config.revision, vllm_config.load_config.download_dir)
     layout = KvLayout(
         layers=len(group.layer_names),
         kv_heads=max(model_config.get_total_num_kv_heads(), spec.num_kv_heads),
@@ -88,8 +91,8 @@ def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: s
     fields = NamespaceFields(
         layout=layout,
         weights=_weights(vllm_config, folder),
-        model_config=_model_identity(vllm_config, folder),
-        quantization=f"vllm {model_config.quantization}" if model_config.quantization else "",
+        model_config=_model_identity(vllm_config, folder, len(group.layer_names)),
+        quantization=_quantization(vllm_config),
         compute_dtype=str(model_config.dtype).removeprefix("torch."),
         salt=salt,
     )
@@ -101,13 +104,14 @@ def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: s
 class RequestSalts:
     """What sets a request's blocks apart beside its tokens; as kvtier's own server makes it of `cache_salt`.
 
-    Thread-safe. An adapter's files are looked at once: vLLM keeps what it has loaded of them, too.
+    Thread-safe. An adapter's files are looked at when vLLM loads them: once, unless a request asks for them anew.
     """
 
     def __init__(self) -> None:
         self._adapters: dict[tuple[int, str], str] = {}
 
     def of(self, request: Request) -> str:
+        """Raises `ConfigError` or `OSError` for an adapter that cannot be told from another."""
         others: list[str] = []
         if request.lora_request is not None:
             others.append(f"lora {self._adapter(request.lora_request)}")
@@ -119,10 +123,11 @@ class RequestSalts:
 
     def _adapter(self, lora: LoRARequest) -> str:
         key = (lora.lora_int_id, lora.lora_path)
-        known = self._adapters.get(key)
+        known = None if lora.load_inplace else self._adapters.get(key)
         if known is None:
             folder = Path(lora.lora_path)
-            known = weights_identity_of_folder(folder) if folder.is_dir() else lora.lora_path
+            config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()
+            known = f"{weights_identity_of_folder(folder)} {config}"
             self._adapters[key] = known
         return known
 
@@ -133,13 +138,13 @@ def _is_order_known(dtype: torch.dtype) -> bool:
     return not is_tiled and current_platform.get_cpu_architecture() in (CpuArchEnum.X86, CpuArchEnum.ARM)
 
 
-def _folder(model: str, revision: str | None) -> Path:
+def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
     if Path(model).is_dir():
         return Path(model)
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception as error:  # whatever the hub's client raises for a model that is not there
-        raise ConfigError(f"kvtier: the folder of the model {model} is not found: {error}") from error
+        raise ConfigError(f"the folder of the model {model} is not found: {error}") from error
 
 
 def _weights(vllm_config: VllmConfig, folder: Path) -> str:
@@ -148,20 +153,40 @@ def _weights(vllm_config: VllmConfig, folder: Path) -> str:
     return weights_identity_of_folder(folder)
 
 
-def _model_identity(vllm_config: VllmConfig, folder: Path) -> Mapping[str, object]:
-    """As kvtier's own engine has it for the families that it knows; else the whole config.
+def _quantization(vllm_config: VllmConfig) -> str:
+    model_config = vllm_config.model_config
+    if not model_config.quantization:
+        return ""
+    details = model_config.quantization_config
+    return f"vllm {model_config.quantization}" + ("" if details is None else f" {_plain(details)}")
 
-    With a draft model some of the layers are its own.
-    """
-    overrides = vllm_config.model_config.hf_overrides
-    speculative = vllm_config.speculative_config
-    if not overrides and speculative is None:
+
+def _model_identity(vllm_config: VllmConfig, folder: Path, num_layers: int) -> Mapping[str, object]:
+    """As kvtier's own engine has it for what it knows; else the whole config, and what vLLM makes depend on more."""
+    model_config = vllm_config.model_config
+    document: dict[str, Any] = model_config.hf_config.to_dict()
+    draft = vllm_config.speculative_config
+    has_draft = draft is not None and num_layers != model_config.hf_text_config.num_hidden_layers
+    is_plain = not model_config.hf_overrides and model_config.hf_config_path in (None, model_config.model)
+    if is_plain and not has_draft and not _has_more(document, _ONLY_IN_VLLM):
         try:
             return read_config(folder).kv_identity()
         except ConfigError:
             pass  # a family that only vLLM knows
-    document: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
     plain = {name: value for name, value in document.items() if name not in _NOT_THE_MODEL}
-    if speculative is not None:
-        plain["draft"] = [speculative.method, speculative.model]
-    return {"vllm": json.loads(json.dumps(plain, default=str, sort_keys=True))}
+    if has_draft:  # some of the layers are its own
+        plain["draft"] = [draft.method, draft.model]
+    if "longrope" in _plain(document):  # vLLM picks its factors by the longest prompt that may come
+        plain["max_model_len"] = model_config.max_model_len
+    return {"vllm": json.loads(_plain(plain))}
+
+
+def _has_more(document: object, names: frozenset[str]) -> bool:
+    """Something in a config, however deep, has one of these names and a value."""
+    if isinstance(document, Mapping):
+        return any((name in names and value) or _has_more(value, names) for name, value in document.items())
+    return False
+
+
+def _plain(document: object) -> str:
+    return json.dumps(document, default=str, sort_keys=True)

@@ -6,9 +6,13 @@ A request's pages are given from some page on, and blocks are counted from that 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+PIECE_BYTES = 64 << 20
+"""Blocks are shown to others when so many are written, and go over TCP by as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the scheduler has reserved room: `offsets[i]`, in the arena with this inode, is for `positions[i]`."""
+    """Where the scheduler has reserved room: `offsets[i]`, in the arena with this inode, is for `positions[i]`.
+
+    It is the scheduler's process, `holder_pid`, that holds it: when that is gone, so is the room.
+    """
 
     job: int
+    holder_pid: int
     arena_inode: int
     positions: list[int]
     offsets: list[int]
@@ -41,6 +49,14 @@ class Save:
     first_block: int
     hashes: list[bytes]
     slots: Slots | None = None
+
+    def parts(self, num_blocks: int) -> Iterator[Save]:
+        """The same by at most `num_blocks`, unless its slots are reserved already."""
+        if self.slots is not None or len(self.hashes) <= num_blocks:
+            yield self
+            return
+        for first in range(0, len(self.hashes), num_blocks):
+            yield replace(self, first_block=self.first_block + first, hashes=self.hashes[first : first + num_blocks])
 
 
 @dataclass(slots=True)

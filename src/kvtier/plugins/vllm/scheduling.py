@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -24,9 +24,10 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
 from kvtier.memory.lease import EmptyLease, Lease
+from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.load_decision import LoadDecision
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
-from kvtier.plugins.vllm.plan import Load, Save, StepPlan, WorkerNews
+from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.shared_saves import SharedSaves
 from kvtier.plugins.vllm.statistics import CacheStats
@@ -40,7 +41,7 @@ _MAX_STEPS_IN_FLIGHT = 64
 _HASHED_AT_ONCE = 128
 _PAUSE_S = 1e-5
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
-"""vLLM puts this behind the id that its client knows."""
+_MAX_RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class _Tracked:
 
     request: Request
     asked_at: float = 0.0
-    matching: Future[_Found] | None = None
+    matching: Future[_Found | None] | None = None
     found: _Found | None = None
     root: Namespace | None = None
     hashes: list[BlockHash] = field(default_factory=list)
@@ -74,6 +75,7 @@ class _Tracked:
     is_loading: bool = False
     is_noted: bool = False
     may_load: bool = True
+    num_retries: int = 0
 
 
 class SchedulerSide:
@@ -93,6 +95,8 @@ class SchedulerSide:
         self._ending: set[str] = set()
         self._loads: list[Load] = []
         self._stats = CacheStats()
+        self._log = LogLimit(logger)
+        self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
         self._shared = SharedSaves(client, num_ranks, self._threads) if num_ranks > 1 else None
         self._decision = LoadDecision(
@@ -119,7 +123,7 @@ class SchedulerSide:
         if tracked is None:
             return 0
         tracked.num_local_tokens = num_computed_tokens
-        if not tracked.may_load:
+        if not tracked.may_load or num_computed_tokens % BLOCK_TOKENS:  # small pages: a load begins with a whole block
             return 0
         if tracked.matching is None and tracked.found is None:  # it was preempted: what was found is used up
             self._begin_match(tracked)
@@ -129,6 +133,11 @@ class SchedulerSide:
             self._stats.late_matches += 1
             tracked.may_load = False
             return 0
+        if tracked.found is None:
+            return 0  # it cannot be cached
+        if tracked.found.lease.ended == "limit" and tracked.num_retries < _MAX_RETRIES:
+            self._make_room(tracked)
+            return None
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
     def note_allocated(self, request: Request, pages: Sequence[int], num_external_tokens: int) -> None:
@@ -181,7 +190,8 @@ class SchedulerSide:
         else:
             plan.saves = self._shared.take_ready()
             for save in saves:
-                self._shared.begin(save)
+                for part in save.parts(self._piece_blocks):
+                    self._shared.begin(part)
         counts = [(num_computed, output.num_scheduled_tokens[request_id]) for request_id, num_computed in chunks]
         self._steps.append((self._num_steps, time.monotonic(), counts))
         return plan
@@ -215,6 +225,8 @@ class SchedulerSide:
         if tracked is None:
             return False
         self._forget(tracked)
+        if tracked.is_loading:
+            return False  # vLLM keeps the pages until the load is over, and nothing of them is being saved
         if tracked.has_saves:
             self._ending.add(request.request_id)
         return tracked.has_saves
@@ -243,16 +255,22 @@ class SchedulerSide:
 
     # --- matching -----------------------------------------------------------------------------------------------------
 
-    def _begin_match(self, tracked: _Tracked) -> None:
+    def _begin_match(self, tracked: _Tracked, to_release: Sequence[Lease] = ()) -> None:
         request = tracked.request
         asks = self._decision.is_match_worth_it(request.num_tokens)
         tracked.asked_at = time.monotonic()
-        tracked.matching = self._threads.submit(self._match, request, request.all_token_ids[:], asks)
+        tracked.matching = self._threads.submit(self._match, request, request.all_token_ids[:], asks, to_release)
 
-    def _match(self, request: Request, tokens: list[int], asks: bool) -> _Found:
-        """On a thread."""
-        root = salted_root(self._namespace, self._salts.of(request))
-        hashes = _hashed_gently(root, tokens)
+    def _match(self, request: Request, tokens: list[int], asks: bool, to_release: Sequence[Lease]) -> _Found | None:
+        """On a thread. None when the request cannot be told from others, and so cannot be cached."""
+        for lease in to_release:
+            lease.release()
+        try:
+            root = salted_root(self._namespace, self._salts.of(request))
+            hashes = _hashed_gently(root, tokens)
+        except Exception as error:
+            self._log.warning("identity", "a request is computed and not cached: %s", error)
+            return None
         usable = (len(tokens) - 1) // BLOCK_TOKENS
         started_at = time.monotonic()
         if asks:
@@ -266,6 +284,9 @@ class SchedulerSide:
         if tracked.matching is None or not tracked.matching.done():
             return False
         found, tracked.matching = tracked.matching.result(), None
+        if found is None:
+            del self._tracked[tracked.request.request_id]
+            return True
         tracked.found, tracked.root, tracked.hashes = found, found.root, found.hashes
         in_memory = found.lease.num_blocks
         on_disk = found.lease.num_stored
@@ -277,6 +298,16 @@ class SchedulerSide:
         if tracked.end < in_memory + on_disk:
             self._stats.slower_loads += 1
         return True
+
+    def _make_room(self, tracked: _Tracked) -> None:
+        """This client holds as much as it may: requests whose turn comes later give back what was found for them."""
+        tracked.num_retries += 1
+        leases = []
+        for other in self._tracked.values():
+            if other.found is not None and not other.is_loading:
+                leases.append(other.found.lease)
+                other.found = None
+        self._begin_match(tracked, leases)
 
     def _end_token(self, tracked: _Tracked) -> int:
         """Where the load ends: at a page, and before the last token, which vLLM computes."""
@@ -316,9 +347,10 @@ class SchedulerSide:
 
     def _plan_save(self, saves: list[Save], tracked: _Tracked, num_tokens: int) -> None:
         """Full blocks of known tokens that are there once this step is done."""
-        if tracked.root is None and not self._take_late(tracked):
-            return  # later
-        assert tracked.root is not None
+        if tracked.root is None:
+            self._take_late(tracked)
+        if tracked.root is None:
+            return  # later, or never
         request = tracked.request
         num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
         end = min(num_tokens, num_known) // BLOCK_TOKENS
@@ -335,12 +367,10 @@ class SchedulerSide:
         tracked.num_saved = end
         tracked.has_saves = True
 
-    def _take_late(self, tracked: _Tracked) -> bool:
+    def _take_late(self, tracked: _Tracked) -> None:
         """A match that came too late to load from still says what need not be saved."""
-        if not self._take_found(tracked):
-            return False
-        self._let_go(tracked)
-        return True
+        if self._take_found(tracked):
+            self._let_go(tracked)
 
     def _pages_of(self, pages: Sequence[int], first: int, end: int) -> tuple[list[int], int]:
         """The pages that hold blocks `first..end`, and which block of theirs is the first."""
@@ -351,7 +381,10 @@ class SchedulerSide:
     def _drop_saves(self, request_id: str) -> None:
         """Its pages are given away."""
         tracked = self._tracked.get(request_id)
-        if self._shared is not None and self._shared.drop(request_id) is not None and tracked is not None:
+        if tracked is None:
+            return
+        tracked.has_saves = False
+        if self._shared is not None and self._shared.drop(request_id) is not None:
             tracked.num_saved = 0
 
     # --- measuring and explaining -------------------------------------------------------------------------------------
@@ -404,10 +437,21 @@ class SchedulerSide:
 
     def _note(self, explanation: Explanation) -> None:
         """By vLLM's id and by the one that its client knows."""
-        self._client.note(explanation)
-        known_to_client = _RANDOM_END.sub("", explanation.request_id)
-        if known_to_client != explanation.request_id:
-            self._client.note(msgspec.structs.replace(explanation, request_id=known_to_client))
+        for request_id in dict.fromkeys(_ids_known_to_clients(explanation.request_id)):
+            self._client.note(msgspec.structs.replace(explanation, request_id=request_id))
+
+
+def _ids_known_to_clients(request_id: str) -> Iterator[str]:
+    """vLLM's own id, and what its callers see of it: it puts a random end behind theirs.
+
+    Of several answers to one prompt (`0_...`) and several prompts of one call (`...-0`) the first stands for all.
+    """
+    yield request_id
+    given = _RANDOM_END.sub("", request_id)
+    yield given
+    given = given.removeprefix("0_")
+    yield given
+    yield given.removesuffix("-0")
 
 
 def _hashed_gently(root: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
@@ -421,6 +465,7 @@ def _hashed_gently(root: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
     return hashes
 
 
-def _release_result(matching: Future[_Found]) -> None:
-    if not matching.cancelled() and matching.exception() is None:
-        matching.result().lease.release()
+def _release_result(matching: Future[_Found | None]) -> None:
+    found = None if matching.cancelled() else matching.result()
+    if found is not None:
+        found.lease.release()

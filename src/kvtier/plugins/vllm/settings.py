@@ -9,12 +9,14 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
-from kvtier.sizes import parse_size
+from kvtier.sizes import format_size, parse_size
 from kvtier.transport.address import parse_address
 
 _DEFAULT_MEMORY = "4GiB"
+_LEAST_BLOCKS = 16
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +67,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         memory = parse_size(_DEFAULT_MEMORY if self.memory is None else self.memory)
         folder = None if self.folder is None else Path(self.folder)
         return EmbeddedServer(memory, folder, None if self.disk is None else parse_size(self.disk))
+
+    def check_room_for(self, layout: KvLayout) -> None:
+        """Raises `ConfigError` when the memory of the server to be started holds next to nothing of a model."""
+        memory = parse_size(_DEFAULT_MEMORY if self.memory is None else self.memory)
+        if self.server is None and memory < _LEAST_BLOCKS * layout.slot_bytes:
+            least = format_size(_LEAST_BLOCKS * layout.slot_bytes)
+            raise ConfigError(
+                f"kvtier: memory of {format_size(memory)} is too little for this model: give {least} or more"
+            )
 
     def _check_server(self) -> None:
         assert self.server is not None

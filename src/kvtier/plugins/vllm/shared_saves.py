@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -73,10 +74,9 @@ class SharedSaves:
 
     def note(self, news: WorkerNews) -> None:
         """Ranks have written, or failed to."""
-        for number in news.unwritten:
-            self._jobs[number].is_failed = True
         for number, count in news.written.items():
             job = self._jobs[number]
+            job.is_failed |= number in news.unwritten
             job.num_written += count
             if job.num_written >= self._num_ranks:
                 del self._jobs[number]
@@ -95,7 +95,7 @@ class SharedSaves:
         self._jobs[number] = _Job(reservation)
         assert reservation.arena is not None
         positions, offsets = list(reservation.positions), list(reservation.offsets)
-        return replace(save, slots=Slots(number, reservation.arena.inode, positions, offsets))
+        return replace(save, slots=Slots(number, os.getpid(), reservation.arena.inode, positions, offsets))
 
     # --- threads ------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -27,7 +28,7 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.own_threads import own_threads
 from kvtier.plugins.page_copier import Mark, PageCopier, page_copier
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
-from kvtier.plugins.vllm.plan import Load, Loaded, Save, StepPlan, WorkerNews
+from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Loaded, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 _NUM_LOADERS = 2
 _UNIT_BYTES = 16 << 20
 """Blocks that come from disk are copied as soon as so many are there."""
-_PIECE_BYTES = 64 << 20
-"""Blocks are shown to others when so many are written, and go over TCP by as many."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +56,7 @@ class WorkerSide:
         self._identity = identity
         self._rank = rank
         self._copier: PageCopier | None = None
-        self._piece_blocks = max(1, _PIECE_BYTES // identity.layout.slot_bytes)
+        self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._unit_blocks = max(1, _UNIT_BYTES // identity.layout.slot_bytes)
         self._condition = threading.Condition()
         self._pieces: dict[str, set[_Piece]] = {}
@@ -100,7 +99,7 @@ class WorkerSide:
             return
         assert self._copier is not None
         mark = self._copier.mark()
-        pieces = [_Piece(part, mark) for save in plan.saves for part in self._parts(save)]
+        pieces = [_Piece(part, mark) for save in plan.saves for part in save.parts(self._piece_blocks)]
         with self._condition:
             for piece in pieces:
                 self._pieces.setdefault(piece.save.request_id, set()).add(piece)
@@ -171,7 +170,7 @@ class WorkerSide:
             self._news.loaded += _by_tier(loaded)
             self._count_loaded(loaded)
             if num_loaded < len(load.hashes):
-                self._stats.failed_loads += 1
+                self._stats.failed_loads += not self._rank
                 self._news.failed_loads.add(load.request_id)
                 first_bad = (load.first_block + num_loaded) * BLOCK_TOKENS // self._identity.page_tokens
                 self._bad_pages.update(load.pages[first_bad:])
@@ -251,15 +250,6 @@ class WorkerSide:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def _parts(self, save: Save) -> Iterator[Save]:
-        """A large save in several, unless its slots are reserved already."""
-        if save.slots is not None or len(save.hashes) <= self._piece_blocks:
-            yield save
-            return
-        for first in range(0, len(save.hashes), self._piece_blocks):
-            hashes = save.hashes[first : first + self._piece_blocks]
-            yield Save(save.request_id, save.pages, save.first_block + first, hashes)
-
     def _run_saver(self) -> None:
         while (piece := self._to_save.get()) is not None:
             batch = [piece]
@@ -275,30 +265,29 @@ class WorkerSide:
             self._guarded_save(batch)
 
     def _guarded_save(self, batch: Sequence[_Piece]) -> None:
-        try:
-            self._save(batch)
-        except (TierError, CapacityError) as error:
-            self._log.warning("save", "blocks are not kept: %s", error)
-            with self._condition:
-                self._stats.refused_blocks += sum(len(piece.save.hashes) for piece in batch)
-        except Exception:
-            logger.exception("blocks are not kept")
-        finally:
-            with self._condition:
-                for piece in batch:
-                    self._end_piece(piece)
-                self._condition.notify_all()
-
-    def _save(self, batch: Sequence[_Piece]) -> None:
         own = [piece for piece in batch if piece.save.slots is None]
-        for piece in batch:
-            if piece.save.slots is not None:
-                self._save_share(piece)
-        if own and self._client.is_local:
-            self._save_here(own)
+        together = [own] if own and self._client.is_local else [[piece] for piece in own]
+        for pieces in [*together, *([piece] for piece in batch if piece.save.slots is not None)]:
+            try:
+                self._save(pieces)
+            except (TierError, CapacityError) as error:
+                self._log.warning("save", "blocks are not kept: %s", error)
+                with self._condition:
+                    self._stats.refused_blocks += sum(len(piece.save.hashes) for piece in pieces)
+            except Exception:
+                logger.exception("blocks are not kept")
+            finally:
+                with self._condition:
+                    for piece in pieces:
+                        self._end_piece(piece)
+
+    def _save(self, pieces: Sequence[_Piece]) -> None:
+        if pieces[0].save.slots is not None:
+            self._save_share(pieces[0])
+        elif self._client.is_local:
+            self._save_here(pieces)
         else:
-            for piece in own:
-                self._save_over_tcp(piece)
+            self._save_over_tcp(pieces[0])
 
     def _save_here(self, batch: Sequence[_Piece]) -> None:
         """All of them in one reservation, straight into the server's memory."""
@@ -328,6 +317,7 @@ class WorkerSide:
         is_written = False
         try:
             arena = self._arena_with(slots.arena_inode)
+            os.kill(slots.holder_pid, 0)  # raises if it is gone; for some moments after that its slots stay as they are
             is_written = self._out_of_pages(piece, slots.positions, arena, slots.offsets)
         finally:
             with self._condition:
