@@ -50,7 +50,10 @@ class Deployment:
         if _is_answered(self._url):
             raise RuntimeError(f"somebody else answers at {self._url} already: stop that, or use another port")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier", "serve", str(self._file)], stdout=self._log, stderr=self._log
+            [sys.executable, "-m", "kvtier", "serve", str(self._file)],
+            stdout=self._log,
+            stderr=self._log,
+            preexec_fn=_heed_hangups,
         )
         self._wait(after=0.0)
 
@@ -88,6 +91,11 @@ class Deployment:
         raise TimeoutError(
             f"{self._url} is not ready after {self._ready_s:g} s: is that where {self._file} serves the OpenAI API?"
         )
+
+
+def _heed_hangups() -> None:
+    """In the new process: SIGHUP is how its engines are started again, also under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _is_answered(url: str) -> bool:
