@@ -223,6 +223,35 @@ def test_a_closed_cache_is_over_and_so_are_its_tensors(server):
         memoryview(kv[0][0][0])
 
 
+def test_a_cache_that_is_closed_while_others_use_it_waits_for_their_calls(server):
+    """Afterwards nothing that a query gave out can be read any more, and no call failed but for that it came late."""
+    cache = open_cache(server.unix)
+    tokens = list(range(40))
+    store(cache, tokens)
+    given: list[KVTensor] = []
+
+    def ask() -> None:
+        while True:
+            kv = empty(len(tokens))
+            try:
+                assert cache.query(tokens, kv) == len(tokens)
+            except TierUnavailable:
+                return
+            given.append(kv[0][0][0])
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        _wait_until(lambda: len(given) > 20)
+        cache.close()
+        for one in asking:
+            one.result(timeout=10)
+
+    for tensor in given:
+        with pytest.raises(LeaseError):
+            _ = tensor.address
+    assert _stat(server, "leases") == 0
+
+
 def test_updates_go_on_while_queries_hold_all_that_they_may(server):
     with open_cache(server.unix) as cache:
         tokens = list(range(600))  # more than half of the 1,024 that fit

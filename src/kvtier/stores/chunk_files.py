@@ -335,7 +335,11 @@ class ChunkReader:
         expected = (_MAGIC, self.name.digest, segment.number, end - start)
         *found, checksum = _HEAD.unpack_from(segment.staging.head)
         parts = segment.parts[1:]
-        if tuple(found) != expected or checksum != _checksum(self.name.digest, segment.number, parts, end - start):
+        if tuple(found) != expected:
+            self._refuse(Damage.CORRUPT)
+        if checksum != _checksum(self.name.digest, segment.number, parts, end - start):
+            if not segment.is_staged and self._is_whole_on_disk(segment.number, checksum):
+                raise OSError(errno.EIO, "the caller's memory was changed while it was filled, or is given twice")
             self._refuse(Damage.CORRUPT)
         if segment.is_staged:
             self._target.copy_from(segment.staging.address + _UNIT_BYTES, start, end)
@@ -345,6 +349,19 @@ class ChunkReader:
             if not self._left:
                 self._close()
                 self.is_done = True
+
+    def _is_whole_on_disk(self, number: int, checksum: int) -> bool:
+        """Read a segment again, into memory that is ours alone."""
+        store = self._store
+        start, end = store.range_of(number)
+        staging = store.take_staging()
+        try:
+            parts = staging.parts_of(end - start)
+            if store.files.read_into(self._opened(), parts, store.offset_of(number)) < sum(map(len, parts)):
+                return False
+            return checksum == _checksum(self.name.digest, number, parts[1:], end - start)
+        finally:
+            store.give_staging(staging)
 
     def close(self) -> None:
         """No thread may be reading it any more."""

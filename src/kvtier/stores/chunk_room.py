@@ -28,6 +28,7 @@ STALE_S = 600.0
 """After this long without a sign of life, a writer of another host is taken for dead."""
 BUCKET_S = 5.0
 """Times of use in the same bucket are about the same."""
+_MAX_SHARE_BYTES = 4 << 30
 _SPARE_SHARE = 16
 _EVICTED_SPARE_SHARE = 32
 _TRIES = 8
@@ -75,6 +76,7 @@ class ChunkRoom:
         self.counts = RoomCounts()
         self._store = store
         self._stale_s = stale_s
+        self._pid = os.getpid()
         self._path = str(store.temp / f"{store.owner}{ROOM_SUFFIX}")
         self._lock = threading.Lock()
         self._in_flight = 0
@@ -142,6 +144,11 @@ class ChunkRoom:
                 self.counts.expired_chunks += 1
         return gone
 
+    def sweep(self) -> None:
+        """Remove what dead writers left, and no chunk. Raises `OSError`."""
+        with self._lock:
+            self._list(self._now())
+
     def trim(self) -> None:
         """Remove what dead writers left, and the coldest chunks beyond the bound. Raises `OSError`."""
         with self._lock:
@@ -149,8 +156,9 @@ class ChunkRoom:
             self._evict(listing, listing.chunk_bytes + listing.announced_bytes - self.bound_bytes, ())
 
     def close(self) -> None:
-        """Give everything back. Raises nothing."""
-        _remove(self._path)
+        """Give everything back. Raises nothing. In a forked child it is the parent's, and stays."""
+        if os.getpid() == self._pid:
+            _remove(self._path)
 
     def _grow(self, nbytes: int, keep: Callable[[], Collection[str]]) -> None:
         """Announce until `nbytes` are spare or the folder has no more to give. The lock is held."""
@@ -162,8 +170,12 @@ class ChunkRoom:
             wanted = nbytes - before
             extra = self._share(_SPARE_SHARE)
             self._spare = before + wanted + extra
-            self._publish()
-            listing = self._list(self._now())
+            try:
+                self._publish()
+                listing = self._list(self._now())
+            except BaseException:
+                self._spare = before  # nobody has checked that there is room for more
+                raise
             over = listing.chunk_bytes + listing.announced_bytes - self.bound_bytes
             if over > extra:
                 needed = over - extra + min(extra, self._share(_EVICTED_SPARE_SHARE))
@@ -178,7 +190,7 @@ class ChunkRoom:
     def _share(self, of_bound: int) -> int:
         """What one writer may hold in advance: all of them together a small part of the bound. Whole chunks."""
         unit = self._store.file_bytes
-        return self.bound_bytes // of_bound // self._num_writers // unit * unit
+        return min(_MAX_SHARE_BYTES, self.bound_bytes // of_bound // self._num_writers) // unit * unit
 
     def _evict(self, listing: _Listing, nbytes: int, keep: Collection[str]) -> int:
         """Remove the coldest until `nbytes` are free; returns how many bytes are."""
@@ -218,6 +230,11 @@ class ChunkRoom:
     def _list(self, now: float) -> _Listing:
         """Everything of ours in the folder. Removes what dead writers left."""
         listing = _Listing()
+        # Announcements first: a chunk that is done while we look then counts twice rather than not at all.
+        for entry in _entries(str(self._store.temp)):
+            announced_bytes = self._announced(entry, now)
+            listing.announced_bytes += announced_bytes
+            listing.num_writers += announced_bytes > 0
         with os.scandir(self._store.root) as entries:
             folders = [entry.path for entry in entries if is_chunk_folder(entry.name)]
         for folder in folders:
@@ -227,10 +244,6 @@ class ChunkRoom:
                 if depth is not None and status is not None:
                     listing.chunks.append(_Found(entry.path, status.st_size, status.st_mtime, depth))
                     listing.chunk_bytes += status.st_size
-        for entry in _entries(str(self._store.temp)):
-            announced_bytes = self._announced(entry, now)
-            listing.announced_bytes += announced_bytes
-            listing.num_writers += announced_bytes > 0
         self._num_writers = max(1, listing.num_writers)
         return listing
 
@@ -257,11 +270,11 @@ class ChunkRoom:
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder; nothing if it is none or has just gone."""
+    """What is in a folder; nothing if it is none, has just gone or is closed to us."""
     try:
         with os.scandir(folder) as entries:
             yield from entries
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
 
 

@@ -13,7 +13,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
@@ -42,6 +42,7 @@ class ChunkTransfers:
     """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own."""
 
     def __init__(self, io_workers: int) -> None:
+        self._lock = threading.Lock()
         self._io_workers = io_workers
         self._num_helpers = min(io_workers, os.cpu_count() or 1) - 1
         self._io_pool = ThreadPoolExecutor(io_workers, thread_name_prefix="kvtier-chunk-io")
@@ -65,8 +66,21 @@ class ChunkTransfers:
         else:
             run = _Run(_Order(num_chunks, num_segments, num_io), make, max_moving, num_helpers + 1, num_io)
             io_step, other_step = run.finish_all, run.start_all
-        threads = [self._io_pool.submit(io_step) for _ in range(num_io)]
-        threads += [self._helper_pool.submit(other_step) for _ in range(num_helpers)]
+        threads: list[Future[None]] = []
+        try:
+            with self._lock:  # in one order for both pools: else two calls could each wait for a thread of the other's
+                for pool, step, count in (
+                    (self._io_pool, io_step, num_io),
+                    (self._helper_pool, other_step, num_helpers),
+                ):
+                    for _ in range(count):
+                        threads.append(pool.submit(step))
+        except BaseException:
+            run.give_up(num_io + num_helpers + 1 - len(threads))
+            wait(threads)
+            for chunk in run.chunks:
+                chunk.close()
+            raise
         try:
             other_step()
         finally:
@@ -127,6 +141,13 @@ class _Run:
         self._num_finishers = num_finishers
         self._may_start = threading.Semaphore(max_moving)
         self._started: SimpleQueue[_Moving | None] = SimpleQueue()
+
+    def give_up(self, num_absent: int) -> None:
+        """So many of the threads never began: those that did start nothing more and wait for nobody."""
+        self._fail(0, None)
+        self._may_start.release(num_absent + self._num_starters)
+        for _ in range(num_absent + self._num_finishers):
+            self._started.put(None)
 
     def start_all(self) -> None:
         """Do the first step of one segment after the other, until none is left. Several threads."""

@@ -151,7 +151,8 @@ class FileCache:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._keeper.join()
+        if self._keeper is not threading.current_thread():  # where the collector may have found this cache
+            self._keeper.join()
         self._transfers.close()
         self._room.close()
 
@@ -271,7 +272,10 @@ class FileCache:
         config = self._config
         now = time.monotonic()
         own_at, all_at = now + config.client_gc_interval, now + config.global_gc_interval
-        self._trim()
+        try:
+            self._room.sweep()  # chunks stay: a client with a small capacity that only reads must not empty the folder
+        except OSError as error:
+            self._note_failure("collect", error)
         while not self._closing.wait(min(_BEAT_S, config.client_gc_interval, config.global_gc_interval)):
             now = time.monotonic()
             try:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Protocol
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, LeaseError
 from kvtier.vineyard.file_cache import FileCache
 from kvtier.vineyard.file_config import FileCacheConfig, positive_int
 from kvtier.vineyard.held_tokens import FoundTokens
 from kvtier.vineyard.kv_tensor import TokenTensors
 from kvtier.vineyard.shared_cache import SharedCache
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
+
+logger = logging.getLogger(__name__)
 
 
 class _Half(Protocol):
@@ -92,8 +96,15 @@ class KVCache:
     def __enter__(self) -> KVCache:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except LeaseError:
+            if error is None:
+                raise
+            logger.warning("arrays of cached tensors are still in use after an error; the cache stays open")
 
 
 def _open(config: object, tensor_bytes: int, cache_capacity: int, layer: int) -> _Half:

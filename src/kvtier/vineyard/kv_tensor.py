@@ -41,7 +41,7 @@ class KVTensor:
     __slots__ = ("__weakref__", "_address", "_hold", "_nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
-        if not isinstance(address, int) or not isinstance(nbytes, int) or address < 0 or nbytes < 0:
+        if not isinstance(address, int) or not isinstance(nbytes, int) or address < 0 or not 0 <= nbytes < 1 << 63:
             raise ConfigError(f"a tensor is an address and a number of bytes, not {address!r} and {nbytes!r}")
         if nbytes and not address:
             raise ConfigError(f"{nbytes} bytes at no address")
@@ -181,7 +181,7 @@ def _lend(tensor: KVTensor, view: int, flags: int) -> int:
     """The view it fills in refers to the window, not to the tensor, and so keeps its hold whatever becomes of that."""
     try:
         return int(_get_buffer(tensor._open(), view, flags))
-    except BufferError:  # no exception can be set from here
+    except BaseException:  # none can be set from here, and what is not told is taken for success
         _PyBufferHead.from_address(view).obj = None
         return -1
 

@@ -8,6 +8,7 @@ have, the one used longest ago is overwritten. Any thread.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -46,15 +47,17 @@ class LocalRecency:
 
     def __init__(self, capacity: int) -> None:
         self._max_entries = 4 * capacity
+        self._lock = threading.Lock()
         self._times: dict[BlockHash, int] = {}
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         now = time.monotonic_ns()
-        for position, block_hash in enumerate(hashes):
-            self._times.pop(block_hash, None)
-            self._times[block_hash] = now - position
-        while len(self._times) > self._max_entries:
-            del self._times[next(iter(self._times))]
+        with self._lock:
+            for position, block_hash in enumerate(hashes):
+                self._times.pop(block_hash, None)
+                self._times[block_hash] = now - position
+            while len(self._times) > self._max_entries:
+                del self._times[next(iter(self._times))]
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]:
         return [self._times.get(block_hash, 0) for block_hash in hashes]
@@ -69,22 +72,26 @@ class SharedRecency:
     Without it (the server is down, or full of what is leased) nothing is noted and nothing is known.
     """
 
+    _tree_arena: MappedArena | None
+    _client: SingleClient | None
+    _lease: BlockLease | None
+    _entries: memoryview | None
+
     def __init__(self, address: str, tree: Namespace, slot_bytes: int, timeout_s: float) -> None:
         """`slot_bytes` is what a token takes of the server's memory, and so how many there can be."""
         self._address = address
         self._tree = tree
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._tree_arena: MappedArena | None = None
-        self._client: SingleClient | None = None
         self._hash = BlockHash(b"")
         self._mask = 0
-        self._lease: BlockLease | None = None
-        self._entries: memoryview | None = None
+        self._inherited: object = None
+        self._begin()
 
     def follow(self, tree_arena: MappedArena) -> None:
         """The tree is in this arena now: another one after the server was restarted, and then so is the table."""
+        if self._pid != os.getpid():
+            self._leave_to_parent()
         with self._lock:
             if self._tree_arena is not tree_arena:
                 self._let_go()
@@ -93,18 +100,33 @@ class SharedRecency:
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         with self._lock:
-            if self._entries is not None:
+            if self._entries is not None and self._pid == os.getpid():
                 _write(self._entries, self._mask, hashes, time.monotonic_ns())
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]:
         with self._lock:
-            if self._entries is None:
+            if self._entries is None or self._pid != os.getpid():
                 return [0] * len(hashes)
             return _read(self._entries, self._mask, hashes)
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            self._leave_to_parent()
         with self._lock:
             self._let_go()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._tree_arena = None
+        self._client = None
+        self._lease = None
+        self._entries = None
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the parent's lease keeps the table, and ends when the parent likes. Ours is another."""
+        self._inherited = (self._inherited, self._entries, self._lease, self._client)  # not ours to end
+        self._begin()
 
     def _open(self, memory_bytes: int) -> bool:
         client = self._client = self._connect(memory_bytes)

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -75,9 +75,10 @@ class SharedCache:
         self._forgotten: deque[Lease] = deque()
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
+        self._num_calls = 0
         self._copiers = Workers(_COPY_THREADS, "kvtier-vineyard-copy")
         self._counts = dict.fromkeys(_COUNTS, 0)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         # Bytes, whatever they mean: one "head" of `stride` of them for each of K and V.
         layout = KvLayout(layers=layer, kv_heads=1, head_dim=stride, dtype="float8_e4m3fn", block_tokens=1)
         namespace = _namespace(config.llm_cache_object_name, tensor_bytes, layer)
@@ -103,10 +104,12 @@ class SharedCache:
         cached, and less than all when the sequence exceeds `cache_capacity` or the room there is. The caller's memory
         is read until this returns. Raises `ConfigError`, before anything is stored, for KV of another length or size.
         """
-        self._check_open()
         check_shape(kv, len(tokens), self._layer)
         sources = source_addresses(kv, self._tensor_bytes)
-        self._release_forgotten()
+        with self._call():
+            return self._update(prefix, tokens, sources)
+
+    def _update(self, prefix: Sequence[int] | None, tokens: Sequence[int], sources: Sequence[int]) -> int:
         num_before = 0 if prefix is None else len(prefix)
         hashes = self._chain.hashes(() if prefix is None else prefix, tokens)[: self._capacity]
         if len(hashes) < max(1, num_before):
@@ -131,15 +134,17 @@ class SharedCache:
         The other tensors stay as they are. Raises `ConfigError` for KV of another length.
         """
         check_shape(kv, len(tokens), self._layer)
-        addresses, hold = self._find(tokens)
-        if hold is not None:
-            point_tensors(kv, addresses, self._offsets, self._tensor_bytes, hold)
+        with self._call():
+            addresses, hold = self._find(tokens)
+            if hold is not None:
+                point_tensors(kv, addresses, self._offsets, self._tensor_bytes, hold)
         return len(addresses)
 
     def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
         """As `query`, for whoever needs addresses and not an object for each tensor."""
-        addresses, hold = self._find(tokens)
-        return FoundTokens(addresses, self._offsets, self._tensor_bytes, hold)
+        with self._call():
+            addresses, hold = self._find(tokens)
+            return FoundTokens(addresses, self._offsets, self._tensor_bytes, hold)
 
     def stats(self) -> Mapping[str, int]:
         """Counts of this object: tokens that queries found or did not, that updates stored, could not, or pruned.
@@ -167,14 +172,20 @@ class SharedCache:
             raise LeaseError(str(in_use))
 
     def close(self) -> None:
-        """Release everything and disconnect; what is stored stays. A second call does nothing.
+        """Wait for calls under way, release everything, disconnect; what is stored stays. A second call does nothing.
 
         Raises `LeaseError`, and stays open, while arrays or views of tensors are in use.
         """
-        if self._is_closed:
-            return
-        self.release()
-        self._is_closed = True
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._lock.wait_for(lambda: not self._num_calls)
+        try:
+            self.release()
+        except LeaseError:
+            self._is_closed = False
+            raise
         self._copiers.close()
         self._bound.close()
         self._reader.close()
@@ -197,8 +208,6 @@ class SharedCache:
 
     def _find(self, tokens: Sequence[int]) -> tuple[list[int], HeldTokens | None]:
         """Where the tokens of the longest cached prefix are, and what keeps them there."""
-        self._check_open()
-        self._release_forgotten()
         hashes = self._chain.hashes(tokens)
         lease = self._reader.match(hashes)
         try:
@@ -336,9 +345,20 @@ class SharedCache:
         with self._lock:
             self._counts[name] += count
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TierUnavailable("this cache is closed")
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise TierUnavailable("this cache is closed")
+            self._num_calls += 1
+        try:
+            self._release_forgotten()
+            yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                self._lock.notify_all()
 
 
 def _namespace(name: str, tensor_bytes: int, layer: int) -> Namespace:

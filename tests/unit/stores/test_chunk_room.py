@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtier.stores import chunk_room
 from kvtier.stores.chunk_files import ChunkFiles
 from kvtier.stores.chunk_room import ChunkRoom
 
@@ -173,3 +174,46 @@ def test_empty_folders_go_with_what_is_old(store: ChunkFiles) -> None:
 
     assert not (store.root / "ab").exists()
     assert (store.root / "notes").exists()
+
+
+def test_what_could_not_be_checked_is_not_granted_later(store: ChunkFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ChunkRoom(store, 10 * UNIT)
+    put(store, range(9))
+
+    def fail(self: ChunkRoom, now: float) -> None:
+        raise OSError("no listing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkRoom, "_list", fail)
+        with pytest.raises(OSError, match="no listing"):
+            room.reserve(8 * UNIT, nothing)
+    kept = {str(path) for path in store.root.glob("ab/*")}
+
+    assert room.reserve(8 * UNIT, lambda: kept) == UNIT
+    room.close()
+
+
+def test_a_chunk_that_is_done_while_another_looks_is_counted(
+    store: ChunkFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may count twice then, as announced and as there, but never not at all."""
+    room = ChunkRoom(store, 10 * UNIT)
+    put(store, range(4))
+    other = announce(store, 4)
+    entries_of = chunk_room._entries
+    num_looks = 0
+
+    def entries(folder: str) -> Iterator[os.DirEntry[str]]:
+        nonlocal num_looks
+        num_looks += 1
+        found = list(entries_of(folder))
+        if num_looks == 1:  # what is looked at next has changed meanwhile
+            put(store, range(10, 14))
+            os.truncate(other, 0)
+        return iter(found)
+
+    monkeypatch.setattr(chunk_room, "_entries", entries)
+    granted = room.reserve(4 * UNIT, lambda: {str(path) for path in store.root.glob("ab/*")})
+    assert granted <= 2 * UNIT
+    room.settle(written=0, unused=granted)
+    room.close()
