@@ -228,25 +228,29 @@ def test_a_cache_that_is_closed_while_others_use_it_waits_for_their_calls(server
     cache = open_cache(server.unix)
     tokens = list(range(40))
     store(cache, tokens)
-    given: list[KVTensor] = []
+    last_given: dict[int, KVTensor] = {}
+    num_calls = [0] * 4
 
-    def ask() -> None:
+    def ask(thread: int) -> None:
         while True:
             kv = empty(len(tokens))
             try:
                 assert cache.query(tokens, kv) == len(tokens)
             except TierUnavailable:
                 return
-            given.append(kv[0][0][0])
+            last_given[thread] = kv[0][0][0]
+            num_calls[thread] += 1
 
     with ThreadPoolExecutor(4) as threads:
-        asking = [threads.submit(ask) for _ in range(4)]
-        _wait_until(lambda: len(given) > 20)
-        cache.close()
+        asking = [threads.submit(ask, thread) for thread in range(4)]
+        try:
+            _wait_until(lambda: min(num_calls) > 3)
+        finally:
+            cache.close()
         for one in asking:
             one.result(timeout=10)
 
-    for tensor in given:
+    for tensor in last_given.values():
         with pytest.raises(LeaseError):
             _ = tensor.address
     assert _stat(server, "leases") == 0

@@ -42,6 +42,7 @@ _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 _CHORE_LOOK_S = 0.05  # how soon whoever waits for chores notices that the server is down
 _CONNECT_S = 2.0
+_ENDING_S = 0.5
 
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
@@ -204,7 +205,8 @@ class Endpoint:
             self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            # If it is trying to reach a server that is down, it ends by itself when that has failed.
+            thread.join(_ENDING_S if self.breaker.is_open else None)
         with self._condition:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -286,6 +288,9 @@ class Endpoint:
             return
         fd = connection.take_arena_fd()
         with self._condition:
+            if self._is_closed:
+                os.close(fd)
+                raise TierUnavailable("this client is closed")
             if connection.welcome.server_id == self._server_id:
                 os.close(fd)
                 return

@@ -30,6 +30,7 @@ from tests.compat.vllm.engines import (
 _NUM_PAGES = 26
 _ANSWER_TOKENS = 60
 _SECONDS = 12.0
+_NUM_ANSWERS = 30
 
 
 def _prompts(dice: random.Random) -> list[list[int]]:
@@ -122,7 +123,7 @@ def test_random_requests_are_answered_as_without_the_plug_in(
     ):
         traffic = _Traffic(llm, dice, prompts)
         ends_at = time.monotonic() + _SECONDS
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at or len(traffic.answers) < _NUM_ANSWERS:
             traffic.turn()
             if signals and dice.random() < 0.003:
                 _pause(server, traffic, dice.random())
@@ -131,7 +132,6 @@ def test_random_requests_are_answered_as_without_the_plug_in(
         wait_until(lambda: num_held(server.unix) == 0, "everything given back")
 
     assert traffic.num_aborted > 3
-    assert len(traffic.answers) > 20
     assert [which for which, tokens in traffic.answers if tokens != expected[which]] == []
 
 
@@ -174,7 +174,7 @@ def test_requests_in_a_long_queue_hit_though_not_all_can_be_held_at_once(tmp_pat
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
     with (
         cache_server(*options, folder=tmp_path, memory="6MiB") as server,
-        engine(model_folder(), server.unix, max_num_seqs=2) as llm,
+        engine(model_folder(), server.unix, settings={"match_timeout_s": 10.0}, max_num_seqs=2) as llm,
     ):
         for prompt in prompts:
             begin(llm, f"first {prompt[0]} {prompt[1]}", prompt, max_tokens=1)

@@ -41,7 +41,7 @@ _MAX_STEPS_IN_FLIGHT = 64
 _HASHED_AT_ONCE = 128
 _PAUSE_S = 1e-5
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
-_MAX_RETRIES = 3
+_ASK_AGAIN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class _Tracked:
     is_loading: bool = False
     is_noted: bool = False
     may_load: bool = True
-    num_retries: int = 0
+    limited_at: float | None = None
 
 
 class SchedulerSide:
@@ -92,6 +92,7 @@ class SchedulerSide:
         self._settings = settings
         self._salts = RequestSalts()
         self._tracked: dict[str, _Tracked] = {}
+        self._loading: set[str] = set()
         self._ending: set[str] = set()
         self._loads: list[Load] = []
         self._stats = CacheStats()
@@ -135,8 +136,7 @@ class SchedulerSide:
             return 0
         if tracked.found is None:
             return 0  # it cannot be cached
-        if tracked.found.lease.ended == "limit" and tracked.num_retries < _MAX_RETRIES:
-            self._make_room(tracked)
+        if tracked.found.lease.ended == "limit" and self._is_worth_waiting(tracked):
             return None
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
@@ -156,6 +156,7 @@ class SchedulerSide:
         hashes = [bytes(one) for one in tracked.hashes[first:last]]
         self._loads.append(Load(request.request_id, some_pages, first_block, hashes, timeout_s))
         tracked.is_loading = True
+        self._loading.add(request.request_id)
 
     def hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """By where the blocks were when they were matched."""
@@ -214,6 +215,7 @@ class SchedulerSide:
                 tracked.num_saved = 0
                 self._note(self._explanation(tracked, {}, MatchEnd.LOST, tracked.num_local_tokens))
         for request_id in output.finished_recving or ():
+            self._loading.discard(request_id)
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.is_loading = False
@@ -299,9 +301,25 @@ class SchedulerSide:
             self._stats.slower_loads += 1
         return True
 
+    def _is_worth_waiting(self, tracked: _Tracked) -> bool:
+        """This client holds as much as it may, and the request got less than there is. Asks again now and then.
+
+        What loads hold comes back soon; when there are none, it is requests that wait who hold it.
+        """
+        now = time.monotonic()
+        tracked.limited_at = tracked.limited_at or now
+        if now - tracked.limited_at > self._settings.timeout_s:
+            return False
+        if now - tracked.asked_at > _ASK_AGAIN_S:
+            if self._loading:
+                self._let_go(tracked)
+                self._begin_match(tracked)
+            else:
+                self._make_room(tracked)
+        return True
+
     def _make_room(self, tracked: _Tracked) -> None:
-        """This client holds as much as it may: requests whose turn comes later give back what was found for them."""
-        tracked.num_retries += 1
+        """Requests whose turn comes later give back what was found for them."""
         leases = []
         for other in self._tracked.values():
             if other.found is not None and not other.is_loading:
