@@ -86,7 +86,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
-            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, identity.num_ranks)
+            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
 

@@ -82,7 +82,7 @@ class SchedulerSide:
     """Owns the leases of everything that is promised to the scheduler."""
 
     def __init__(
-        self, client: SingleClient, identity: Identity, settings: ConnectorSettings, chunk_tokens: int, num_ranks: int
+        self, client: SingleClient, identity: Identity, settings: ConnectorSettings, chunk_tokens: int
     ) -> None:
         self._client = client
         self._identity = identity
@@ -99,7 +99,7 @@ class SchedulerSide:
         self._log = LogLimit(logger)
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
-        self._shared = SharedSaves(client, num_ranks, self._threads) if num_ranks > 1 else None
+        self._shared = SharedSaves(client, identity.num_ranks, self._threads) if identity.num_ranks > 1 else None
         self._decision = LoadDecision(
             identity.layout,
             chunk_tokens,
@@ -402,7 +402,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.has_saves = False
-        if self._shared is not None and self._shared.drop(request_id) is not None:
+        if self._shared is not None and self._shared.drop(request_id):
             tracked.num_saved = 0
 
     # --- measuring and explaining -------------------------------------------------------------------------------------

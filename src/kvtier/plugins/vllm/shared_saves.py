@@ -65,12 +65,12 @@ class SharedSaves:
         """Some of its saves have not been handed to the ranks yet."""
         return request_id in self._reserving
 
-    def drop(self, request_id: str) -> Save | None:
-        """Its pages are gone: what the ranks do not have yet is not saved. Returns the first of that."""
+    def drop(self, request_id: str) -> bool:
+        """Its pages are gone: what the ranks do not have yet is not saved. Whether there was something."""
         waiting = self._reserving.pop(request_id, [])
         for _, reserving in waiting:
             reserving.add_done_callback(self._close_result)
-        return waiting[0][0] if waiting else None
+        return bool(waiting)
 
     def note(self, news: WorkerNews) -> None:
         """Ranks have written, or failed to."""

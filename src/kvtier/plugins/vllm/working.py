@@ -78,6 +78,7 @@ class WorkerSide:
         tensors = [kv_caches[name] for name in self._identity.layer_names]
         first_head = self._identity.first_head(self._rank)
         self._copier = page_copier(tensors, self._identity.layout, first_head=first_head)
+        assert self._identity.num_ranks > 1 or self._copier.is_whole, "a block must not be shown without its heads"
         if self._client.is_local:
             with contextlib.suppress(TierUnavailable):  # it is not there yet
                 self._copier.adopt(self._client.arena)
