@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 from vllm import LLM
 
+from kvtier.blocks.hashing import BlockHash
+from kvtier.client.client import SingleClient
+from kvtier.memory.lease import Lease
 from kvtier.plugins.vllm.plan import Load, Loaded
 from kvtier.plugins.vllm.working import WorkerSide
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -59,7 +63,7 @@ class _Traffic:
         chance = self.dice.random()
         if chance < 0.3 and len(self.live) < 8:
             self._ask()
-        elif chance < 0.33 and self.live:
+        elif chance < 0.32 and self.live:
             name = self.dice.choice(list(self.live))
             del self.live[name]
             self.llm.llm_engine.abort_request([name])
@@ -71,7 +75,10 @@ class _Traffic:
             self.step()
 
     def step(self) -> None:
-        for output in self.llm.llm_engine.step():
+        outputs = self.llm.llm_engine.step()
+        if not outputs:
+            time.sleep(0.005)  # all wait for the cache: it is not asked thousands of times a second
+        for output in outputs:
             if output.finished and output.request_id in self.live:
                 self.answers.append((self.live.pop(output.request_id), list(output.outputs[0].token_ids)))
 
@@ -106,7 +113,7 @@ def _loads_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
         yield
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("signals", [(), (signal.SIGSTOP,)], ids=["well", "hangs"])
 def test_random_requests_are_answered_as_without_the_plug_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: tuple[signal.Signals, ...]
@@ -190,3 +197,29 @@ def test_requests_in_a_long_queue_hit_though_not_all_can_be_held_at_once(tmp_pat
             cached += [output.num_cached_tokens for output in llm.llm_engine.step() if output.finished]
 
     assert cached == [288] * len(prompts)
+
+
+def test_requests_that_were_given_up_are_not_matched(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow cache has the threads that match busy: those who went away meanwhile keep nobody waiting."""
+    prompts = [tokens_of(200, seed=number) for number in range(1, 41)]
+    answers_again = threading.Event()
+    lengths: list[int] = []
+    at_once = SingleClient.match_lazily
+
+    def slow(client: SingleClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        lengths.append(len(hashes))
+        answers_again.wait(10.0)
+        return at_once(client, hashes, timeout_s=timeout_s)
+
+    monkeypatch.setattr(SingleClient, "match_lazily", slow)
+    with engine(model_folder(), server.unix, settings={"match_timeout_s": 30.0}) as llm:
+        for number, prompt in enumerate(prompts):
+            begin(llm, str(number), prompt, max_tokens=1)
+        llm.llm_engine.abort_request([str(number) for number in range(len(prompts))])
+        begin(llm, "last", tokens_of(300), max_tokens=1)
+        answers_again.set()
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+
+    assert len(lengths) < len(prompts) / 2
+    assert lengths[-1] == 299 // 16

@@ -75,6 +75,7 @@ class _Tracked:
     is_loading: bool = False
     is_noted: bool = False
     may_load: bool = True
+    is_over: bool = False
     limited_at: float | None = None
 
 
@@ -261,12 +262,15 @@ class SchedulerSide:
         request = tracked.request
         asks = self._decision.is_match_worth_it(request.num_tokens)
         tracked.asked_at = time.monotonic()
-        tracked.matching = self._threads.submit(self._match, request, request.all_token_ids[:], asks, to_release)
+        tracked.matching = self._threads.submit(self._match, tracked, request.all_token_ids[:], asks, to_release)
 
-    def _match(self, request: Request, tokens: list[int], asks: bool, to_release: Sequence[Lease]) -> _Found | None:
+    def _match(self, tracked: _Tracked, tokens: list[int], asks: bool, to_release: Sequence[Lease]) -> _Found | None:
         """On a thread. None when the request cannot be told from others, and so cannot be cached."""
         for lease in to_release:
             lease.release()
+        if tracked.is_over:
+            return None  # given up while others were matched: those that come after it need not wait for it
+        request = tracked.request
         try:
             root = salted_root(self._namespace, self._salts.of(request))
             hashes = _hashed_gently(root, tokens)
@@ -346,6 +350,7 @@ class SchedulerSide:
     def _forget(self, tracked: _Tracked) -> None:
         """The request is over: what is still being found is of no use either."""
         self._let_go(tracked)
+        tracked.is_over = True
         if tracked.matching is not None:
             tracked.matching.add_done_callback(_release_result)
             tracked.matching = None
