@@ -16,7 +16,7 @@ from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch
 Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
 """Hidden states of the tokens of a batch."""
 
-_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
+_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64))
 MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2
 

@@ -371,6 +371,8 @@ class Engine:
             self.scheduler.submitted(step)
             self.schedule_s += time.perf_counter() - started_at
             self.num_steps += 1
+        elif self.scheduler.has_unmatched:
+            return []
         elif not self._under_way:
             if self.traffic is not None:
                 self.traffic.wait(_TIER_WAIT_S)

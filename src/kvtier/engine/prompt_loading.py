@@ -18,11 +18,15 @@ from kvtier.engine.load import Load, Order, Plan
 from kvtier.engine.naive_blocks import extend_hashes
 from kvtier.engine.request import MatchEnding, Request
 from kvtier.engine.step import Step
-from kvtier.engine.tier_traffic import TierTraffic
+from kvtier.engine.tier_traffic import Fetch, TierTraffic
 from kvtier.tiers.explanation import MatchEnd, match_end_of
 
 _LOOK_AHEAD = 32
 """So many waiting requests are matched before their turn comes: each leases what it found."""
+
+_MATCHING_SHARE = 0.25
+_MAX_MATCHING_S = 0.05
+"""A step is not held up longer than this, and that share of the time since the one before, by matching who waits."""
 
 _MAX_REMATCHES = 2
 _MAX_OFFERED_AGAIN = 1 << 18
@@ -46,6 +50,9 @@ class PromptLoading:
         self._clock = clock
         self._arrivals: list[Transfer] = []
         self._short_since: float | None = None
+        self._polled_at = clock()
+        self.has_unmatched = False
+        """Some who wait were not looked at, so that what was found for others is loaded meanwhile: poll again soon."""
         self._announced: dict[BlockHash, Request] = {}
         """Who is computing, or has computed, a block."""
         self._last_steps = [0] * blocks.num_blocks
@@ -54,16 +61,29 @@ class PromptLoading:
         self._offered_again: set[BlockHash] | None = None
         """Once a tier was away: what it was offered since."""
 
-    def poll(self, waiting: Iterable[Request]) -> None:
-        """Take back what is copied away, and begin to match who is next."""
+    def poll(self, waiting: Iterable[Request], *, is_idle: bool) -> None:
+        """Take back what is copied away, and begin to match who is next.
+
+        If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
+        """
         copied = self._traffic.poll()
         for held in copied:
             self._blocks.release(held)
         if copied:
             self._short_since = None
-        for _, request in zip(range(_LOOK_AHEAD), waiting, strict=False):
-            if request.fetch is None and not request.num_in_flight:
-                self._match(request)
+        started_at, polled_at = self._clock(), self._polled_at
+        self._polled_at = started_at
+        allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * (started_at - polled_at), _MAX_MATCHING_S)
+        self.has_unmatched = False
+        for request in itertools.islice(waiting, _LOOK_AHEAD):
+            if request.fetch is not None or request.num_in_flight:
+                continue
+            if self.has_unmatched:
+                return
+            fetch = self._match(request)
+            is_promising = fetch.is_matching or bool(fetch.parts)
+            self.has_unmatched = is_promising and self._clock() - started_at >= allowed_s
+        self.has_unmatched = False
 
     # --- matching --------------------------------------------------------------------------------------------------
 
@@ -91,10 +111,11 @@ class PromptLoading:
         request.fetch.num_rematches = num_rematches
         return False
 
-    def _match(self, request: Request) -> None:
+    def _match(self, request: Request) -> Fetch:
         hashes = self._wanted(request)
         first = self._blocks.num_known_blocks(request)
         request.fetch = self._traffic.match(first, hashes[first:])
+        return request.fetch
 
     def _wanted(self, request: Request) -> list[BlockHash]:
         """The hashes of all full blocks that leave at least one token to compute."""

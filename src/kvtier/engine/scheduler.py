@@ -41,6 +41,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def has_unmatched(self) -> bool:
+        """Whatever the last step is, the next one should follow at once: more can be loaded beside it."""
+        return self._loading is not None and self._loading.has_unmatched
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
@@ -68,7 +73,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
         if self._loading is not None:
-            self._loading.poll(self.waiting)
+            self._loading.poll(self.waiting, is_idle=not self.running)
         decodes: list[StepRow] = []
         prefills: list[StepRow] = []
         budget = self.max_num_batched_tokens
@@ -107,7 +112,7 @@ class Scheduler:
                 position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
-        if self._loading is not None and not decodes and not prefills:
+        if self._loading is not None and not decodes and not prefills and not self._loading.has_unmatched:
             self._start_early(budget, decodes, prefills)
         rows = decodes + prefills
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))

@@ -159,7 +159,8 @@ class HostTier:
             self._pool.free(self._forgotten.popleft())
 
     def _offsets(self, blocks: list[Block]) -> list[int]:
-        return [block.start * self.layout.slot_bytes for block in blocks]
+        slot_bytes = self.layout.slot_bytes
+        return [block.start * slot_bytes for block in blocks]
 
 
 def _never_pulled(hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:

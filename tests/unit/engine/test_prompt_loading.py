@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.block_manager import BlockManagerName
 from kvtier.engine.load import Order
 from kvtier.engine.request import Request, Status
+from kvtier.engine.tier_traffic import Fetch
 from kvtier.tiers.explanation import MatchEnd
 from tests.engine_building import MANAGERS, endless_prompt, prompt_of
 from tests.tier_simulation import HOST, SERVER, TieredEngine
@@ -17,6 +21,91 @@ every_order = pytest.mark.parametrize("order", list(Order))
 
 def _tokens_loaded(request: Request) -> int:
     return sum(request.loaded_tokens.values())
+
+
+# --- matching ----------------------------------------
+
+
+@every_manager
+def test_what_is_found_first_is_loaded_before_others_are_matched(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    prompts = [prompt_of(17, seed=number) for number in range(3)]
+    for prompt in prompts:
+        engine.traffic.remember(prompt, HOST)
+    first, second, third = [engine.submit(prompt) for prompt in prompts]
+    engine.step()
+
+    assert first.load is not None
+    assert second.fetch is None
+    assert third.fetch is None
+    assert engine.scheduler.has_unmatched
+    engine.run()
+    assert all(_tokens_loaded(request) == 16 for request in (first, second, third))
+
+
+@every_manager
+def test_prompts_that_no_tier_has_are_matched_at_once_and_computed_together(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    requests = [engine.submit(prompt_of(17, seed=number)) for number in range(3)]
+    engine.step()
+
+    assert all(request.num_computed == 17 for request in requests)
+    assert not engine.scheduler.has_unmatched
+    engine.run()
+
+
+@every_manager
+def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
+    manager: BlockManagerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompts = [prompt_of(17, seed=number) for number in range(1, 6)]
+    for prompt in prompts:
+        engine.traffic.remember(prompt, HOST)
+    requests = [engine.submit(prompt) for prompt in prompts]
+    at_once = engine.traffic.match
+
+    def slow(first: int, hashes: Sequence[BlockHash]) -> Fetch:
+        engine.now += 0.004
+        return at_once(first, hashes)
+
+    monkeypatch.setattr(engine.traffic, "match", slow)
+    engine.now += 0.03  # the step took so long: 7.5 ms of the next one may be spent on matching
+    engine.step()
+
+    assert [request.fetch is not None for request in requests] == [True] * 2 + [False] * 3
+    engine.run()
+
+
+def test_nothing_is_started_early_while_more_could_be_loaded() -> None:
+    engine = TieredEngine("prefix_caching")
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    prompts = [prompt_of(17, seed=number) for number in range(3)]
+    for prompt in prompts:
+        engine.traffic.remember(prompt, HOST)
+    requests = [engine.submit(prompt) for prompt in prompts]
+    engine.step()
+    engine.traffic.submit_loads()
+    engine.step()
+    assert requests[0].load is not None, "it waits for its load"
+    engine.traffic.submit_loads()
+    engine.step()
+
+    assert not engine.scheduler.has_unmatched
+    assert requests[0].load is None, "it was started early"
+    engine.run()
 
 
 # --- loading ----------------------------------------
