@@ -52,14 +52,17 @@ class TokenBound:
         else:
             self._recency = SharedRecency(str(self._local.address), namespace, self._slot_bytes, timeout_s)
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These leading tokens of a sequence were used now."""
+    def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
+        """These tokens, which follow each other, were used at that time of `time.monotonic_ns`."""
         if hashes and self._can_be_reached():
             self._follow()
-            self._recency.touch(hashes)
+            self._recency.touch(hashes, used_at_ns)
 
-    def enforce(self, kept: Collection[BlockHash]) -> int:
-        """Prune what is too many, but nothing of `kept`. Returns how many tokens went; none when a server is away."""
+    def enforce(self, hashes: Sequence[BlockHash], num_kept: int) -> int:
+        """Prune what is too many, but nothing of the leading `num_kept`. Returns how many tokens went.
+
+        None when a server is away.
+        """
         if not self._can_be_reached():
             return 0
         try:
@@ -67,7 +70,7 @@ class TokenBound:
             if excess <= 0:
                 return 0
             with self._lock:
-                return self._prune(excess, set(kept))
+                return self._prune(excess, set(hashes[:num_kept]))
         except TierError as error:
             logger.debug("nothing pruned: %s", error)
             return 0

@@ -63,7 +63,7 @@ def test_the_end_of_a_prefix_counts_as_used_first():
 def test_without_shared_memory_a_process_knows_its_own_use_only():
     recency = LocalRecency(1)
     names = [_hash(number) for number in range(5)]
-    recency.touch(names)
+    recency.touch(names, 1000)
 
     first, *others = recency.times(names)
     assert first == 0
