@@ -150,7 +150,7 @@ class SharedRecency:
         """Every process that shares the tree finds the same table, for its size follows from the server's."""
         nbytes = min(_MAX_TABLE_BYTES, 2 * _ENTRY_BYTES * (memory_bytes // self._slot_bytes))
         nbytes = 1 << (max(SLOT_ALIGN_BYTES, nbytes) - 1).bit_length()
-        namespace = Namespace(hashlib.sha256(b"times of use" + nbytes.to_bytes(8, "little") + self._tree).digest())
+        namespace = Namespace(hashlib.sha256(b"times of last use" + nbytes.to_bytes(8, "little") + self._tree).digest())
         self._hash = BlockHash(namespace)
         self._mask = nbytes // _ENTRY_BYTES - 1
         return connect(
@@ -206,8 +206,9 @@ def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], used_at_
 def _place_for(entries: memoryview, mask: int, name: int) -> int:
     """Where `name` is, or where it goes: an empty place, or that of the entry used longest ago."""
     coldest, coldest_time = 0, 1 << 64
+    stride = name >> 32 | 1  # another one for each name: neighbours would fill up together
     for step in range(_PLACES):
-        place = 2 * ((name + step) & mask)
+        place = 2 * ((name + step * stride) & mask)
         if entries[place] == name:
             return place
         if entries[place + 1] < coldest_time:
