@@ -94,15 +94,17 @@ def _tokens_there(server: ServerProcess) -> int:
 # --- update and query -----------------------------------------------------------------------------------------------
 
 
-def test_the_seeds_program_runs(server):
+def test_the_seeds_program_runs_once_on_a_server_and_then_says_why_not(running_server):
     program = (ROOT / "examples" / "vineyard" / "shared_memory.py").read_text()
     assert "/tmp/vineyard_test.sock" in program
-    program = program.replace("/tmp/vineyard_test.sock", server.unix.removeprefix("unix:"))
+    program = program.replace("/tmp/vineyard_test.sock", running_server.unix.removeprefix("unix:"))
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    again = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    assert "by an earlier run" in again.stderr
 
 
 def test_any_length_matches_and_what_is_there_counts(server):

@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 1 << 16
 MAX_TOKEN_BYTES = 1 << 40
+COPY_THREADS = min(4, os.cpu_count() or 1)
 
 _TENSOR_ALIGN_BYTES = 64
 _PART_BYTES = 256 << 20
 _PART_TOKENS = 1 << 16
 """A request for so many takes a fraction of the default timeout; a server takes requests for eight times as many."""
-_COPY_THREADS = min(4, os.cpu_count() or 1)
 _SHARED_COPY_BYTES = 8 << 20
 _SHARED_TENSOR_BYTES = 32 << 10
 _PENDING_S = 2.0
@@ -85,7 +85,7 @@ class SharedCache(ClosedAtExit):
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
         self._num_calls = 0
-        self._copiers = Workers(_COPY_THREADS, "kvtier-vineyard-copy")
+        self._copiers = Workers(COPY_THREADS, "kvtier-vineyard-copy")
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._lock = threading.Condition()
         # Bytes, whatever they mean: one "head" of `stride` of them for each of K and V.
@@ -362,7 +362,7 @@ class SharedCache(ClosedAtExit):
         if self._tensor_bytes < _SHARED_TENSOR_BYTES or count * self._tensor_bytes < _SHARED_COPY_BYTES:
             copy_blocks(targets, sources, self._tensor_bytes)
             return
-        bounds = [count * part // _COPY_THREADS for part in range(_COPY_THREADS + 1)]
+        bounds = [count * part // COPY_THREADS for part in range(COPY_THREADS + 1)]
         self._copiers.map(
             lambda part: copy_blocks(targets[part], sources[part], self._tensor_bytes),
             [slice(start, end) for start, end in itertools.pairwise(bounds)],
