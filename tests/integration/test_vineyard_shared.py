@@ -191,8 +191,15 @@ def test_kv_of_a_wrong_shape_stores_nothing(server):
         for wrong in (empty(1), empty(3), empty(2, layers=1)):
             with pytest.raises(ConfigError):
                 cache.query([1, 2], wrong)
-        with pytest.raises(ConfigError):
-            cache.update(None, [-1, 2], kv)
+        for tokens in ([-1, 2], [1, 1 << 32], [1.0, 2], "ab", None, iter([1, 2])):
+            with pytest.raises(ConfigError):
+                cache.update(None, tokens, kv)
+        for prefix in (5, [-1], "a"):
+            with pytest.raises(ConfigError):
+                cache.update(prefix, [1, 2], kv)
+        for wrong in (None, 5, [None, None], iter(kv), [[(None, None)] * LAYERS] * 2):
+            with pytest.raises(ConfigError):
+                cache.update(None, [1, 2], wrong)
 
         assert found(cache, [1, 2]) == 0
 

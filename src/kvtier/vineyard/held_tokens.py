@@ -87,11 +87,15 @@ class FoundTokens:
         return self._addresses
 
     def tensors(self, token: int) -> list[tuple[KVTensor, KVTensor]]:
-        """The K and V of one token, layer by layer. They hold what they point at as a query's do."""
+        """The K and V of one token, layer by layer. They hold what they point at as a query's do.
+
+        Raises `IndexError` for a token that was not found.
+        """
         self._check()
+        address = self._addresses[token]
         assert self._hold is not None
         made = [(KVTensor(0, 0), KVTensor(0, 0)) for _ in self.offsets[::2]]
-        point_tensors([made], [self._addresses[token]], self.offsets, self.tensor_bytes, self._hold)
+        point_tensors([made], [address], self.offsets, self.tensor_bytes, self._hold)
         return made
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from kvtier.errors import ConfigError, LeaseError
 
@@ -64,6 +64,9 @@ class KVTensor:
     data = address
     length = nbytes
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a KVTensor is an address in this process: it cannot be pickled or copied")
+
     def __repr__(self) -> str:
         if self._hold is not None and self._hold.is_over:
             return f"<KVTensor of {self._nbytes} bytes, released>"
@@ -112,11 +115,14 @@ TokenTensors: TypeAlias = Sequence[tuple[KVTensor, KVTensor]]
 
 def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> None:
     """Raises `ConfigError` unless there are tensors of every layer for every token."""
-    if len(kv) != num_tokens:
-        raise ConfigError(f"{num_tokens} tokens, but KV of {len(kv)}")
-    for position, of_token in enumerate(kv):
-        if len(of_token) != layers:
-            raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
+    try:
+        if len(kv) != num_tokens:
+            raise ConfigError(f"{num_tokens} tokens, but KV of {len(kv)}")
+        for position, of_token in enumerate(kv):
+            if len(of_token) != layers:
+                raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
+    except TypeError as error:
+        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
 
 
 @contextlib.contextmanager

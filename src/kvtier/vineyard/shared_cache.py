@@ -116,12 +116,12 @@ class SharedCache(ClosedAtExit):
         until this returns; tensors of a cache cannot be released meanwhile. Raises `ConfigError`, before anything is
         stored, for KV of another length or size.
         """
-        check_shape(kv, len(tokens), self._layer)
+        check_shape(kv, _num_tokens(tokens), self._layer)
         with self._call(), held_addresses(kv, self._tensor_bytes) as sources:
             return self._update(prefix, tokens, sources)
 
     def _update(self, prefix: Sequence[int] | None, tokens: Sequence[int], sources: Sequence[int]) -> int:
-        num_before = 0 if prefix is None else len(prefix)
+        num_before = 0 if prefix is None else _num_tokens(prefix)
         hashes = self._chain.hashes(() if prefix is None else prefix, tokens)
         del hashes[self._capacity :]
         if len(hashes) < max(1, num_before):
@@ -165,7 +165,7 @@ class SharedCache(ClosedAtExit):
 
         The other tensors stay as they are. Raises `ConfigError` for KV of another length.
         """
-        check_shape(kv, len(tokens), self._layer)
+        check_shape(kv, _num_tokens(tokens), self._layer)
         with self._call():
             addresses, hold = self._find(tokens)
             if hold is not None:
@@ -398,6 +398,13 @@ class SharedCache(ClosedAtExit):
             with self._lock:
                 self._num_calls -= 1
                 self._lock.notify_all()
+
+
+def _num_tokens(tokens: Sequence[int]) -> int:
+    try:
+        return len(tokens)
+    except TypeError as error:
+        raise ConfigError(f"tokens are a sequence of token ids: {error}") from error
 
 
 def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:

@@ -28,7 +28,7 @@ def test_what_is_remembered_changes_no_hash(sequences):
 
 def test_tokens_come_in_any_sequence():
     expected = block_hashes(_NAMESPACE, [1, 2, 3], 1)
-    for tokens in ([1, 2, 3], (1, 2, 3), range(1, 4), array("q", [1, 2, 3]), np.array([1, 2, 3])):
+    for tokens in ([1, 2, 3], (1, 2, 3), range(1, 4), array("q", [1, 2, 3]), np.array([1, 2, 3]), b"\1\2\3"):
         assert TokenChain(_NAMESPACE).hashes(tokens) == expected
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import io
+import pickle
 from collections import deque
 
 import numpy as np
@@ -245,3 +247,15 @@ def test_a_tensor_that_is_pointed_elsewhere_meanwhile_is_not_read(memory, use):
         use(tensor)
     gc.collect()
     assert hold.num_entered == 0
+
+
+@pytest.mark.parametrize("act", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_address_does_not_leave_its_process(memory, act):
+    for tensor in (KVTensor(memory.ctypes.data, 4), _held(memory)[0]):
+        with pytest.raises(TypeError, match="address"):
+            act(tensor)
+
+
+def test_tokens_that_were_not_found_have_no_tensors():
+    with FoundTokens([], (0, 32), 32, None) as tokens, pytest.raises(IndexError):
+        tokens.tensors(0)
