@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import subprocess
 import sys
@@ -589,6 +590,45 @@ def test_of_two_servers_with_replicas_one_may_die():
             one.kill()
             _wait_until(lambda: found(cache, tokens) == 30)
             expect(tokens, kv)
+            assert store(cache, [100, 101], tokens) == 2
+            assert found(cache, [*tokens, 100, 101]) == 32
+
+
+def test_the_capacity_holds_on_the_servers_that_are_left_and_with_those_that_come_back(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (start_cache_server(folder, memory="4MiB", tcp=False) for folder in folders)
+    try:
+        with open_cache([one.unix, other.unix], replicas=2, capacity=20) as cache:
+            assert store(cache, range(10)) == 10
+            one.kill()
+            one.process.stdout.close()
+            _wait_until(lambda: store(cache, range(100, 115)) == 15)
+            store(cache, range(200, 215))
+
+            assert found(cache, range(200, 215)) == 15
+            assert _tokens_there(other) == 20
+            one = start_cache_server(folders[0], memory="4MiB", tcp=False)
+            starts = itertools.count(300, 100)
+            _wait_until(lambda: store(cache, [next(starts)]) == 1 and _tokens_there(one) > 0)
+            store(cache, range(10, 25))
+
+            assert found(cache, range(10, 25)) == 15
+            assert _tokens_there(one) + _tokens_there(other) <= 2 * 20
+    finally:
+        for server in (one, other):
+            server.stop()
+            server.process.stdout.close()
+
+
+def test_a_server_that_was_down_from_the_start_changes_no_bound(tmp_path):
+    with cache_server(memory="4MiB") as server:
+        with open_cache([server.unix, str(tmp_path / "nobody.sock")], capacity=20) as cache:
+            for start in range(0, 100, 10):
+                assert store(cache, range(start, start + 10)) == 10
+            assert _tokens_there(server) == 20
+            assert found(cache, range(90, 100)) == 10
 
 
 def test_over_several_servers_the_capacity_counts_each_token_once():

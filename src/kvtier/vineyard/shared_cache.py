@@ -98,7 +98,6 @@ class SharedCache(ClosedAtExit):
             self._reader = stack.enter_context(_connect(config, layout, namespace))
             self._writer = stack.enter_context(_connect(config, layout, namespace))
             self._bound = TokenBound(
-                self._writer,
                 _servers_of(self._writer),
                 namespace,
                 capacity=cache_capacity,
