@@ -333,6 +333,23 @@ def test_a_cache_that_is_closed_while_others_use_it_waits_for_their_calls(server
     assert _stat(server, "leases") == 0
 
 
+def test_a_cache_that_nobody_closed_gives_everything_back_with_its_last_tensor(server):
+    for capacity in (1 << 30, 100):  # without and with a table of times
+        cache = open_cache(server.unix, capacity=capacity)
+        store(cache, [1, 2, 3])
+        kv = empty(3)
+        cache.query([1, 2, 3], kv)
+        del cache
+        gc.collect()
+        with open_cache(server.unix) as other:
+            assert _stat(server, "leases") >= 1
+            expect([1, 2, 3], kv)
+            del kv
+            gc.collect()
+            found(other, [4])
+            assert _stat(server, "leases") == 0
+
+
 def test_updates_go_on_while_queries_hold_all_that_they_may(server):
     with open_cache(server.unix) as cache:
         tokens = list(range(600))  # more than half of the 1,024 that fit

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier.blocks.hashing import BlockHash
@@ -35,6 +34,7 @@ from kvtier.vineyard.scope import ClosedAtExit
 from kvtier.vineyard.seen_prefixes import SeenPrefixes
 from kvtier.vineyard.token_bound import TokenBound
 from kvtier.vineyard.token_chain import TokenChain
+from kvtier.vineyard.tree_clients import TreeClients, close_abandoned
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class SharedCache(ClosedAtExit):
         self._layer = layer
         self._capacity = cache_capacity
         self._offsets = tuple(range(0, 2 * layer * stride, stride))
-        self._forgotten: deque[Lease] = deque()
+        close_abandoned()
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
         self._num_calls = 0
@@ -94,7 +94,6 @@ class SharedCache(ClosedAtExit):
         self._chain = TokenChain(namespace)
         self._seen = SeenPrefixes()
         with contextlib.ExitStack() as stack:
-            # Two clients: what queries hold is not counted against what updates may.
             self._reader = stack.enter_context(_connect(config, layout, namespace))
             self._writer = stack.enter_context(_connect(config, layout, namespace))
             self._bound = TokenBound(
@@ -105,6 +104,7 @@ class SharedCache(ClosedAtExit):
                 timeout_s=config.timeout_s,
             )
             stack.pop_all()
+        self._clients = TreeClients(self._reader, self._writer, self._bound)
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Store the KV of `tokens`, which follow `prefix`. Returns how many leading ones of them are cached now.
@@ -218,9 +218,7 @@ class SharedCache(ClosedAtExit):
             self._is_closed = False
             raise
         self._copiers.close()
-        self._bound.close()
-        self._reader.close()
-        self._writer.close()
+        self._clients.close()
 
     # --- private: reading ------------------------------------------------------------------------------------------
 
@@ -253,7 +251,7 @@ class SharedCache(ClosedAtExit):
             if not addresses:
                 return [], None
             undo.pop_all()
-        hold = HeldTokens(leases, mappings, self._forgotten)
+        hold = HeldTokens(leases, (mappings, self._clients), self._clients.forgotten)
         with self._lock:
             self._holds.add(hold)
         return addresses, hold
@@ -374,10 +372,9 @@ class SharedCache(ClosedAtExit):
     # --- private: small --------------------------------------------------------------------------------------------
 
     def _release_forgotten(self) -> None:
-        """End the leases of queries whose tensors are all gone."""
-        while self._forgotten:
-            with contextlib.suppress(IndexError):  # another thread took the last
-                self._forgotten.popleft().release()
+        """End the leases of queries whose tensors are all gone, and what other caches have left open."""
+        close_abandoned()
+        self._clients.release_forgotten()
 
     def _count(self, name: str, count: int) -> None:
         with self._lock:
