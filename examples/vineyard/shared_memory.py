@@ -2,6 +2,9 @@
 
 kvtier cache-server --memory 64MiB --socket /tmp/vineyard_test.sock
 python -m examples.vineyard.shared_memory
+
+It runs once on a server, as with Vineyard: its KV is random, and tokens that are cached keep the KV they have. A second
+run finds the KV of the first, and says so.
 """
 
 import numpy as np
@@ -24,6 +27,7 @@ cache = KVCache(
 )
 
 tokens = [1, 2, 3, 4]
+ran_before = "other KV was cached for these tokens, by an earlier run: restart the server, or name another object"
 
 kv_tensors_to_update = []
 kv_tensors = []
@@ -74,7 +78,7 @@ for kv, kv_from_cache in zip(kv_tensors, kv_tensors_from_cache, strict=True):
             queried_v_tensor,  # type: ignore[call-overload]
             dtype=v_tensor.dtype,
         ).reshape(v_tensor.shape)
-        assert np.array_equal(k_tensor, queried_k)
-        assert np.array_equal(v_tensor, queried_v)
+        assert np.array_equal(k_tensor, queried_k), ran_before
+        assert np.array_equal(v_tensor, queried_v), ran_before
 
 print(f"{matched} of {len(tokens)} tokens found")

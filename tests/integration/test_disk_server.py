@@ -168,6 +168,18 @@ def test_flush_waits_for_what_was_committed_before_it_and_not_for_what_came_afte
         assert sum(bool(flags & LISTED_DISK) for _, flags in blocks) == 16
 
 
+def test_a_listing_that_takes_several_answers_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.cacheserver.connection._MAX_LISTED", 3)
+    with _served(tmp_path / "data", memory_bytes=16 * _SLOT_BYTES) as client:
+        expected = []
+        for seed in (1, 2, 3):
+            _set(client, seed)
+            client.flush()
+            expected += chain(seed, 8)  # more than fits into memory
+        assert {block_hash for block_hash, _ in client.list_blocks()} == set(expected)
+        assert all(flags & LISTED_DISK for _, flags in client.list_blocks())
+
+
 def test_what_is_safe_on_disk_leaves_memory_first(tmp_path: Path) -> None:
     files = FaultyFiles()
     gate = threading.Event()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +17,13 @@ import numpy as np
 import pytest
 
 import kvtier
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, LeaseError, TierRefused, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
+from kvtier.vineyard.recency import SharedRecency
 from kvtier.vineyard.shared_cache import SharedCache
 from tests.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
 
@@ -67,6 +72,14 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.01)
 
 
+class _CountedTable(SharedRecency):
+    num_connects = 0
+
+    def _connect(self, memory_bytes: int) -> SingleClient:
+        self.num_connects += 1
+        return super()._connect(memory_bytes)
+
+
 def _stat(server: ServerProcess, name: str) -> int:
     with kvtier.connect(server.unix) as client:
         return int(str(client.stats()[name]))
@@ -82,15 +95,17 @@ def _tokens_there(server: ServerProcess) -> int:
 # --- update and query -----------------------------------------------------------------------------------------------
 
 
-def test_the_seeds_program_runs(server):
+def test_the_seeds_program_runs_once_on_a_server_and_then_says_why_not(running_server):
     program = (ROOT / "examples" / "vineyard" / "shared_memory.py").read_text()
     assert "/tmp/vineyard_test.sock" in program
-    program = program.replace("/tmp/vineyard_test.sock", server.unix.removeprefix("unix:"))
+    program = program.replace("/tmp/vineyard_test.sock", running_server.unix.removeprefix("unix:"))
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    again = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    assert "by an earlier run" in again.stderr
 
 
 def test_any_length_matches_and_what_is_there_counts(server):
@@ -112,6 +127,61 @@ def test_any_length_matches_and_what_is_there_counts(server):
         assert cache.stats()["stored_tokens"] == 6
 
 
+def test_a_sequence_of_more_tokens_than_one_request_may_name_is_stored_and_found_whole(server, monkeypatch):
+    monkeypatch.setattr("kvtier.vineyard.shared_cache._PART_TOKENS", 8)
+    with open_cache(server.unix) as cache:
+        tokens = list(range(100))
+        assert store(cache, tokens[:50]) == 50
+        assert store(cache, tokens[50:], tokens[:50]) == 50
+        kv = empty(110)
+        assert cache.query([*tokens, *range(200, 210)], kv) == 100
+        expect(tokens, kv[:100])
+        _wait_until(lambda: _stat(server, "leases") == 13)  # and none of a program that was killed before
+        assert store(cache, [1], [*tokens, 5]) == 0
+        cache.release()
+        assert _stat(server, "leases") == 0
+        with pytest.raises(LeaseError):
+            _ = kv[99][0][0].address
+
+
+def test_who_appends_token_by_token_does_not_have_the_whole_prefix_looked_for_each_time(server):
+    with open_cache(server.unix, capacity=1000) as cache:
+        tokens = list(range(400))
+        store(cache, tokens)
+        num_before = _stat(server, "hit_blocks")
+        begun_at = time.monotonic()
+        for token in range(400, 430):
+            assert store(cache, [token], tokens) == 1
+            tokens.append(token)
+        num_whole_looks = int(time.monotonic() - begun_at) + 1
+
+        assert _stat(server, "hit_blocks") - num_before <= 30 * 2 + num_whole_looks * len(tokens)
+        assert found(cache, tokens) == 430
+
+
+def test_a_prefix_whose_end_is_gone_is_not_taken_for_there(server):
+    with open_cache(server.unix) as cache:
+        tokens = list(range(400))
+        store(cache, tokens)
+        cache._writer.drop(cache._chain.hashes(tokens)[-1:])
+
+        assert store(cache, [7], tokens) == 0
+        assert store(cache, [7], tokens[:-1]) == 1
+
+
+def test_a_sequence_that_grew_token_by_token_loses_its_end_first(server):
+    with open_cache(server.unix, capacity=400) as cache:
+        tokens = list(range(300))
+        store(cache, tokens)
+        for token in range(300, 320):
+            store(cache, [token], tokens)
+            tokens.append(token)
+        store(cache, range(1000, 1100))
+
+        assert found(cache, tokens) == 300
+        assert found(cache, range(1000, 1100)) == 100
+
+
 def test_kv_of_a_wrong_shape_stores_nothing(server):
     with open_cache(server.unix) as cache:
         source = Source([], [1, 2])
@@ -122,8 +192,15 @@ def test_kv_of_a_wrong_shape_stores_nothing(server):
         for wrong in (empty(1), empty(3), empty(2, layers=1)):
             with pytest.raises(ConfigError):
                 cache.query([1, 2], wrong)
-        with pytest.raises(ConfigError):
-            cache.update(None, [-1, 2], kv)
+        for tokens in ([-1, 2], [1, 1 << 32], [1.0, 2], "ab", None, iter([1, 2])):
+            with pytest.raises(ConfigError):
+                cache.update(None, tokens, kv)
+        for prefix in (5, [-1], "a"):
+            with pytest.raises(ConfigError):
+                cache.update(prefix, [1, 2], kv)
+        for wrong in (None, 5, [None, None], iter(kv), [[(None, None)] * LAYERS] * 2):
+            with pytest.raises(ConfigError):
+                cache.update(None, [1, 2], wrong)
 
         assert found(cache, [1, 2]) == 0
 
@@ -256,6 +333,23 @@ def test_a_cache_that_is_closed_while_others_use_it_waits_for_their_calls(server
     assert _stat(server, "leases") == 0
 
 
+def test_a_cache_that_nobody_closed_gives_everything_back_with_its_last_tensor(server):
+    for capacity in (1 << 30, 100):  # without and with a table of times
+        cache = open_cache(server.unix, capacity=capacity)
+        store(cache, [1, 2, 3])
+        kv = empty(3)
+        cache.query([1, 2, 3], kv)
+        del cache
+        gc.collect()
+        with open_cache(server.unix) as other:
+            assert _stat(server, "leases") >= 1
+            expect([1, 2, 3], kv)
+            del kv
+            gc.collect()
+            found(other, [4])
+            assert _stat(server, "leases") == 0
+
+
 def test_updates_go_on_while_queries_hold_all_that_they_may(server):
     with open_cache(server.unix) as cache:
         tokens = list(range(600))  # more than half of the 1,024 that fit
@@ -273,6 +367,27 @@ def test_updates_go_on_while_queries_hold_all_that_they_may(server):
         del kv
         gc.collect()
         assert found(cache, [7, 8]) == 2
+
+
+def test_tensors_of_a_query_are_held_while_an_update_copies_from_them(server):
+    with open_cache(server.unix) as cache, open_cache(server.unix, name="another tree") as other:
+        store(cache, [1, 2, 3])
+        kv = empty(3)
+        cache.query([1, 2, 3], kv)
+        copy = other._copy
+
+        def release_first(targets: Sequence[int], sources: Sequence[int]) -> None:
+            with pytest.raises(LeaseError):
+                cache.release()
+            copy(targets, sources)
+
+        other._copy = release_first
+        assert other.update(None, [1, 2, 3], kv) == 3
+        cache.release()
+
+        assert found(other, [1, 2, 3]) == 3
+        with pytest.raises(ConfigError, match="released"):
+            other.update(None, [4, 5, 6], kv)
 
 
 # --- bounds ---------------------------------------------------------------------------------------------------------
@@ -323,6 +438,27 @@ def test_a_capacity_beyond_the_servers_memory_is_the_servers_to_keep(server):
             assert store(cache, range(start, start + 10)) == 10
         assert found(cache, range(2990, 3000)) == 10
         assert _stat(server, "used_bytes") <= 4 << 20
+
+
+def test_a_table_of_times_that_finds_no_room_is_not_looked_for_with_every_use(server):
+    with open_cache(server.unix) as one, open_cache(server.unix) as other:
+        for cache, start in ((one, 0), (other, 600)):
+            for first in range(start, start + 512, 128):
+                store(cache, range(first, first + 128), range(start, first))
+        held = [one.query_addresses(range(512)), other.query_addresses(range(600, 1112))]
+        assert [each.num_tokens for each in held] == [512, 512]  # all of the server's memory
+        times = _CountedTable(server.unix, Namespace(bytes(32)), _SLOT_BYTES, 1.0)
+        arena = one._reader.arena
+        for _ in range(5):
+            times.follow(arena)
+            times.touch([BlockHash(bytes(32))], 1)
+        assert times.num_connects == 1
+        times.follow(other._reader.arena)  # as after a restart of the server
+
+        assert times.num_connects == 2
+        times.close()
+        for each in held:
+            each.release()
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -413,9 +549,21 @@ def test_without_a_server_construction_fails_and_says_where(tmp_path):
 
 def test_sizes_that_cannot_work_are_refused(server):
     config = VineyardCacheConfig(socket=server.unix)
-    for sizes in ({"tensor_bytes": 0}, {"cache_capacity": -1}, {"layer": 0}, {"layer": True}):
+    for sizes in (
+        {"tensor_bytes": 0},
+        {"tensor_bytes": 1 << 41},
+        {"tensor_bytes": 1 << 30, "layer": 1 << 16},
+        {"tensor_bytes": 1.5},
+        {"cache_capacity": -1},
+        {"layer": 0},
+        {"layer": True},
+        {"layer": 1 << 40},
+    ):
+        sizes = {"tensor_bytes": 16, "cache_capacity": 4, "layer": 1, **sizes}
         with pytest.raises(ConfigError):
-            KVCache(config, **{"tensor_bytes": 16, "cache_capacity": 4, "layer": 1, **sizes})
+            KVCache(config, **sizes)
+        with pytest.raises(ConfigError):
+            SharedCache(config, **sizes)
     with pytest.raises(TierRefused):
         KVCache(config, tensor_bytes=64 << 20, cache_capacity=4, layer=1)
 
@@ -459,6 +607,45 @@ def test_of_two_servers_with_replicas_one_may_die():
             one.kill()
             _wait_until(lambda: found(cache, tokens) == 30)
             expect(tokens, kv)
+            assert store(cache, [100, 101], tokens) == 2
+            assert found(cache, [*tokens, 100, 101]) == 32
+
+
+def test_the_capacity_holds_on_the_servers_that_are_left_and_with_those_that_come_back(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (start_cache_server(folder, memory="4MiB", tcp=False) for folder in folders)
+    try:
+        with open_cache([one.unix, other.unix], replicas=2, capacity=20) as cache:
+            assert store(cache, range(10)) == 10
+            one.kill()
+            one.process.stdout.close()
+            _wait_until(lambda: store(cache, range(100, 115)) == 15)
+            store(cache, range(200, 215))
+
+            assert found(cache, range(200, 215)) == 15
+            assert _tokens_there(other) == 20
+            one = start_cache_server(folders[0], memory="4MiB", tcp=False)
+            starts = itertools.count(300, 100)
+            _wait_until(lambda: store(cache, [next(starts)]) == 1 and _tokens_there(one) > 0)
+            store(cache, range(10, 25))
+
+            assert found(cache, range(10, 25)) == 15
+            assert _tokens_there(one) + _tokens_there(other) <= 2 * 20
+    finally:
+        for server in (one, other):
+            server.stop()
+            server.process.stdout.close()
+
+
+def test_a_server_that_was_down_from_the_start_changes_no_bound(tmp_path):
+    with cache_server(memory="4MiB") as server:
+        with open_cache([server.unix, str(tmp_path / "nobody.sock")], capacity=20) as cache:
+            for start in range(0, 100, 10):
+                assert store(cache, range(start, start + 10)) == 10
+            assert _tokens_there(server) == 20
+            assert found(cache, range(90, 100)) == 10
 
 
 def test_over_several_servers_the_capacity_counts_each_token_once():

@@ -7,9 +7,10 @@ its process, gives it back; what a remote holder leases it only names, so a cloc
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -367,18 +368,28 @@ class Catalog:
                     self._persistence.queue(space, [block])
         return num_dropped
 
-    def list_blocks(self, space: Space) -> tuple[list[BlockHash], bytes]:
-        """Every hash of a namespace, and where it is: LISTED_ flags."""
+    def list_blocks(self, space: Space, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
+        """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
+
+        What comes or goes between two calls may be missed by who lists part by part.
+        """
         with self._lock:
+            blocks: Iterable[Block] = space.index.blocks.values()
+            num_blocks = len(space.index)
+            if self._persistence is None:
+                blocks = itertools.islice(blocks, first, first + count)
             flags = {
                 block.hash: LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
-                for block in space.index.blocks.values()
+                for block in blocks
                 if block.is_ready
             }
-            stored = [] if self._persistence is None else self._persistence.blocks(space)
+            if self._persistence is None:
+                return list(flags), bytes(flags.values()), first + count >= num_blocks
+            stored = self._persistence.blocks(space)
         for block_hash, is_pinned in stored:
             flags[block_hash] = flags.get(block_hash, 0) | LISTED_DISK | (LISTED_PINNED if is_pinned else 0)
-        return list(flags), bytes(flags.values())
+        part = list(flags.items())[first : first + count]
+        return [block_hash for block_hash, _ in part], bytes(each for _, each in part), first + count >= len(flags)
 
     def verify(self, space: Space, hashes: Sequence[BlockHash]) -> bytes:
         if self._persistence is None:

@@ -50,7 +50,7 @@ _SCRATCH_BYTES = 1 << 20
 _LOAD_S = 30.0
 _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
-_MAX_LISTED = MAX_BODY_BYTES // 34
+_MAX_LISTED = 1 << 18
 
 
 class Services:
@@ -257,8 +257,8 @@ class Connection:
             case wire.DropRequest():
                 return wire.Counted(catalog.drop(self._space(request.space), split_hashes(request.hashes)))
             case wire.ListRequest():
-                hashes, flags = catalog.list_blocks(self._space(request.space))
-                return wire.Listed(join_hashes(hashes[:_MAX_LISTED]), flags[:_MAX_LISTED])
+                hashes, flags, is_last = catalog.list_blocks(self._space(request.space), request.first, _MAX_LISTED)
+                return wire.Listed(join_hashes(hashes), flags, 0 if is_last else request.first + _MAX_LISTED)
             case wire.VerifyRequest():
                 return wire.Contained(catalog.verify(self._space(request.space), split_hashes(request.hashes)))
             case wire.PresenceRequest():

@@ -400,10 +400,16 @@ class SingleClient:
     def list_blocks(self) -> list[tuple[BlockHash, int]]:
         """Every hash cached in this namespace with its LISTED_ flags (see `wire.messages`)."""
         self._check()
-        deadline = self._deadline(None)
-        with self._endpoint.connection(deadline) as connection:
-            listed = connection.call(wire.ListRequest(connection.space), wire.Listed, deadline)
-        return list(zip(split_hashes(listed.hashes), listed.flags, strict=True))
+        found: dict[BlockHash, int] = {}
+        first = 0
+        while True:
+            deadline = self._deadline(None)
+            with self._endpoint.connection(deadline) as connection:
+                listed = connection.call(wire.ListRequest(connection.space, first), wire.Listed, deadline)
+            found.update(zip(split_hashes(listed.hashes), listed.flags, strict=True))
+            if listed.next_first <= first:
+                return list(found.items())
+            first = listed.next_first
 
     def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Have the server read these from its disk; False where a block was not what was written. It is gone then."""

@@ -1,6 +1,6 @@
 """The tokens that one query found, kept where they are until nobody looks at them any more.
 
-Tensors and arrays refer to the hold, the hold to the lease and the mapping. So memory that somebody can still reach
+Tensors and arrays refer to the hold, the hold to the leases and the mapping. So memory that somebody can still reach
 through an object of ours is neither evicted nor unmapped. Any thread.
 """
 
@@ -20,14 +20,14 @@ from kvtier.vineyard.kv_tensor import KVTensor, point_tensors
 class HeldTokens:
     """Memory of a cache that tensors point at (a `Hold`). `mapping` is whatever keeps that memory mapped.
 
-    When the last tensor is gone the lease is put into `forgotten`, for the cache to release with its next call: the
+    When the last tensor is gone the leases are put into `forgotten`, for the cache to release with its next call: the
     collector must not wait for a server.
     """
 
-    __slots__ = ("__weakref__", "_forgotten", "_lease", "_mapping", "_windows", "is_over")
+    __slots__ = ("__weakref__", "_forgotten", "_leases", "_mapping", "_windows", "is_over")
 
-    def __init__(self, lease: Lease | None, mapping: object, forgotten: deque[Lease]) -> None:
-        self._lease = lease
+    def __init__(self, leases: Sequence[Lease], mapping: object, forgotten: deque[Lease]) -> None:
+        self._leases = leases
         self._mapping = mapping
         self._forgotten = forgotten
         self._windows: list[None] = []
@@ -52,12 +52,12 @@ class HeldTokens:
             self.is_over = False
             raise LeaseError("arrays or views of this cache's tensors are in use: drop those first")
         self._mapping = None
-        if self._lease is not None:
-            self._lease.release()
+        for lease in self._leases:
+            lease.release()
 
     def __del__(self) -> None:
-        if not self.is_over and self._lease is not None:
-            self._forgotten.append(self._lease)
+        if not self.is_over:
+            self._forgotten.extend(self._leases)
 
 
 class FoundTokens:
@@ -87,11 +87,15 @@ class FoundTokens:
         return self._addresses
 
     def tensors(self, token: int) -> list[tuple[KVTensor, KVTensor]]:
-        """The K and V of one token, layer by layer. They hold what they point at as a query's do."""
+        """The K and V of one token, layer by layer. They hold what they point at as a query's do.
+
+        Raises `IndexError` for a token that was not found.
+        """
         self._check()
+        address = self._addresses[token]
         assert self._hold is not None
         made = [(KVTensor(0, 0), KVTensor(0, 0)) for _ in self.offsets[::2]]
-        point_tensors([made], [self._addresses[token]], self.offsets, self.tensor_bytes, self._hold)
+        point_tensors([made], [address], self.offsets, self.tensor_bytes, self._hold)
         return made
 
     def release(self) -> None:

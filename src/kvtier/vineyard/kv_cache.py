@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Protocol
 
-from kvtier.errors import ConfigError, LeaseError
+from kvtier.errors import ConfigError
 from kvtier.vineyard.file_cache import FileCache
 from kvtier.vineyard.file_config import FileCacheConfig, positive_int
 from kvtier.vineyard.held_tokens import FoundTokens
 from kvtier.vineyard.kv_tensor import TokenTensors
-from kvtier.vineyard.shared_cache import SharedCache
+from kvtier.vineyard.scope import ClosedAtExit
+from kvtier.vineyard.shared_cache import MAX_LAYERS, MAX_TOKEN_BYTES, SharedCache
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
-
-logger = logging.getLogger(__name__)
 
 
 class _Half(Protocol):
@@ -29,7 +26,7 @@ class _Half(Protocol):
     def close(self) -> None: ...
 
 
-class KVCache:
+class KVCache(ClosedAtExit):
     """The KV of token sequences, `layer` pairs of tensors of `tensor_bytes` for each token, `cache_capacity` tokens.
 
     With `VineyardCacheConfig` in the shared memory of cache servers, with `FileCacheConfig` in files of a folder.
@@ -43,9 +40,9 @@ class KVCache:
         cache_capacity: int = 10,
         layer: int = 1,
     ) -> None:
-        positive_int("tensor_bytes", tensor_bytes)
+        positive_int("tensor_bytes", tensor_bytes, MAX_TOKEN_BYTES)
         positive_int("cache_capacity", cache_capacity)
-        positive_int("layer", layer)
+        positive_int("layer", layer, MAX_LAYERS)
         self.tensor_bytes = tensor_bytes
         self.cache_capacity = cache_capacity
         self.layer = layer
@@ -92,19 +89,6 @@ class KVCache:
     def close(self) -> None:
         """Give everything back; what is cached stays. May be called again."""
         self._half.close()
-
-    def __enter__(self) -> KVCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except LeaseError:
-            if error is None:
-                raise
-            logger.warning("arrays of cached tensors are still in use after an error; the cache stays open")
 
 
 def _open(config: object, tensor_bytes: int, cache_capacity: int, layer: int) -> _Half:

@@ -7,11 +7,12 @@ address; from 3.12 on it is `__buffer__`. Any thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from kvtier.errors import ConfigError, LeaseError
 
@@ -63,6 +64,9 @@ class KVTensor:
     data = address
     length = nbytes
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a KVTensor is an address in this process: it cannot be pickled or copied")
+
     def __repr__(self) -> str:
         if self._hold is not None and self._hold.is_over:
             return f"<KVTensor of {self._nbytes} bytes, released>"
@@ -71,12 +75,14 @@ class KVTensor:
     def _open(self) -> memoryview:
         """A view of the bytes. Raises `BufferError` when they are released."""
         hold = self._hold
-        if hold is None:
-            return memoryview(_window_type(self._nbytes).from_address(self._address)).cast("B")
-        if not hold.enter():
+        if hold is not None and not hold.enter():
             raise BufferError("the cache has released this tensor")
         window = _window_type(self._nbytes).from_address(self._address)
+        if hold is None:
+            return memoryview(window).cast("B")
         window.hold = hold
+        if self._hold is not hold:
+            raise BufferError("another thread is pointing this tensor elsewhere")
         return memoryview(window).cast("B").toreadonly()
 
     if TYPE_CHECKING or sys.version_info >= (3, 12):
@@ -88,30 +94,69 @@ class KVTensor:
             """That it is there makes numpy keep the view, not only the tensor."""
 
 
+class _Moving:
+    """The hold of a tensor that is being pointed elsewhere: nobody may look at it now."""
+
+    is_over = True
+
+    def enter(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        pass
+
+
+_MOVING = _Moving()
+
+
 TokenTensors: TypeAlias = Sequence[tuple[KVTensor, KVTensor]]
 """A token's K and V, layer by layer."""
 
 
 def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> None:
     """Raises `ConfigError` unless there are tensors of every layer for every token."""
-    if len(kv) != num_tokens:
-        raise ConfigError(f"{num_tokens} tokens, but KV of {len(kv)}")
-    for position, of_token in enumerate(kv):
-        if len(of_token) != layers:
-            raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
+    try:
+        if len(kv) != num_tokens:
+            raise ConfigError(f"{num_tokens} tokens, but KV of {len(kv)}")
+        for position, of_token in enumerate(kv):
+            if len(of_token) != layers:
+                raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
+    except TypeError as error:
+        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+
+
+@contextlib.contextmanager
+def held_addresses(kv: Sequence[TokenTensors], nbytes: int) -> Iterator[list[int]]:
+    """Where the tensors are, by token, layer, K and V. Those of a cache stay there, released by nobody, meanwhile.
+
+    Raises `ConfigError` for one that is not `nbytes` of memory, or is released.
+    """
+    with contextlib.ExitStack() as entered:
+        yield _addresses(kv, nbytes, entered)
 
 
 def source_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
-    """Where the tensors are, by token, layer, K and V. Raises `ConfigError` for one that is not `nbytes` of memory."""
+    """As `held_addresses`, of tensors that the caller keeps where they are."""
+    with contextlib.ExitStack() as entered:
+        return _addresses(kv, nbytes, entered)
+
+
+def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.ExitStack) -> list[int]:
     found: list[int] = []
     add = found.append
+    holds: set[Hold | None] = {None}
     try:
         for of_token in kv:
             for pair in of_token:
                 for tensor in pair:
-                    if tensor._nbytes != nbytes or (tensor._hold is not None and tensor._hold.is_over):
-                        raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
+                    hold = tensor._hold
+                    if hold not in holds and hold is not None and hold.enter():
+                        entered.callback(hold.leave)
+                        holds.add(hold)
                     add(tensor._address)
+                    # In this order: a tensor that another thread points elsewhere meanwhile has another hold now.
+                    if tensor._nbytes != nbytes or hold not in holds or tensor._hold is not hold:
+                        raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
     if len(found) != 2 * sum(map(len, kv)):
@@ -135,9 +180,11 @@ def point_tensors(
     try:
         for of_token, address in zip(kv, addresses, strict=False):
             for (key, value), (key_offset, value_offset) in zip(of_token, pairs, strict=True):
+                key._hold = _MOVING
                 key._address = address + key_offset
                 key._nbytes = nbytes
                 key._hold = hold
+                value._hold = _MOVING
                 value._address = address + value_offset
                 value._nbytes = nbytes
                 value._hold = hold

@@ -28,13 +28,14 @@ _MAX_TABLE_BYTES = 128 << 20
 _PLACES = 8
 _OPEN_S = 1.0
 _PENDING_S = 0.001
+_RETRY_S = 5.0
 
 
 class Recency(Protocol):
     """Times of last use. Greater is later; 0 is not known."""
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """This prefix was used now; of its tokens the last counts as used first."""
+    def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
+        """These, which follow each other, were used then; the last of them counts as used first."""
         ...
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]: ...
@@ -50,12 +51,11 @@ class LocalRecency:
         self._lock = threading.Lock()
         self._times: dict[BlockHash, int] = {}
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        now = time.monotonic_ns()
+    def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
         with self._lock:
             for position, block_hash in enumerate(hashes):
                 self._times.pop(block_hash, None)
-                self._times[block_hash] = now - position
+                self._times[block_hash] = used_at_ns - position
             while len(self._times) > self._max_entries:
                 del self._times[next(iter(self._times))]
 
@@ -69,11 +69,13 @@ class LocalRecency:
 class SharedRecency:
     """The table of one tree, a block of a namespace beside the tree's; the first process to need it makes it.
 
-    Without it (the server is down, or full of what is leased) nothing is noted and nothing is known.
+    Without it (the server is down, or full of what is leased) nothing is noted and nothing is known; it is looked for
+    again after some seconds, or at once on another server.
     """
 
     _tree_arena: MappedArena | None
     _client: SingleClient | None
+    _retry_at: float
     _lease: BlockLease | None
     _entries: memoryview | None
 
@@ -93,15 +95,18 @@ class SharedRecency:
         if self._pid != os.getpid():
             self._leave_to_parent()
         with self._lock:
-            if self._tree_arena is not tree_arena:
-                self._let_go()
-                if self._open(tree_arena.nbytes):
-                    self._tree_arena = tree_arena
+            if self._tree_arena is tree_arena and (self._entries is not None or time.monotonic() < self._retry_at):
+                return
+            self._let_go()
+            self._tree_arena = tree_arena
+            self._retry_at = time.monotonic() + _RETRY_S
+            if not self._open(tree_arena.nbytes):
+                self._let_go_of_client()
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
+    def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
         with self._lock:
             if self._entries is not None and self._pid == os.getpid():
-                _write(self._entries, self._mask, hashes, time.monotonic_ns())
+                _write(self._entries, self._mask, hashes, used_at_ns)
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]:
         with self._lock:
@@ -119,6 +124,7 @@ class SharedRecency:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._tree_arena = None
+        self._retry_at = 0.0
         self._client = None
         self._lease = None
         self._entries = None
@@ -144,7 +150,7 @@ class SharedRecency:
         """Every process that shares the tree finds the same table, for its size follows from the server's."""
         nbytes = min(_MAX_TABLE_BYTES, 2 * _ENTRY_BYTES * (memory_bytes // self._slot_bytes))
         nbytes = 1 << (max(SLOT_ALIGN_BYTES, nbytes) - 1).bit_length()
-        namespace = Namespace(hashlib.sha256(b"times of use" + nbytes.to_bytes(8, "little") + self._tree).digest())
+        namespace = Namespace(hashlib.sha256(b"times of last use" + nbytes.to_bytes(8, "little") + self._tree).digest())
         self._hash = BlockHash(namespace)
         self._mask = nbytes // _ENTRY_BYTES - 1
         return connect(
@@ -176,13 +182,16 @@ class SharedRecency:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        self._let_go_of_client()
+        self._tree_arena = None
+
+    def _let_go_of_client(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
-        self._tree_arena = None
 
 
-def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], now: int) -> None:
+def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
     from_bytes = int.from_bytes
     for block_hash in hashes:
         name = from_bytes(block_hash[:8], "little")
@@ -190,15 +199,16 @@ def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], now: int
         if entries[place] != name:
             place = _place_for(entries, mask, name)
             entries[place] = name
-        entries[place + 1] = now
-        now -= 1
+        entries[place + 1] = used_at_ns
+        used_at_ns -= 1
 
 
 def _place_for(entries: memoryview, mask: int, name: int) -> int:
     """Where `name` is, or where it goes: an empty place, or that of the entry used longest ago."""
     coldest, coldest_time = 0, 1 << 64
+    stride = name >> 32 | 1  # another one for each name: neighbours would fill up together
     for step in range(_PLACES):
-        place = 2 * ((name + step) & mask)
+        place = 2 * ((name + step * stride) & mask)
         if entries[place] == name:
             return place
         if entries[place + 1] < coldest_time:

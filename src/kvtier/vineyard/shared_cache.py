@@ -16,10 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
@@ -32,16 +29,24 @@ from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnav
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
-from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, point_tensors, source_addresses
+from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, held_addresses, point_tensors
+from kvtier.vineyard.scope import ClosedAtExit
+from kvtier.vineyard.seen_prefixes import SeenPrefixes
 from kvtier.vineyard.token_bound import TokenBound
 from kvtier.vineyard.token_chain import TokenChain
+from kvtier.vineyard.tree_clients import TreeClients, close_abandoned
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
 
 logger = logging.getLogger(__name__)
 
+MAX_LAYERS = 1 << 16
+MAX_TOKEN_BYTES = 1 << 40
+COPY_THREADS = min(4, os.cpu_count() or 1)
+
 _TENSOR_ALIGN_BYTES = 64
 _PART_BYTES = 256 << 20
-_COPY_THREADS = min(4, os.cpu_count() or 1)
+_PART_TOKENS = 1 << 16
+"""A request for so many takes a fraction of the default timeout; a server takes requests for eight times as many."""
 _SHARED_COPY_BYTES = 8 << 20
 _SHARED_TENSOR_BYTES = 32 << 10
 _PENDING_S = 2.0
@@ -50,7 +55,7 @@ _LAST_LOOK_S = 0.05
 _COUNTS = ("hit_tokens", "missed_tokens", "stored_tokens", "refused_tokens", "pruned_tokens")
 
 
-class SharedCache:
+class SharedCache(ClosedAtExit):
     """KV of tokens in shared memory: `layer` pairs of `tensor_bytes` for each of at most `cache_capacity` tokens.
 
     Tensors that `query` has pointed into the cache are read where they lie, without a copy. What they point at stays
@@ -67,28 +72,31 @@ class SharedCache:
         for name, value in (("tensor_bytes", tensor_bytes), ("cache_capacity", cache_capacity), ("layer", layer)):
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        if layer > MAX_LAYERS:
+            raise ConfigError(f"layer must be at most {MAX_LAYERS}, not {layer}")
         stride = -(-tensor_bytes // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
+        if 2 * layer * stride > MAX_TOKEN_BYTES:
+            raise ConfigError(f"{layer} layers of tensors of {tensor_bytes} bytes are over a tebibyte a token")
         self._tensor_bytes = tensor_bytes
         self._layer = layer
         self._capacity = cache_capacity
         self._offsets = tuple(range(0, 2 * layer * stride, stride))
-        self._forgotten: deque[Lease] = deque()
+        close_abandoned()
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
         self._num_calls = 0
-        self._copiers = Workers(_COPY_THREADS, "kvtier-vineyard-copy")
+        self._copiers = Workers(COPY_THREADS, "kvtier-vineyard-copy")
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._lock = threading.Condition()
         # Bytes, whatever they mean: one "head" of `stride` of them for each of K and V.
         layout = KvLayout(layers=layer, kv_heads=1, head_dim=stride, dtype="float8_e4m3fn", block_tokens=1)
         namespace = _namespace(config.llm_cache_object_name, tensor_bytes, layer)
         self._chain = TokenChain(namespace)
+        self._seen = SeenPrefixes()
         with contextlib.ExitStack() as stack:
-            # Two clients: what queries hold is not counted against what updates may.
             self._reader = stack.enter_context(_connect(config, layout, namespace))
             self._writer = stack.enter_context(_connect(config, layout, namespace))
             self._bound = TokenBound(
-                self._writer,
                 _servers_of(self._writer),
                 namespace,
                 capacity=cache_capacity,
@@ -96,26 +104,49 @@ class SharedCache:
                 timeout_s=config.timeout_s,
             )
             stack.pop_all()
+        self._clients = TreeClients(self._reader, self._writer, self._bound)
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Store the KV of `tokens`, which follow `prefix`. Returns how many leading ones of them are cached now.
 
         That includes those that were cached before, whose KV is not looked at. It is 0 when not all of `prefix` is
-        cached, and less than all when the sequence exceeds `cache_capacity` or the room there is. The caller's memory
-        is read until this returns. Raises `ConfigError`, before anything is stored, for KV of another length or size.
+        cached, and less than all when the sequence exceeds `cache_capacity` or the room there is. Of a long prefix
+        that this object has seen whole within the last second only the end is looked for. The caller's memory is read
+        until this returns; tensors of a cache cannot be released meanwhile. Raises `ConfigError`, before anything is
+        stored, for KV of another length or size.
         """
-        check_shape(kv, len(tokens), self._layer)
-        sources = source_addresses(kv, self._tensor_bytes)
-        with self._call():
+        check_shape(kv, _num_tokens(tokens), self._layer)
+        with self._call(), held_addresses(kv, self._tensor_bytes) as sources:
             return self._update(prefix, tokens, sources)
 
     def _update(self, prefix: Sequence[int] | None, tokens: Sequence[int], sources: Sequence[int]) -> int:
-        num_before = 0 if prefix is None else len(prefix)
-        hashes = self._chain.hashes(() if prefix is None else prefix, tokens)[: self._capacity]
+        num_before = 0 if prefix is None else _num_tokens(prefix)
+        hashes = self._chain.hashes(() if prefix is None else prefix, tokens)
+        del hashes[self._capacity :]
         if len(hashes) < max(1, num_before):
             return 0
-        with self._writer.match(hashes) as present:
-            num_present = self._num_present(hashes, present)
+        num_present = 0
+        seen_at_ns = self._seen.used_at_ns(hashes[num_before - 1]) if num_before else None
+        if seen_at_ns is not None:
+            num_present = self._extend(hashes, num_before, num_before - 1, sources, seen_at_ns)
+        if not num_present:
+            num_present = self._extend(hashes, num_before, 0, sources, time.monotonic_ns())
+        if num_present < num_before:
+            return 0
+        self._count("refused_tokens", num_before + len(tokens) - num_present)
+        self._count("pruned_tokens", self._bound.enforce(hashes, num_present))
+        return num_present - num_before
+
+    def _extend(
+        self, hashes: Sequence[BlockHash], num_before: int, first: int, sources: Sequence[int], used_at_ns: int
+    ) -> int:
+        """Store what is missing behind the prefix of `num_before`, of which only what follows `first` is looked for.
+
+        Returns how many leading tokens are there now; 0 when not all of the prefix is. `used_at_ns` is when those
+        before `first` were seen: the others count as used then as well, so no end is warmer than its beginning.
+        """
+        with self._leased(hashes[first:] if first else hashes) as num_found:
+            num_present = first + num_found
             if num_present < num_before:
                 return 0
             if num_present < len(hashes):
@@ -123,17 +154,17 @@ class SharedCache:
                 num_stored = self._store(hashes[num_present:], sources[first_source:])
                 num_present += num_stored
                 self._count("stored_tokens", num_stored)
-            self._bound.touch(hashes[:num_present])
-        self._count("refused_tokens", num_before + len(tokens) - num_present)
-        self._count("pruned_tokens", self._bound.enforce(hashes[:num_present]))
-        return num_present - num_before
+            self._bound.touch(hashes[first:num_present], used_at_ns - first)
+            if num_present:
+                self._seen.note(hashes[num_present - 1], num_present, used_at_ns)
+        return num_present
 
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Point the tensors of the longest cached prefix into the cache. Returns how many tokens that is.
 
         The other tensors stay as they are. Raises `ConfigError` for KV of another length.
         """
-        check_shape(kv, len(tokens), self._layer)
+        check_shape(kv, _num_tokens(tokens), self._layer)
         with self._call():
             addresses, hold = self._find(tokens)
             if hold is not None:
@@ -187,57 +218,54 @@ class SharedCache:
             self._is_closed = False
             raise
         self._copiers.close()
-        self._bound.close()
-        self._reader.close()
-        self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except LeaseError:
-            if error is None:
-                raise
-            logger.warning("arrays of cached tensors are still in use after an error; the cache stays open")
+        self._clients.close()
 
     # --- private: reading ------------------------------------------------------------------------------------------
 
     def _find(self, tokens: Sequence[int]) -> tuple[list[int], HeldTokens | None]:
         """Where the tokens of the longest cached prefix are, and what keeps them there."""
         hashes = self._chain.hashes(tokens)
-        lease = self._reader.match(hashes)
-        try:
-            addresses, hold = self._hold(lease)
-        except BaseException:
-            lease.release()
-            raise
-        self._bound.touch(hashes[: len(addresses)])
+        used_at_ns = time.monotonic_ns()
+        addresses, hold = self._hold(hashes)
+        if addresses:
+            self._bound.touch(hashes[: len(addresses)], used_at_ns)
+            self._seen.note(hashes[len(addresses) - 1], len(addresses), used_at_ns)
         self._count("hit_tokens", len(addresses))
         self._count("missed_tokens", len(hashes) - len(addresses))
         return addresses, hold
 
-    def _hold(self, lease: Lease) -> tuple[list[int], HeldTokens | None]:
-        if not lease.wait():
-            lease.release()
-            return [], None
-        hold: HeldTokens
-        if isinstance(lease, BlockLease) and lease.arena is not None:
-            start = lease.arena.address
-            addresses = [start + offset for offset in lease.offsets]
-            hold = HeldTokens(lease, lease.arena.exports([0], 1), self._forgotten)
-        elif lease.has_views:
-            addresses = [address_of(view) for view in lease.views()]
-            hold = HeldTokens(lease, None, self._forgotten)
-        else:
-            addresses, memory = self._fetch(lease)
-            hold = HeldTokens(None, memory, self._forgotten)
+    def _hold(self, hashes: Sequence[BlockHash]) -> tuple[list[int], HeldTokens | None]:
+        addresses: list[int] = []
+        mappings: list[object] = []
+        with contextlib.ExitStack() as undo:
+            leases: list[Lease] = []
+            for part in _parts(hashes):
+                lease = self._reader.match(part)
+                undo.callback(lease.release)
+                found, mapping = self._locate(lease)
+                addresses += found
+                mappings.append(mapping)
+                leases.append(lease)
+                if len(found) < len(part):
+                    break
+            if not addresses:
+                return [], None
+            undo.pop_all()
+        hold = HeldTokens(leases, (mappings, self._clients), self._clients.forgotten)
         with self._lock:
             self._holds.add(hold)
         return addresses, hold
+
+    def _locate(self, lease: Lease) -> tuple[list[int], object]:
+        """Where the leased tokens are, and what keeps that memory there, unless the lease does."""
+        if not lease.wait():
+            return [], None
+        if isinstance(lease, BlockLease) and lease.arena is not None:
+            start = lease.arena.address
+            return [start + offset for offset in lease.offsets], lease.arena.exports([0], 1)
+        if lease.has_views:
+            return [address_of(view) for view in lease.views()], None
+        return self._fetch(lease)
 
     def _fetch(self, lease: Lease) -> tuple[list[int], bytearray]:
         """A copy, in memory of this process, of what lies in that of another host."""
@@ -251,17 +279,25 @@ class SharedCache:
 
     # --- private: writing ------------------------------------------------------------------------------------------
 
-    def _num_present(self, hashes: Sequence[BlockHash], lease: Lease) -> int:
-        num_present = lease.wait()
-        if lease.ended == "limit":  # there may be more, which one client may not lease at once
-            flags = self._writer.contains(hashes[num_present:])
-            num_present += flags.index(False) if False in flags else len(flags)
-        return num_present
+    @contextlib.contextmanager
+    def _leased(self, hashes: Sequence[BlockHash]) -> Iterator[int]:
+        """How many leading tokens are there; they stay, as far as one client may lease them."""
+        num_present = 0
+        with contextlib.ExitStack() as leases:
+            for part in _parts(hashes):
+                lease = leases.enter_context(self._writer.match(part))
+                num_leased = lease.wait()
+                num_present += num_leased
+                if num_leased < len(part):
+                    if lease.ended == "limit":  # there may be more
+                        num_present += self._num_leading(hashes[num_present:])
+                    break
+            yield num_present
 
     def _store(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> int:
         """Store tokens whose tensors are at `sources`. Returns how many leading ones are there now."""
         num_stored = 0
-        step = max(1, _PART_BYTES // self._writer.layout.block_bytes)
+        step = min(_PART_TOKENS, max(1, _PART_BYTES // self._writer.layout.block_bytes))
         deadline = time.monotonic() + _PENDING_S
         look_s = _FIRST_LOOK_S
         try:
@@ -323,7 +359,7 @@ class SharedCache:
         if self._tensor_bytes < _SHARED_TENSOR_BYTES or count * self._tensor_bytes < _SHARED_COPY_BYTES:
             copy_blocks(targets, sources, self._tensor_bytes)
             return
-        bounds = [count * part // _COPY_THREADS for part in range(_COPY_THREADS + 1)]
+        bounds = [count * part // COPY_THREADS for part in range(COPY_THREADS + 1)]
         self._copiers.map(
             lambda part: copy_blocks(targets[part], sources[part], self._tensor_bytes),
             [slice(start, end) for start, end in itertools.pairwise(bounds)],
@@ -336,10 +372,9 @@ class SharedCache:
     # --- private: small --------------------------------------------------------------------------------------------
 
     def _release_forgotten(self) -> None:
-        """End the leases of queries whose tensors are all gone."""
-        while self._forgotten:
-            with contextlib.suppress(IndexError):  # another thread took the last
-                self._forgotten.popleft().release()
+        """End the leases of queries whose tensors are all gone, and what other caches have left open."""
+        close_abandoned()
+        self._clients.release_forgotten()
 
     def _count(self, name: str, count: int) -> None:
         with self._lock:
@@ -359,6 +394,22 @@ class SharedCache:
             with self._lock:
                 self._num_calls -= 1
                 self._lock.notify_all()
+
+
+def _num_tokens(tokens: Sequence[int]) -> int:
+    try:
+        return len(tokens)
+    except TypeError as error:
+        raise ConfigError(f"tokens are a sequence of token ids: {error}") from error
+
+
+def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+    """In so few that each is one request."""
+    if len(hashes) <= _PART_TOKENS:
+        yield hashes
+        return
+    for first in range(0, len(hashes), _PART_TOKENS):
+        yield hashes[first : first + _PART_TOKENS]
 
 
 def _namespace(name: str, tensor_bytes: int, layer: int) -> Namespace:

@@ -10,18 +10,23 @@ bring half of the tree.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.client import SingleClient
 from kvtier.errors import TierError
 from kvtier.vineyard.recency import LocalRecency, SharedRecency
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 
 class TokenBound:
@@ -29,7 +34,6 @@ class TokenBound:
 
     def __init__(
         self,
-        client: CacheClient,
         servers: Sequence[SingleClient],
         namespace: Namespace,
         *,
@@ -37,12 +41,11 @@ class TokenBound:
         replicas: int,
         timeout_s: float,
     ) -> None:
-        self._client = client
         self._servers = servers
         self._namespace = namespace
         self._capacity = capacity
         self._replicas = replicas
-        self._slot_bytes = client.layout.slot_bytes
+        self._slot_bytes = servers[0].layout.slot_bytes
         self._lock = threading.Lock()
         self._cold: deque[tuple[BlockHash, int]] = deque()
         self._local = next((server for server in servers if server.is_local), None)
@@ -52,38 +55,41 @@ class TokenBound:
         else:
             self._recency = SharedRecency(str(self._local.address), namespace, self._slot_bytes, timeout_s)
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These leading tokens of a sequence were used now."""
+    def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
+        """These tokens, which follow each other, were used at that time of `time.monotonic_ns`."""
         if hashes and self._can_be_reached():
             self._follow()
-            self._recency.touch(hashes)
+            self._recency.touch(hashes, used_at_ns)
 
-    def enforce(self, kept: Collection[BlockHash]) -> int:
-        """Prune what is too many, but nothing of `kept`. Returns how many tokens went; none when a server is away."""
+    def enforce(self, hashes: Sequence[BlockHash], num_kept: int) -> int:
+        """Prune what is too many, but nothing of the leading `num_kept`. Returns how many tokens went.
+
+        A server that is away is left out: what it has counts again when it is back.
+        """
         if not self._can_be_reached():
             return 0
-        try:
-            excess = self._num_tokens() - self._capacity
-            if excess <= 0:
-                return 0
+        num_pruned = 0
+        while (excess := self._num_tokens() - self._capacity) > 0:
             with self._lock:
-                return self._prune(excess, set(kept))
-        except TierError as error:
-            logger.debug("nothing pruned: %s", error)
-            return 0
+                num_gone = self._prune(excess, set(hashes[:num_kept]))
+            num_pruned += num_gone
+            if not num_gone or len(self._servers) == 1:
+                break  # of several, some tokens may have fewer copies than was reckoned with
+        return num_pruned
 
     def close(self) -> None:
         self._recency.close()
 
     def _can_be_reached(self) -> bool:
-        """The servers have memory for more tokens than may be there."""
-        try:
-            memory_bytes = [server.arena.nbytes for server in self._servers if server.is_local]
-        except TierError:
-            return False
-        if len(memory_bytes) < len(self._servers):
+        """The servers have memory for more tokens than may be there. One that never answered has none yet."""
+        if not all(server.is_local for server in self._servers):
             return True
-        return sum(memory_bytes) > self._capacity * self._replicas * self._slot_bytes
+        memory_bytes: list[int] = []
+        for server in self._servers:
+            with contextlib.suppress(TierError):
+                memory_bytes.append(server.arena.nbytes)
+        num_replicas = min(self._replicas, len(memory_bytes))
+        return sum(memory_bytes) > self._capacity * num_replicas * self._slot_bytes
 
     def _follow(self) -> None:
         if isinstance(self._recency, SharedRecency):
@@ -97,12 +103,25 @@ class TokenBound:
         """Those being written count. Of a server with a disk, which has most blocks twice, the larger number counts."""
         digest = self._namespace.hex()
         num_copies = 0
-        for server in self._servers:
-            spaces = server.info().get("namespaces")
+        for described in self._of_those_that_answer(SingleClient.info):
+            spaces = described.get("namespaces")
             for space in spaces if isinstance(spaces, list) else []:
                 if space["namespace"] == digest:
                     num_copies += max(int(space["blocks"]), int(space["disk_blocks"]))
-        return -(-num_copies // self._replicas)
+        return self._num_distinct(num_copies)
+
+    def _num_distinct(self, num_copies: int) -> int:
+        num_replicas = min(self._replicas, sum(server.is_up for server in self._servers))
+        return -(-num_copies // max(1, num_replicas))
+
+    def _of_those_that_answer(self, ask: Callable[[SingleClient], _Answer]) -> list[_Answer]:
+        answers: list[_Answer] = []
+        for server in self._servers:
+            try:
+                answers.append(ask(server))
+            except TierError as error:
+                logger.debug("the bound is kept without a server: %s", error)
+        return answers
 
     def _prune(self, excess: int, kept: Collection[BlockHash]) -> int:
         num_pruned = 0
@@ -110,8 +129,8 @@ class TokenBound:
         while num_pruned < excess:
             victims = self._still_cold(excess - num_pruned, kept)
             if victims:
-                num_copies = self._client.drop(victims)  # less where another process was first
-                num_pruned += -(-num_copies // self._replicas)
+                dropped = self._of_those_that_answer(functools.partial(SingleClient.drop, hashes=victims))
+                num_pruned += self._num_distinct(sum(dropped))  # less than that where another process was first
             elif has_listed:
                 break
             else:
@@ -137,8 +156,8 @@ class TokenBound:
 
         First are those of an unknown time, of them the last stored first: no end is left without its beginning.
         """
-        copies = (block_hash for server in self._servers for block_hash, _ in server.list_blocks())
-        hashes = list(dict.fromkeys(copies))[::-1]
+        listings = self._of_those_that_answer(SingleClient.list_blocks)
+        hashes = list(dict.fromkeys(block_hash for listing in listings for block_hash, _ in listing))[::-1]
         times = self._recency.times(hashes)
         order = sorted(range(len(hashes)), key=times.__getitem__)[: max(count, len(hashes) // 2)]
         self._cold = deque((hashes[position], times[position]) for position in order)

@@ -26,7 +26,8 @@ class TokenChain:
         ids = array("I")
         for part in parts:
             try:
-                ids.extend(array("I", part))
+                # Of bytes an array would make machine words.
+                ids.extend(array("I", list(part) if isinstance(part, bytes | bytearray) else part))
             except (OverflowError, TypeError) as error:
                 raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
         data = ids.tobytes()

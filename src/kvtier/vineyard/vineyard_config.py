@@ -10,6 +10,8 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_address
 
+_MAX_TIMEOUT_S = 3600.0
+
 
 class VineyardCacheConfig(msgspec.Struct, frozen=True):
     """`socket` is the Unix socket of a cache server (`kvtier cache-server`), or several, of which each token is kept on
@@ -40,16 +42,27 @@ class VineyardCacheConfig(msgspec.Struct, frozen=True):
         for name in ("llm_cache_sync_lock", "llm_cache_object_name", "llm_ref_cnt_object_name"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"{name} must be a name, not {getattr(self, name)!r}")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}")
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s must be from 0 to {_MAX_TIMEOUT_S} seconds, not {self.timeout_s!r}")
+        if self.token is not None and (not isinstance(self.token, str) or not self.token):
+            raise ConfigError("token must be a text that is not empty, or None")
+        if self.ca_file is not None and not isinstance(self.ca_file, str | Path):
+            raise ConfigError(f"ca_file must be the path of a file, not {self.ca_file!r}")
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ConfigError(f"socket names a server twice: {', '.join(self.addresses)}")
         if self.replicas > len(self.addresses):
             raise ConfigError(f"replicas must be at most the number of servers, {len(self.addresses)}")
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The servers as kvtier writes them. Raises `ConfigError` for what is no path and no address."""
-        sockets = (self.socket,) if isinstance(self.socket, str) else tuple(self.socket)
-        if not sockets or not all(isinstance(each, str) and each for each in sockets):
+        sockets = (self.socket,) if isinstance(self.socket, str) else self.socket
+        is_sequence = isinstance(sockets, Sequence) and not isinstance(sockets, bytes | bytearray)
+        if not is_sequence or not sockets or not all(isinstance(each, str) and each for each in sockets):
             raise ConfigError(f"socket must be the path of a cache server's socket, not {self.socket!r}")
         addresses = [each if each.startswith(("unix:", "tcp://")) else f"unix:{each}" for each in sockets]
         return tuple(str(parse_address(address)) for address in addresses)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -156,9 +156,13 @@ class DropRequest(_Hashes, frozen=True, tag=16):
 
 
 class ListRequest(_Message, frozen=True, tag=27):
-    """What is cached of a namespace. Answered by `Listed`."""
+    """What is cached of a namespace, from a place in the server's order on. Answered by `Listed`."""
 
     space: int
+    first: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.first < 1 << 48, "a place in a listing")
 
 
 class VerifyRequest(_Hashes, frozen=True, tag=28):
@@ -331,10 +335,14 @@ class Contained(_Message, frozen=True, tag=44):
 
 
 class Listed(_Message, frozen=True, tag=49):
-    """One byte of flags per hash: LISTED_MEMORY, LISTED_DISK, LISTED_PINNED."""
+    """One byte of flags per hash: LISTED_MEMORY, LISTED_DISK, LISTED_PINNED.
+
+    More follow from `next_first` on; none do if it is 0.
+    """
 
     hashes: bytes
     flags: bytes
+    next_first: int
 
     def __post_init__(self) -> None:
         _require(len(self.hashes) == HASH_BYTES * len(self.flags), "one byte of flags per hash")

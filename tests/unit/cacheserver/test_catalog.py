@@ -399,3 +399,14 @@ def test_what_a_namespace_covers_is_known_as_long_as_the_namespace(catalog: Cata
     catalog.expire()
     catalog.open(NAMESPACE, "model", 4096, 16)
     assert [each["fields"] for each in catalog.spaces_with_fields()] == [None]
+
+
+def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local):
+    hashes = [BlockHash(bytes([number]) * 32) for number in range(5)]
+    catalog.reserve(local, 1, space, hashes)
+    catalog.commit(local, 1, 0, 4)  # the last one is not there yet
+
+    parts = [catalog.list_blocks(space, first, 2) for first in (0, 2, 4, 1 << 40)]
+    assert [listed for listed, _, _ in parts] == [hashes[:2], hashes[2:4], [], []]
+    assert [flags for _, flags, _ in parts] == [bytes([LISTED_MEMORY] * 2)] * 2 + [b"", b""]
+    assert [is_last for _, _, is_last in parts] == [False, False, True, True]

@@ -28,7 +28,7 @@ def test_what_is_remembered_changes_no_hash(sequences):
 
 def test_tokens_come_in_any_sequence():
     expected = block_hashes(_NAMESPACE, [1, 2, 3], 1)
-    for tokens in ([1, 2, 3], (1, 2, 3), range(1, 4), array("q", [1, 2, 3]), np.array([1, 2, 3])):
+    for tokens in ([1, 2, 3], (1, 2, 3), range(1, 4), array("q", [1, 2, 3]), np.array([1, 2, 3]), b"\1\2\3"):
         assert TokenChain(_NAMESPACE).hashes(tokens) == expected
 
 
@@ -51,6 +51,15 @@ def test_a_crowded_table_forgets_what_was_used_longest_ago():
     assert _read(entries, 15, names) == [0, *range(101, 109)]
 
 
+def test_a_table_that_is_half_full_has_forgotten_next_to_nothing():
+    num_places = 1 << 12
+    entries = memoryview(bytearray(16 * num_places)).cast("Q")
+    names = block_hashes(_NAMESPACE, range(num_places // 2), 1)
+    _write(entries, num_places - 1, names, 1 << 40)
+
+    assert sum(time == 0 for time in _read(entries, num_places - 1, names)) < 8
+
+
 def test_the_end_of_a_prefix_counts_as_used_first():
     entries = memoryview(bytearray(16 * 16)).cast("Q")
     names = [_hash(number + 1) for number in range(4)]
@@ -63,7 +72,7 @@ def test_the_end_of_a_prefix_counts_as_used_first():
 def test_without_shared_memory_a_process_knows_its_own_use_only():
     recency = LocalRecency(1)
     names = [_hash(number) for number in range(5)]
-    recency.touch(names)
+    recency.touch(names, 1000)
 
     first, *others = recency.times(names)
     assert first == 0

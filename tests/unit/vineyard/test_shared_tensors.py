@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import io
+import pickle
 from collections import deque
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.vineyard import KVTensor
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
-from kvtier.vineyard.kv_tensor import check_shape, point_tensors, source_addresses
+from kvtier.vineyard.kv_tensor import check_shape, held_addresses, point_tensors, source_addresses
 
 _REFUSED = (BufferError, SystemError, TypeError)
 
@@ -35,7 +37,7 @@ def memory() -> np.ndarray:
 def _held(
     memory: np.ndarray, lease: _Lease | None = None, forgotten: deque | None = None
 ) -> tuple[KVTensor, HeldTokens]:
-    hold = HeldTokens(lease, memory, deque() if forgotten is None else forgotten)
+    hold = HeldTokens([] if lease is None else [lease], memory, deque() if forgotten is None else forgotten)
     tensor = KVTensor(0, 0)
     point_tensors([[(tensor, KVTensor(0, 0))]], [memory.ctypes.data], (0, 32), 32, hold)
     return tensor, hold
@@ -120,7 +122,7 @@ def test_an_array_outlives_its_tensor_being_pointed_elsewhere(memory):
     tensor, hold = _held(memory, lease, forgotten)
     array = np.frombuffer(tensor, dtype=np.uint8)
     other = np.full(32, 9, dtype=np.uint8)
-    point_tensors([[(tensor, KVTensor(0, 0))]], [other.ctypes.data], (0, 16), 16, HeldTokens(None, other, deque()))
+    point_tensors([[(tensor, KVTensor(0, 0))]], [other.ctypes.data], (0, 16), 16, HeldTokens([], other, deque()))
     del hold
     gc.collect()
 
@@ -157,7 +159,7 @@ def test_many_reads_leave_nothing_behind(memory):
 
 def test_found_tokens_say_where_everything_is(memory):
     lease = _Lease()
-    with FoundTokens([memory.ctypes.data], (0, 32), 32, HeldTokens(lease, memory, deque())) as tokens:
+    with FoundTokens([memory.ctypes.data], (0, 32), 32, HeldTokens([lease], memory, deque())) as tokens:
         assert tokens.num_tokens == 1
         assert ctypes.string_at(tokens.addresses[0] + tokens.offsets[1], 4) == bytes(memory[32:36])
         ((key, value),) = tokens.tensors(0)
@@ -191,3 +193,69 @@ def test_a_released_tensor_is_no_source(memory):
 
     with pytest.raises(ConfigError, match="released"):
         source_addresses([[(tensor, tensor)]], 32)
+
+
+def test_a_hold_does_not_end_while_its_tensors_are_copied_from(memory):
+    lease = _Lease()
+    tensor, hold = _held(memory, lease)
+    with held_addresses([[(tensor, tensor)]] * 2, 32) as addresses:
+        assert addresses == [memory.ctypes.data] * 4
+        with pytest.raises(LeaseError):
+            hold.end()
+        assert lease.num_released == 0
+    hold.end()
+
+    assert lease.num_released == 1
+
+
+def test_nothing_stays_held_when_a_later_tensor_is_refused(memory):
+    tensor, hold = _held(memory)
+    with pytest.raises(ConfigError), held_addresses([[(tensor, tensor)], [(tensor, KVTensor(0, 0))]], 32):
+        raise AssertionError("unreachable")
+    hold.end()
+
+    assert hold.is_over
+
+
+class _PointsElsewhere:
+    """A hold during whose `enter` another thread points the tensor at other memory."""
+
+    is_over = False
+    num_entered = 0
+
+    def __init__(self, tensor: KVTensor, memory: np.ndarray) -> None:
+        self._tensor = tensor
+        self._memory = memory
+
+    def enter(self) -> bool:
+        self.num_entered += 1
+        hold = HeldTokens([], self._memory, deque())
+        point_tensors([[(self._tensor, KVTensor(0, 0))]], [self._memory.ctypes.data], (0, 32), 32, hold)
+        return True
+
+    def leave(self) -> None:
+        self.num_entered -= 1
+
+
+@pytest.mark.parametrize("use", [memoryview, lambda tensor: source_addresses([[(tensor, tensor)]], 32)])
+def test_a_tensor_that_is_pointed_elsewhere_meanwhile_is_not_read(memory, use):
+    tensor = KVTensor(0, 0)
+    hold = _PointsElsewhere(tensor, memory)
+    point_tensors([[(tensor, KVTensor(0, 0))]], [memory.ctypes.data], (0, 32), 32, hold)
+
+    with pytest.raises((*_REFUSED, ConfigError)):
+        use(tensor)
+    gc.collect()
+    assert hold.num_entered == 0
+
+
+@pytest.mark.parametrize("act", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_address_does_not_leave_its_process(memory, act):
+    for tensor in (KVTensor(memory.ctypes.data, 4), _held(memory)[0]):
+        with pytest.raises(TypeError, match="address"):
+            act(tensor)
+
+
+def test_tokens_that_were_not_found_have_no_tensors():
+    with FoundTokens([], (0, 32), 32, None) as tokens, pytest.raises(IndexError):
+        tokens.tensors(0)

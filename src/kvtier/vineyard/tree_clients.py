@@ -1,0 +1,73 @@
+"""The connections of one cache object, closed also when a program forgets to.
+
+A cache and the holds of its queries refer to them. When the last of those is gone and nobody has closed the cache, they
+are put aside, and the next cache or call of this process closes them: the garbage collector must not wait for a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from typing import TypeAlias
+
+from kvtier.client.client import CacheClient
+from kvtier.errors import KvtierError
+from kvtier.memory.lease import Lease
+from kvtier.vineyard.token_bound import TokenBound
+
+logger = logging.getLogger(__name__)
+
+
+class TreeClients:
+    """Two clients, as what queries hold is not counted against what updates may, and the bound over what they store.
+
+    `forgotten` are leases of queries whose tensors are all gone.
+    """
+
+    def __init__(self, reader: CacheClient, writer: CacheClient, bound: TokenBound) -> None:
+        self._open = (reader, writer, bound)
+        self._is_closed = False
+        self.forgotten: deque[Lease] = deque()
+
+    def release_forgotten(self) -> None:
+        _release(self.forgotten)
+
+    def close(self) -> None:
+        """Whoever calls it has released everything else."""
+        self._is_closed = True
+        _close(self._open, self.forgotten)
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            _abandoned.append((self._open, self.forgotten))
+
+
+_Open: TypeAlias = tuple[CacheClient, CacheClient, TokenBound]
+
+_abandoned: deque[tuple[_Open, deque[Lease]]] = deque()
+
+
+def close_abandoned() -> None:
+    """Close what caches of this process have left open."""
+    while _abandoned:
+        with contextlib.suppress(IndexError):  # another thread took the last
+            clients, forgotten = _abandoned.popleft()
+            try:
+                _close(clients, forgotten)
+            except KvtierError as error:
+                logger.debug("a cache that nobody closed: %s", error)
+
+
+def _close(clients: _Open, forgotten: deque[Lease]) -> None:
+    _release(forgotten)
+    reader, writer, bound = clients
+    bound.close()
+    reader.close()
+    writer.close()
+
+
+def _release(forgotten: deque[Lease]) -> None:
+    while forgotten:
+        with contextlib.suppress(IndexError):
+            forgotten.popleft().release()
