@@ -1,7 +1,8 @@
 """The file half of `KVCache`: chunks of tokens in a folder that any number of processes and hosts share.
 
 Calls come from any thread. A thread of its own removes what nobody uses any more. After construction nothing of the
-filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored.
+filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored. `close` waits for
+the calls under way; those that come later raise `TierUnavailable`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.memory.scattered import Scattered
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
@@ -32,8 +33,11 @@ logger = logging.getLogger(__name__)
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
 
 _BEAT_S = 60.0
-_SEEN_S = 10.0
 _TOUCH_S = 5.0
+_ALWAYS_LOOKED_CHUNKS = 128
+"""Prefixes of up to so many chunks are looked at whole by every update."""
+_LOOK_SHARE = 0.05
+"""How much of the time may go to looking at longer ones."""
 
 
 class FileCache:
@@ -70,8 +74,13 @@ class FileCache:
         self._transfers = ChunkTransfers(config.io_workers)
         self._touch_s = min(_TOUCH_S, config.ttl / 10, config.global_ttl / 10)
         self._log = LogLimit(logger)
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._lock = threading.Condition()
+        self._callers: list[int] = []
+        self._is_closed = False
+        self._is_closed_within_a_call = False
         self._counts: Counter[str] = Counter()
+        self._num_damaged = 0
         self._used_paths: set[str] = set()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvtier-chunk-keeper", daemon=True)
@@ -85,9 +94,13 @@ class FileCache:
         that is about a tensor, chunks before it may be stored.
         """
         prefix = [] if prefix is None else prefix
-        self._check(tokens, kv)
+        _check_lengths(tokens, kv)
         if len(prefix) % self._chunk_tokens:
             raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
+        with self._call():
+            return self._update(prefix, tokens, kv)
+
+    def _update(self, prefix: Sequence[int], tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         num_prefix = len(prefix) // self._chunk_tokens
         chunks = self._names.continued(prefix, tokens)
         try:
@@ -95,7 +108,7 @@ class FileCache:
                 return 0
             num_there = self._store_chunks(chunks, num_prefix, kv)
             if num_prefix + num_there < len(chunks.names):
-                chunks.seen_at = float("-inf")
+                chunks.trusted_until = float("-inf")
         finally:
             self._names.remember(chunks)
         return num_there * self._chunk_tokens
@@ -105,7 +118,11 @@ class FileCache:
 
         Tensors behind them may or may not be changed. Raises `ConfigError` for arguments that cannot be meant.
         """
-        self._check(tokens, kv)
+        _check_lengths(tokens, kv)
+        with self._call():
+            return self._query(tokens, kv)
+
+    def _query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         names = self._names.of(tokens)
         tensor_bytes = self._tensor_bytes
         readers: list[ChunkReader] = []
@@ -131,9 +148,10 @@ class FileCache:
 
     def collect(self) -> None:
         """Remove now what the settings say: old chunks, what dead writers left, what is beyond the capacity."""
-        self._collect_own()
-        if self._config.enable_global_gc:
-            self._collect_all()
+        with self._call():
+            self._collect_own()
+            if self._config.enable_global_gc:
+                self._collect_all()
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start: hits, misses, damaged files by kind, what was stored and removed."""
@@ -147,14 +165,50 @@ class FileCache:
             }
 
     def close(self) -> None:
-        """Wait for what is under way and give everything back. Chunks stay. Further calls are harmless."""
-        if self._closing.is_set():
+        """Wait for calls under way and give everything back. Chunks stay. Further calls are harmless.
+
+        From within a call of the same thread, as a signal's handler may, it happens when that call ends. In a forked
+        child nothing does: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
             return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if threading.get_ident() in self._callers:
+                self._is_closed_within_a_call = True
+                return
+            self._lock.wait_for(lambda: not self._callers)
+        self._release()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
+        if os.getpid() != self._pid:
+            raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
+        caller = threading.get_ident()
+        with self._lock:
+            if self._is_closed:
+                raise TierUnavailable("this cache is closed")
+            self._callers.append(caller)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callers.remove(caller)
+                must_release = self._is_closed_within_a_call and not self._callers
+                self._lock.notify_all()
+            if must_release:
+                self._release()
+
+    def _release(self) -> None:
         self._closing.set()
         if self._keeper is not threading.current_thread():  # where the collector may have found this cache
             self._keeper.join()
         self._transfers.close()
         self._room.close()
+        self._store.staging.clear()
 
     def _store_chunks(self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors]) -> int:
         """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
@@ -208,26 +262,36 @@ class FileCache:
         return num_written
 
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
-        """All chunks of the prefix are there. Those seen a moment ago are taken to be, except the last."""
-        now = time.monotonic()
+        """All chunks of the prefix are there.
+
+        Of a long prefix, only the last is looked at if all were there a moment ago and this cache has removed nothing
+        since: whoever stores a long sequence chunk by chunk must not look at all of it again each time.
+        """
+        begun_at = time.monotonic()
+        num_removed = self._num_removed
         first = 0
-        if now - chunks.seen_at < _SEEN_S:
-            first = max(0, num_prefix - 1)
-        else:
-            chunks.seen_at = now
-        for name in chunks.names[first:num_prefix]:
+        if (
+            num_prefix > _ALWAYS_LOOKED_CHUNKS
+            and begun_at < chunks.trusted_until
+            and num_removed == chunks.trusted_removals
+        ):
+            first = num_prefix - 1
+        for name in reversed(chunks.names[first:num_prefix]):  # the end goes first, and its use is the older one
             status = self._store.status_of(name)
             if status is None:
-                chunks.seen_at = float("-inf")
+                chunks.trusted_until = float("-inf")
                 return False
             self._touch(name, status.st_mtime)
+        if not first:
+            now = time.monotonic()
+            chunks.trusted_until = now + (now - begun_at) / _LOOK_SHARE
+            chunks.trusted_removals = num_removed
         return True
 
-    def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
-        if self._closing.is_set():
-            raise ConfigError("the cache is closed")
-        if len(tokens) != len(kv):
-            raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+    @property
+    def _num_removed(self) -> int:
+        """How many chunks this cache has removed so far, for whatever reason."""
+        return self._num_damaged + self._room.counts.evicted_chunks + self._room.counts.expired_chunks
 
     def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
         """Those of one chunk. Raises `ConfigError` where they are not of this cache's layers."""
@@ -257,6 +321,8 @@ class FileCache:
         if reader.damage.is_ours_to_remove:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            with self._lock:
+                self._num_damaged += 1
         self._log.warning(reader.damage.value, "chunk file %s is %s: a miss", path, reader.damage.value)
 
     def _note_failure(self, act: str, error: OSError) -> None:
@@ -278,6 +344,7 @@ class FileCache:
             self._note_failure("collect", error)
         while not self._closing.wait(min(_BEAT_S, config.client_gc_interval, config.global_gc_interval)):
             now = time.monotonic()
+            self._store.staging.trim()
             try:
                 self._room.beat()
             except OSError as error:
@@ -288,6 +355,7 @@ class FileCache:
             if config.enable_global_gc and now >= all_at:
                 all_at = now + config.global_gc_interval
                 self._collect_all()
+        self._room.close()  # once more: this thread may have been at work in it when the collector closed the cache
 
     def _collect_own(self) -> None:
         with self._lock:
@@ -312,6 +380,11 @@ class FileCache:
             self._room.trim()
         except OSError as error:
             self._note_failure("collect", error)
+
+
+def _check_lengths(tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
+    if len(tokens) != len(kv):
+        raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
 
 
 def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:

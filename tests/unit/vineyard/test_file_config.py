@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.vineyard import FileCacheConfig, FilesystemType, KVCache, KVTensor
 
 
@@ -89,7 +89,7 @@ def test_a_cache_of_files_closes_with_its_scope_and_may_be_closed_again(tmp_path
             cache.query_addresses([1])
     cache.close()
 
-    with pytest.raises(ConfigError, match="closed"):
+    with pytest.raises(TierUnavailable, match="closed"):
         cache.query([], [])
 
 
