@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -30,8 +31,8 @@ from benchmarks.harness import (
     Result,
     console,
     expect_same,
+    finish,
     make_parser,
-    print_figures,
     print_table,
     read_options,
 )
@@ -63,7 +64,7 @@ LARGE = Shape(layer=80, tensor_bytes=32 << 10)
 SMALL = Shape(layer=4, tensor_bytes=512)
 
 
-def main() -> None:
+def main() -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to put the files")
     options, arguments = read_options(parser, ())
@@ -75,8 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.folder) as folder:
         result.figures.update(measure_rate(Path(folder), workers, options.repeats, result))
         result.figures.update(measure_length(Path(folder), options.repeats, result))
-    print_figures(result.figures, BARS)
-    result.write(options.json)
+    return finish(result, BARS, options.json)
 
 
 def measure_rate(folder: Path, worker_counts: Sequence[int], repeats: int, result: Result) -> dict[str, float]:
@@ -315,4 +315,4 @@ def _remove(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

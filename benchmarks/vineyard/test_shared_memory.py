@@ -20,6 +20,7 @@ import gc
 import itertools
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -29,8 +30,8 @@ from benchmarks.harness import (
     Result,
     console,
     expect_same,
+    finish,
     make_parser,
-    print_figures,
     print_table,
     race,
     read_options,
@@ -59,7 +60,7 @@ QUICK_UPDATE_TOKENS = 32
 UNBOUNDED = 1 << 30
 
 
-def main() -> None:
+def main() -> int:
     options, _ = read_options(make_parser(__doc__ or ""), ())
     num_tokens = QUICK_UPDATE_TOKENS if options.quick else UPDATE_TOKENS
     result = Result(
@@ -76,8 +77,7 @@ def main() -> None:
     )
     measure_queries(options.repeats, result)
     measure_updates(num_tokens, options.repeats, result)
-    print_figures(result.figures, BARS)
-    result.write(options.json)
+    return finish(result, BARS, options.json)
 
 
 def measure_queries(repeats: int, result: Result) -> None:
@@ -254,4 +254,4 @@ def expect_copies(sources: list[int], copies: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
