@@ -95,7 +95,7 @@ class ChunkNames:
     def _recall(self, prefix: list[int]) -> NamedChunks:
         with self._lock:
             for known in self._remembered:
-                if len(known.tokens) == len(prefix) and known.tokens == prefix:
+                if len(known.tokens) == len(prefix) and _is_same(known.tokens, prefix):
                     self._remembered.remove(known)
                     return known
         return self._named(prefix)
@@ -104,6 +104,13 @@ class ChunkNames:
         chunks = NamedChunks(self._identity, self._chunk_tokens, self._folder_digits)
         chunks.extend(tokens)
         return chunks
+
+
+def _is_same(tokens: list[int], others: list[int]) -> bool:
+    try:
+        return tokens == others
+    except ValueError as error:  # numpy's, about arrays in a list
+        raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
 
 
 def _full(tokens: Sequence[int], chunk_tokens: int) -> list[int]:

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
 
+_MAX_CHUNK_BYTES = 1 << 40
 _BEAT_S = 60.0
+_MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
 _ALWAYS_LOOKED_CHUNKS = 128
 """Prefixes of up to so many chunks are looked at whole by every update."""
@@ -59,13 +61,19 @@ class FileCache:
             raise ConfigError(
                 f"cache_capacity of {cache_capacity} tokens has no room for one chunk of {config.chunk_size}"
             )
+        chunk_bytes = 2 * layer * tensor_bytes * config.chunk_size
+        if chunk_bytes > _MAX_CHUNK_BYTES:
+            raise ConfigError(
+                f"a chunk of {config.chunk_size} tokens, {layer} layers and {tensor_bytes} bytes a tensor has "
+                f"{chunk_bytes} bytes, more than {_MAX_CHUNK_BYTES}"
+            )
         self._config = config
         self._tensor_bytes = tensor_bytes
         self._layer = layer
         self._chunk_tokens = config.chunk_size
         identity = identity_of(tensor_bytes, layer, config.chunk_size)
         self._names = ChunkNames(identity, config.chunk_size, config.split_number)
-        self._store = ChunkFiles(Path(config.root).absolute(), 2 * layer * tensor_bytes * config.chunk_size, files)
+        self._store = ChunkFiles(Path(config.root).absolute(), chunk_bytes, files)
         bound_bytes = cache_capacity // config.chunk_size * self._store.file_bytes
         try:
             self._room = ChunkRoom(self._store, bound_bytes)
@@ -95,7 +103,7 @@ class FileCache:
         """
         prefix = [] if prefix is None else prefix
         _check_lengths(tokens, kv)
-        if len(prefix) % self._chunk_tokens:
+        if _length("prefix", prefix) % self._chunk_tokens:
             raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
         with self._call():
             return self._update(prefix, tokens, kv)
@@ -298,7 +306,7 @@ class FileCache:
         first = index * self._chunk_tokens
         tensors = kv[first : first + self._chunk_tokens]
         for position, layers in enumerate(tensors, first):
-            if len(layers) != self._layer:
+            if _length("a token's KV", layers) != self._layer:
                 raise ConfigError(f"token {position} has KV of {len(layers)} layers, not {self._layer}")
         return tensors
 
@@ -342,7 +350,8 @@ class FileCache:
             self._room.sweep()  # chunks stay: a client with a small capacity that only reads must not empty the folder
         except OSError as error:
             self._note_failure("collect", error)
-        while not self._closing.wait(min(_BEAT_S, config.client_gc_interval, config.global_gc_interval)):
+        beat_s = max(_MIN_BEAT_S, min(_BEAT_S, config.client_gc_interval, config.global_gc_interval))
+        while not self._closing.wait(beat_s):
             now = time.monotonic()
             self._store.staging.trim()
             try:
@@ -383,8 +392,17 @@ class FileCache:
 
 
 def _check_lengths(tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
-    if len(tokens) != len(kv):
+    if _length("tokens", tokens) != _length("KV", kv):
         raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+
+
+def _length(name: str, value: Sequence[object]) -> int:
+    """Raises `ConfigError` for what is no sequence."""
+    try:
+        value[:0]
+        return len(value)
+    except (TypeError, LookupError) as error:
+        raise ConfigError(f"{name} must be a sequence, not {type(value).__name__}") from error
 
 
 def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
@@ -184,6 +186,33 @@ def test_kv_of_another_length_is_an_error(cache: FileCache) -> None:
         cache.update(None, TOKENS[:4], kv)
     with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
         cache.query(TOKENS[:4], kv)
+
+
+@pytest.mark.parametrize("wrong", [5, {1, 2, 3, 4}, iter([1, 2, 3, 4]), {1: 2}], ids=lambda wrong: type(wrong).__name__)
+def test_what_is_no_sequence_is_an_error(cache: FileCache, wrong: Any) -> None:
+    kv = Tensors(CHUNK)
+    name = type(wrong).__name__
+
+    with pytest.raises(ConfigError, match=f"tokens must be a sequence, not {name}"):
+        cache.update(None, wrong, kv)
+    with pytest.raises(ConfigError, match=f"tokens must be a sequence, not {name}"):
+        cache.query(wrong, kv)
+    with pytest.raises(ConfigError, match=f"KV must be a sequence, not {name}"):
+        cache.query(TOKENS[:CHUNK], wrong)
+    with pytest.raises(ConfigError, match=f"prefix must be a sequence, not {name}"):
+        cache.update(wrong, TOKENS[:CHUNK], kv)
+    with pytest.raises(ConfigError, match=f"a token's KV must be a sequence, not {name}"):
+        cache.update(None, TOKENS[:CHUNK], [wrong] * CHUNK)
+
+
+def test_token_ids_may_be_numpys_and_a_prefix_of_rows_is_an_error(cache: FileCache) -> None:
+    tokens = np.array(TOKENS)
+    assert cache.update(None, tokens[:CHUNK], Tensors(CHUNK).fill([], TOKENS[:CHUNK])) == CHUNK
+    assert cache.update(tokens[:CHUNK], tokens[CHUNK:], Tensors(3 * CHUNK).fill(TOKENS[:CHUNK], TOKENS[CHUNK:]))
+
+    assert found(cache, TOKENS) == len(TOKENS)
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
+        cache.update(tokens.reshape(-1, 1).repeat(2, axis=1), TOKENS[:CHUNK], Tensors(CHUNK))
 
 
 def test_tensors_of_another_shape_are_an_error_and_nothing_is_left_behind(cache: FileCache, tmp_path: Path) -> None:
