@@ -38,7 +38,7 @@ _MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
 _ALWAYS_LOOKED_CHUNKS = 128
 """Prefixes of up to so many chunks are looked at whole by every update."""
-_LOOK_SHARE = 0.05
+_LOOK_SHARE = 0.1
 """How much of the time may go to looking at longer ones."""
 
 
