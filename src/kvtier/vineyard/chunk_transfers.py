@@ -86,16 +86,12 @@ class ChunkTransfers:
                 ):
                     for _ in range(count):
                         threads.append(pool.submit(step))
-        except BaseException:
-            run.give_up(num_io + num_helpers + 1 - len(threads))
-            wait(threads)
-            for chunk in run.chunks:
-                chunk.close()
-            raise
-        try:
             other_step()
+        except BaseException:
+            run.give_up()
+            raise
         finally:
-            wait(threads)
+            _wait_whatever_comes(threads)
             for chunk in run.chunks:
                 chunk.close()
         for thread in threads:
@@ -107,30 +103,48 @@ class ChunkTransfers:
         self._helper_pool.shutdown()
 
 
+def _wait_whatever_comes(threads: list[Future[None]]) -> None:
+    """Until then they may be at work in the caller's memory. What comes meanwhile, as Ctrl-C, is raised afterwards."""
+    came: BaseException | None = None
+    while True:
+        try:
+            wait(threads)
+            break
+        except BaseException as error:
+            came = error
+    if came is not None:
+        raise came
+
+
 class _Turns:
     """So many I/O threads, and the calls that wait for some of them, in the order in which they came. Thread-safe."""
 
     def __init__(self, num_threads: int) -> None:
-        self._num_free = num_threads
+        self._num_threads = num_threads
+        self._taken: dict[object, int] = {}
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def take(self, count: int) -> Iterator[None]:
         ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
-            try:
-                self._changed.wait_for(lambda: self._waiting[0] is ticket and self._num_free >= count)
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
-            self._num_free -= count
+
+        def is_our_turn() -> bool:
+            return self._waiting[0] is ticket and sum(self._taken.values()) + count <= self._num_threads
+
         try:
-            yield
-        finally:
             with self._changed:
-                self._num_free += count
+                self._waiting.append(ticket)
+                self._changed.wait_for(is_our_turn)
+                self._taken[ticket] = count
+                self._waiting.popleft()
+                self._changed.notify_all()
+            yield
+        finally:  # wherever Ctrl-C may have come
+            with self._changed:
+                self._taken.pop(ticket, None)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
                 self._changed.notify_all()
 
 
@@ -180,11 +194,11 @@ class _Run:
         self._may_start = threading.Semaphore(max_moving)
         self._started: SimpleQueue[_Moving | None] = SimpleQueue()
 
-    def give_up(self, num_absent: int) -> None:
-        """So many of the threads never began: those that did start nothing more and wait for nobody."""
+    def give_up(self) -> None:
+        """Whichever threads have begun start nothing more and wait for nobody."""
         self._fail(0, None)
-        self._may_start.release(num_absent + self._num_starters)
-        for _ in range(num_absent + self._num_finishers):
+        self._may_start.release(self._num_starters + 1)
+        for _ in range(self._num_finishers):
             self._started.put(None)
 
     def start_all(self) -> None:

@@ -84,7 +84,8 @@ class FileCache:
         self._log = LogLimit(logger)
         self._pid = os.getpid()
         self._lock = threading.Condition()
-        self._callers: list[int] = []
+        self._callers: dict[object, int] = {}
+        """The thread of each call under way."""
         self._is_closed = False
         self._is_closed_within_a_call = False
         self._counts: Counter[str] = Counter()
@@ -184,7 +185,7 @@ class FileCache:
             if self._is_closed:
                 return
             self._is_closed = True
-            if threading.get_ident() in self._callers:
+            if threading.get_ident() in self._callers.values():
                 self._is_closed_within_a_call = True
                 return
             self._lock.wait_for(lambda: not self._callers)
@@ -195,16 +196,16 @@ class FileCache:
         """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
         if os.getpid() != self._pid:
             raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
-        caller = threading.get_ident()
-        with self._lock:
-            if self._is_closed:
-                raise TierUnavailable("this cache is closed")
-            self._callers.append(caller)
+        call = object()
         try:
-            yield
-        finally:
             with self._lock:
-                self._callers.remove(caller)
+                if self._is_closed:
+                    raise TierUnavailable("this cache is closed")
+                self._callers[call] = threading.get_ident()
+            yield
+        finally:  # wherever Ctrl-C may have come
+            with self._lock:
+                self._callers.pop(call, None)
                 must_release = self._is_closed_within_a_call and not self._callers
                 self._lock.notify_all()
             if must_release:

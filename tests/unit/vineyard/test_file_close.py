@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from kvtier.vineyard import file_cache
 from tests.integration.actors import wait_until
 from tests.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
 
+_ROOT = Path(__file__).parents[3]
 TOKENS = list(range(4 * CHUNK))
 
 
@@ -138,6 +141,53 @@ def test_a_forked_child_has_no_use_of_the_cache_and_leaves_it_alone(tmp_path: Pa
 
         assert os.listdir(tmp_path / TEMP) == [f"{cache._store.owner}.room"]
         assert found(cache, TOKENS) == len(TOKENS)
+
+
+_INTERRUPTED = """
+import os, random, signal, sys, threading, time
+from tests.vineyard_files import CHUNK, found, open_files, store
+
+cache = open_files(sys.argv[1], capacity=40 * CHUNK)
+number = num_interrupts = 0
+is_in_calls = False
+
+def handle(*_):
+    global is_in_calls
+    if is_in_calls:
+        is_in_calls = False
+        raise KeyboardInterrupt
+
+def interrupt():
+    dice = random.Random(2)
+    while num_interrupts < 150:
+        time.sleep(dice.random() * 0.004)
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, handle)
+thread = threading.Thread(target=interrupt)
+thread.start()
+while num_interrupts < 150:
+    try:
+        is_in_calls = True
+        while True:
+            number += 1
+            store(cache, [number % 30] * 4 * CHUNK)
+            found(cache, [number % 30] * 4 * CHUNK)
+    except KeyboardInterrupt:
+        num_interrupts += 1
+thread.join()
+assert store(cache, [1] * 8 * CHUNK) == found(cache, [1] * 8 * CHUNK) == 8 * CHUNK
+cache.close()
+print(os.listdir(sys.argv[1] + "/__temp"))
+"""
+
+
+def test_ctrl_c_in_calls_leaves_a_cache_that_works_and_closes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=50
+    )
+
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # --- the memory of segments on their way ------------------------------------------------------------------------------
