@@ -40,6 +40,7 @@ bench: peers
 	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
 	$(BIN)/python -m benchmarks.serving.test_http --quick
 	$(BIN)/python -m benchmarks.vineyard.test_file_store --quick
+	$(BIN)/python -m benchmarks.vineyard.test_shared_memory --quick
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft

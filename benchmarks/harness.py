@@ -25,6 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bars import is_met, missed
 from benchmarks.shapes import SHAPES
 from kvtier.memory.copying import address_of
 
@@ -172,8 +173,16 @@ def print_figures(figures: Mapping[str, float], bars: Mapping[str, str]) -> None
     rows = []
     for name, value in figures.items():
         bar = bars.get(name, "")
-        rows.append({"figure": name, "value": f"{value:.3f}", "bar": bar, "met": _met(value, bar)})
+        met = "" if not bar else "yes" if is_met(value, bar) else "NO"
+        rows.append({"figure": name, "value": f"{value:.3f}", "bar": bar, "met": met})
     print_table("figures", rows)
+
+
+def finish(result: Result, bars: Mapping[str, str], json_file: str | None) -> int:
+    """Show the figures and write the result. Returns the exit status: 1 when a figure misses its bar."""
+    print_figures(result.figures, bars)
+    result.write(json_file)
+    return 1 if missed(result.figures, bars) else 0
 
 
 def machine() -> dict[str, object]:
@@ -210,11 +219,3 @@ def _commit() -> str:
 
 def _shown(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _met(value: float, bar: str) -> str:
-    if not bar:
-        return ""
-    sign, limit = bar.split()
-    is_met = value <= float(limit) if sign == "<=" else value >= float(limit)
-    return "yes" if is_met else "NO"

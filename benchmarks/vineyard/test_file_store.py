@@ -7,7 +7,10 @@ new files and `query` reads them into other memory; both are direct, so that no 
 on, as always. Raw is the same number of threads on as many new files of the same size: direct I/O from and to
 aligned memory, without a copy or a checksum, fdatasync for each file; of whole files or of 4 MiB a call, whichever is
 faster. The figures are of tensors in whole pages of memory, as raw I/O needs them; "unaligned" are tensors that lie 64
-bytes off, so that each is copied. Both have run once before they are timed.
+bytes off, so that each is copied. All have run once before they are timed; then they take turns, in another order each
+time, and a figure is the median over the turns of raw's seconds over the cache's in the same turn, for the number of
+workers where it is lowest. Raw files are open before the clock starts and closed after it has stopped; the cache's are
+not.
 
 Then 4 KiB a token: time and disk space for each token of 64,000 over those of 4,000, in one call and chunk by chunk
 with an ever longer prefix.
@@ -15,13 +18,15 @@ with an ever longer prefix.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +35,8 @@ from benchmarks.harness import (
     Result,
     console,
     expect_same,
+    finish,
     make_parser,
-    print_figures,
     print_table,
     read_options,
 )
@@ -63,7 +68,7 @@ LARGE = Shape(layer=80, tensor_bytes=32 << 10)
 SMALL = Shape(layer=4, tensor_bytes=512)
 
 
-def main() -> None:
+def main() -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to put the files")
     options, arguments = read_options(parser, ())
@@ -75,8 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.folder) as folder:
         result.figures.update(measure_rate(Path(folder), workers, options.repeats, result))
         result.figures.update(measure_length(Path(folder), options.repeats, result))
-    print_figures(result.figures, BARS)
-    result.write(options.json)
+    return finish(result, BARS, options.json)
 
 
 def measure_rate(folder: Path, worker_counts: Sequence[int], repeats: int, result: Result) -> dict[str, float]:
@@ -89,30 +93,30 @@ def measure_rate(folder: Path, worker_counts: Sequence[int], repeats: int, resul
     worst = {"file_query_of_raw": float("inf"), "file_update_of_raw": float("inf")}
     rows: list[dict[str, object]] = []
     for workers in worker_counts:
-        seconds = _race(folder, workers, source, target, repeats)
-        raw_write_s = min(seconds[f"raw write {piece}"] for piece in RAW_PIECES)
-        raw_read_s = min(seconds[f"raw read {piece}"] for piece in RAW_PIECES)
-        query_of_raw, update_of_raw = raw_read_s / seconds["query"], raw_write_s / seconds["update"]
+        turns = _race(folder, workers, source, target, repeats)
+        raw_read = min((f"raw read {piece}" for piece in RAW_PIECES), key=turns.median)
+        raw_write = min((f"raw write {piece}" for piece in RAW_PIECES), key=turns.median)
+        query_of_raw, update_of_raw = turns.ratio(raw_read, "query"), turns.ratio(raw_write, "update")
         worst["file_query_of_raw"] = min(worst["file_query_of_raw"], query_of_raw)
         worst["file_update_of_raw"] = min(worst["file_update_of_raw"], update_of_raw)
         rows.append(
             {
                 "workers": workers,
                 **{
-                    f"{name} MiB/s": f"{nbytes / value / (1 << 20):.0f}"
-                    for name, value in (
-                        ("raw read", raw_read_s),
-                        ("query", seconds["query"]),
-                        ("raw write", raw_write_s),
-                        ("update", seconds["update"]),
+                    f"{name} MiB/s": f"{nbytes / turns.median(what) / (1 << 20):.0f}"
+                    for name, what in (
+                        ("raw read", raw_read),
+                        ("query", "query"),
+                        ("raw write", raw_write),
+                        ("update", "update"),
                     )
                 },
-                "query token/s": f"{LARGE_TOKENS / seconds['query']:.0f}",
-                "update token/s": f"{LARGE_TOKENS / seconds['update']:.0f}",
+                "query token/s": f"{LARGE_TOKENS / turns.median('query'):.0f}",
+                "update token/s": f"{LARGE_TOKENS / turns.median('update'):.0f}",
                 "query of raw": f"{query_of_raw:.3f}",
                 "update of raw": f"{update_of_raw:.3f}",
-                "query unaligned": f"{raw_read_s / seconds['query unaligned']:.3f}",
-                "update unaligned": f"{raw_write_s / seconds['update unaligned']:.3f}",
+                "query unaligned": f"{turns.ratio(raw_read, 'query unaligned'):.3f}",
+                "update unaligned": f"{turns.ratio(raw_write, 'update unaligned'):.3f}",
             }
         )
     print_table(f"{LARGE_TOKENS} tokens, {format_size(nbytes)}, medians", rows)
@@ -120,28 +124,58 @@ def measure_rate(folder: Path, worker_counts: Sequence[int], repeats: int, resul
     return worst
 
 
-def _race(folder: Path, workers: int, source: BlockMemory, target: BlockMemory, repeats: int) -> dict[str, float]:
-    """Median seconds of raw and cached I/O, which take turns; the first turn is not counted."""
-    seconds: dict[str, list[float]] = {}
+class Turns:
+    """Seconds of everything that takes turns, turn by turn."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self._seconds.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self._seconds[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """The median of one over the other within a turn: what slows down a whole turn does not change it."""
+        return statistics.median(
+            mine / others for mine, others in zip(self._seconds[name], self._seconds[other], strict=True)
+        )
+
+
+def _race(folder: Path, workers: int, source: BlockMemory, target: BlockMemory, repeats: int) -> Turns:
+    """Raw and cached I/O, which take turns; the first turn is not counted."""
+    turns = Turns()
     blocks, into = source.blocks[:-1], target.blocks[:-1]
     with _cache(folder / "cache", LARGE, LARGE_TOKENS, workers) as cache:
+
+        def time_raw(piece: int) -> dict[str, float]:
+            raw = RawFiles(folder / "raw", workers, piece)
+            write_s = raw.write(blocks)
+            target.poison()
+            read_s = raw.read(into)
+            expect_same(into[-1], blocks[-1])
+            _remove(folder / "raw")
+            return {f"raw write {piece}": write_s, f"raw read {piece}": read_s}
+
+        def time_cache(name: str, offset: int) -> dict[str, float]:
+            update_s, query_s = _time_cache(cache, source, target, offset)
+            _remove(folder / "cache")
+            return {f"update{name}": update_s, f"query{name}": query_s}
+
+        contenders = [
+            *(functools.partial(time_raw, piece) for piece in RAW_PIECES),
+            functools.partial(time_cache, "", 0),
+            functools.partial(time_cache, " unaligned", 64),
+        ]
         for repeat in range(repeats + 1):
-            turn: dict[str, float] = {}
-            for piece in RAW_PIECES:
-                raw = RawFiles(folder / "raw", workers, piece)
-                turn[f"raw write {piece}"] = raw.write(blocks)
-                target.poison()
-                turn[f"raw read {piece}"] = raw.read(into)
-                expect_same(into[-1], blocks[-1])
-                _remove(folder / "raw")
-            turn["update"], turn["query"] = _time_cache(cache, source, target, 0)
-            _remove(folder / "cache")
-            turn["update unaligned"], turn["query unaligned"] = _time_cache(cache, source, target, 64)
-            _remove(folder / "cache")
-            if repeat:
-                for name, value in turn.items():
-                    seconds.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            first = repeat % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                seconds = contender()
+                if repeat:
+                    turns.add(seconds)
+    return turns
 
 
 def _time_cache(cache: KVCache, source: BlockMemory, target: BlockMemory, offset: int) -> tuple[float, float]:
@@ -315,4 +349,4 @@ def _remove(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -34,15 +34,14 @@ from benchmarks.harness import (
     Result,
     console,
     expect_same,
+    finish,
     make_parser,
-    print_figures,
     print_table,
     race,
     read_options,
 )
 from benchmarks.peers import PeerError, PeerUnavailable
 from benchmarks.peers.vineyard_blobs import VineyardBlobs
-from benchmarks.vllm.bars import missed
 from kvtier.client.workers import Workers
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.sizes import format_size
@@ -88,9 +87,7 @@ def main() -> int:
     measure_queries(options.repeats, result)
     measure_updates(num_tokens, options.repeats, result)
     measure_appends(result)
-    print_figures(result.figures, BARS)
-    result.write(options.json)
-    return 1 if missed(result.figures, BARS) else 0
+    return finish(result, BARS, options.json)
 
 
 def measure_queries(repeats: int, result: Result) -> None:

@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.harness import Contender, Options, Result, parse_options, print_figures, print_table, race
+from benchmarks.harness import Contender, Options, Result, finish, parse_options, print_table, race
 from benchmarks.shapes import NUM_BLOCKS, SHAPES
-from benchmarks.vllm.bars import missed
 from kvtier.blocks.layout import KvLayout
 from kvtier.memory.mapped import MappedArena
 from kvtier.plugins.page_copier import HostPageCopier, PageCopier
@@ -152,7 +151,7 @@ def measure_gpu(options: Options) -> int:
     for strides in ("BLHNC", "LBNHC"):
         result.figures[f"pages_{strides.lower()}_beside_ratio"] = measure_beside(strides, repeats, result)
     print_table(f"{NUM_BLOCKS} blocks between a GPU's pages and host memory, medians", result.rows)
-    return finish(result, GPU_BARS, options)
+    return finish(result, GPU_BARS, options.json)
 
 
 def race_gpu(
@@ -320,7 +319,7 @@ def measure_cpu(options: Options) -> int:
                 result.figures[f"pages_cpu_{way}_over_turned{suffix}"] = seconds[way] / seconds[TURNED]
                 result.figures[f"pages_cpu_{way}_over_copy{suffix}"] = seconds[way] / seconds[PLAIN]
     print_table(f"{CPU_BLOCKS} blocks ({here.nbytes / 1e6:.0f} MB) from and to pages in host memory", result.rows)
-    return finish(result, CPU_BARS, options)
+    return finish(result, CPU_BARS, options.json)
 
 
 def race_cpu(here: CpuStand, repeats: int) -> dict[str, float]:
@@ -358,12 +357,6 @@ def _compute() -> None:
     numbers = torch.randn(1024, 1024)
     while True:
         numbers @ numbers
-
-
-def finish(result: Result, bars: dict[str, str], options: Options) -> int:
-    print_figures(result.figures, bars)
-    result.write(options.json)
-    return 1 if missed(result.figures, bars) else 0
 
 
 if __name__ == "__main__":

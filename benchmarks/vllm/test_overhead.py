@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Result, console, print_figures, print_table
-from benchmarks.vllm.bars import missed
+from benchmarks.harness import Result, console, finish, print_table
 from benchmarks.vllm.quiet import OtherWork, wait_until_quiet
 from benchmarks.vllm.stand import (
     VllmEngine,
@@ -93,10 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result.rows += [*pair_rows, *step_rows]
     print_table(f"{size.prompts} new prompts of {size.input_tokens} tokens, {size.output_tokens} out", pair_rows)
     print_table("time in the connector, by step", step_rows)
-    print_figures(result.figures, BARS)
     others.tell(console.print)
-    result.write(arguments.json)
-    return 1 if missed(result.figures, BARS) else 0
+    return finish(result, BARS, arguments.json)
 
 
 def measure(

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Result, console, print_figures, print_table
-from benchmarks.vllm.bars import missed
+from benchmarks.harness import Result, console, finish, print_table
 from benchmarks.vllm.lmcache_daemon import lmcache_daemon, why_no_lmcache
 from benchmarks.vllm.quiet import OtherWork, wait_until_quiet
 from benchmarks.vllm.stand import (
@@ -127,10 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     result = Result("vllm.test_ttft", settings, _rows(found), _figures(found))
     print_table(f"time to first token, {REUSED_TOKENS} tokens again and {TAIL_TOKENS} new ones", result.rows)
-    print_figures(result.figures, BARS)
     found.others.tell(console.print)
-    result.write(arguments.json)
-    return 1 if missed(result.figures, BARS) else 0
+    return finish(result, BARS, arguments.json)
 
 
 def measure(model: Path, scratch: Path, repeats: int, without: Sequence[str] = ()) -> Measurement:

@@ -67,24 +67,36 @@ class Actor:
         self._process.wait()
 
 
+@pytest.mark.timeout(300)
 def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: Path) -> None:
     root, logs = tmp_path / "cache", tmp_path / "logs"
     logs.mkdir()
     dice = random.Random(1)
+    num_killed = 0
+    most_bytes = 0
     with contextlib.ExitStack() as stack:
+        started: dict[str, list[Actor]] = {"write": [], "read": []}
 
         def start(act: str, seed: int) -> Actor:
             actor = Actor(act, root, logs, seed)
             stack.callback(actor.end)
+            started[act].append(actor)
             return actor
+
+        def has_seen_enough() -> bool:
+            """However slow the machine is, it comes to that; what must never be seen has until then to show itself."""
+            return (
+                num_killed >= 5
+                and all(sum(actor.total for actor in actors) > 50 * CHUNK for actors in started.values())
+                and most_bytes > _BOUND_BYTES // 2
+            )
 
         writers = [start("write", seed) for seed in range(8)]
         readers = [start("read", seed) for seed in range(8)]
-        wait_until(lambda: all(actor.is_at_work for actor in (*writers, *readers)), timeout_s=40)
-        num_killed = 0
-        most_bytes = 0
-        until = time.monotonic() + 6
-        while time.monotonic() < until:
+        wait_until(lambda: all(actor.is_at_work for actor in (*writers, *readers)), timeout_s=120)
+        begun_at = time.monotonic()
+        while time.monotonic() < begun_at + 6 or not has_seen_enough():
+            assert time.monotonic() < begun_at + 120, (num_killed, most_bytes, "stored and found too little")
             most_bytes = max(most_bytes, _used_bytes(root))
             if dice.random() < 0.05:
                 actors, act = dice.choice([(writers, "write"), (writers, "write"), (readers, "read")])
@@ -93,13 +105,10 @@ def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: P
                 num_killed += 1
                 actors[victim] = start(act, 100 + num_killed)
             time.sleep(0.01)
-        totals = [sum(actor.total for actor in actors) for actors in (writers, readers)]
         for actor in (*writers, *readers):
             actor.kill()
 
-    assert num_killed >= 3
-    assert min(totals) > 50 * CHUNK, "stored and found"
-    assert _BOUND_BYTES // 2 < most_bytes <= _BOUND_BYTES
+    assert most_bytes <= _BOUND_BYTES
     with contextlib.closing(open_files(root, capacity=SHARED_CAPACITY)) as cache:
         cache.collect()
         assert temp_names(root) == []
@@ -108,23 +117,25 @@ def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: P
 
 
 def _used_bytes(root: Path) -> int:
-    """Of chunks in the folder at one instant: as little as several listings agree on."""
-    return min(_listed_bytes(root) for _ in range(3))
+    """Of chunks that were in the folder all at one instant: when the last was opened and none looked at yet.
 
-
-def _listed_bytes(root: Path) -> int:
-    total = 0
-    for path in chunk_paths(root):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total
+    A chunk has one name and never gets another: one that has a name in the end has had it since it was opened.
+    """
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for path in chunk_paths(root):
+            with contextlib.suppress(FileNotFoundError):
+                fds.append(os.open(path, os.O_PATH))
+                opened.callback(os.close, fds[-1])
+        statuses = [os.fstat(fd) for fd in fds]
+    return sum(status.st_size for status in statuses if status.st_nlink)
 
 
 def test_the_last_of_a_writer_that_was_killed_goes_with_the_next_listing(tmp_path: Path) -> None:
     root, logs = tmp_path / "cache", tmp_path / "logs"
     logs.mkdir()
     writer = Actor("write", root, logs, 1)
-    wait_until(lambda: writer.total > 0, timeout_s=30)
+    wait_until(lambda: writer.total > 0, timeout_s=50)
     writer.kill()
     assert [name for name in os.listdir(root / TEMP) if name.endswith(".room")]
     with contextlib.closing(open_files(root)) as cache:

@@ -15,13 +15,11 @@ import contextlib
 import enum
 import errno
 import itertools
-import mmap
 import os
 import re
 import stat
 import struct
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +27,18 @@ from pathlib import Path
 import xxhash
 
 from kvtier.errors import ConfigError
-from kvtier.memory.copying import address_of
 from kvtier.memory.scattered import Scattered
 from kvtier.stores.file_owner import owner_name
 from kvtier.stores.files import Files
+from kvtier.stores.staging import PAGE_BYTES, Staging, StagingPool, whole_pages
 
 TEMP_FOLDER = "__temp"
 TEMP_SUFFIX = ".tmp"
 SEGMENT_BYTES = 4 << 20
-_UNIT_BYTES = 4096
 _MAGIC = b"kvchunk1"
 _HEAD = struct.Struct("<8s32sIIQ")
 """Magic, digest, number of the segment, payload bytes in it, checksum."""
-_BODY_BYTES = SEGMENT_BYTES - _UNIT_BYTES
+_BODY_BYTES = SEGMENT_BYTES - PAGE_BYTES
 _MAX_RUNS = 512
 _NAME = re.compile(r"([0-9a-f]{64})-(\d{1,9})")
 _FOLDER = re.compile(r"[0-9a-f]{1,8}")
@@ -89,20 +86,6 @@ def is_chunk_folder(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
-class Staging:
-    """Memory as direct I/O wants it: a page for a segment's head, and room for its payload."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, nbytes)
-        self._view = memoryview(self.memory)
-        self.head = self._view[:_UNIT_BYTES]
-        self.address = address_of(self._view)
-
-    def parts_of(self, payload_bytes: int) -> list[memoryview]:
-        """The head, and the payload in whole pages. What follows the payload in its last page may be anything."""
-        return [self.head, self._view[_UNIT_BYTES : _UNIT_BYTES + _rounded(payload_bytes)]]
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A segment on its way. `parts` are its head and its payload, in the staging or where the caller has it."""
@@ -128,12 +111,11 @@ class ChunkFiles:
         self.files = files or Files()
         self.payload_bytes = payload_bytes
         self.num_segments = -(-payload_bytes // _BODY_BYTES)
-        last_bytes = _UNIT_BYTES + _rounded(payload_bytes - (self.num_segments - 1) * _BODY_BYTES)
+        last_bytes = PAGE_BYTES + whole_pages(payload_bytes - (self.num_segments - 1) * _BODY_BYTES)
         self.file_bytes = (self.num_segments - 1) * SEGMENT_BYTES + last_bytes
         self.owner = owner_name()
         self._numbers = itertools.count()
-        self._staging: deque[Staging] = deque()
-        self._staging_bytes = min(SEGMENT_BYTES, self.file_bytes)
+        self.staging = StagingPool(min(SEGMENT_BYTES, self.file_bytes))
         self.direct_flag = self._probe()
 
     def path_of(self, name: ChunkName) -> str:
@@ -152,7 +134,12 @@ class ChunkFiles:
         return self.temp / f"{self.owner}-{next(self._numbers)}{TEMP_SUFFIX}"
 
     def make_temp_folder(self) -> None:
-        self.temp.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies under it tells prompts
+        """And the root; both for their owner alone, as what lies in them tells prompts. A root that is there stays."""
+        try:
+            self.temp.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.temp.mkdir(mode=0o700, exist_ok=True)
 
     def offset_of(self, segment: int) -> int:
         return segment * SEGMENT_BYTES
@@ -164,17 +151,7 @@ class ChunkFiles:
 
     def moves_in_place(self, payload: Scattered, segment: int) -> bool:
         """The segment's bytes lie as direct I/O wants them."""
-        return payload.has_aligned(*self.range_of(segment), _UNIT_BYTES, _MAX_RUNS)
-
-    def take_staging(self) -> Staging:
-        """Aligned memory for a segment."""
-        try:
-            return self._staging.popleft()
-        except IndexError:
-            return Staging(self._staging_bytes)
-
-    def give_staging(self, staging: Staging) -> None:
-        self._staging.append(staging)
+        return payload.has_aligned(*self.range_of(segment), PAGE_BYTES, _MAX_RUNS)
 
     def _probe(self) -> int:
         """Write and sync a little, as a chunk would be. Returns the flag for direct I/O if the filesystem has it."""
@@ -196,7 +173,7 @@ class ChunkFiles:
         try:
             fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
             try:
-                self.files.write(fd, [Staging(_UNIT_BYTES).head], 0)
+                self.files.write(fd, [Staging(PAGE_BYTES).head], 0)
                 self.files.sync(fd)
             finally:
                 self.files.close(fd)
@@ -225,11 +202,11 @@ class ChunkWriter:
         """Make a segment ready to be written. Raises nothing."""
         store = self._store
         start, end = store.range_of(number)
-        staging = store.take_staging()
+        staging = store.staging.take()
         if store.moves_in_place(self._source, number):
             parts = [staging.head, *self._source.views(start, end)]
         else:
-            self._source.copy_to(staging.address + _UNIT_BYTES, start, end)
+            self._source.copy_to(staging.address + PAGE_BYTES, start, end)
             parts = staging.parts_of(end - start)
         checksum = _checksum(self.name.digest, number, parts[1:], end - start)
         _HEAD.pack_into(staging.head, 0, _MAGIC, self.name.digest, number, end - start, checksum)
@@ -241,7 +218,7 @@ class ChunkWriter:
         try:
             store.files.write(self._opened(), segment.parts, store.offset_of(segment.number))
         finally:
-            store.give_staging(segment.staging)
+            store.staging.give(segment.staging)
         with self._lock:
             self._left -= 1
             is_last = not self._left
@@ -314,7 +291,7 @@ class ChunkReader:
         """Read a segment. Raises `OSError` for a miss of any kind."""
         store = self._store
         start, end = store.range_of(number)
-        staging = store.take_staging()
+        staging = store.staging.take()
         is_in_place = store.moves_in_place(self._target, number)
         parts = [staging.head, *self._target.views(start, end)] if is_in_place else staging.parts_of(end - start)
         try:
@@ -342,8 +319,8 @@ class ChunkReader:
                 raise OSError(errno.EIO, "the caller's memory was changed while it was filled, or is given twice")
             self._refuse(Damage.CORRUPT)
         if segment.is_staged:
-            self._target.copy_from(segment.staging.address + _UNIT_BYTES, start, end)
-        store.give_staging(segment.staging)
+            self._target.copy_from(segment.staging.address + PAGE_BYTES, start, end)
+        store.staging.give(segment.staging)
         with self._lock:
             self._left -= 1
             if not self._left:
@@ -354,14 +331,14 @@ class ChunkReader:
         """Read a segment again, into memory that is ours alone."""
         store = self._store
         start, end = store.range_of(number)
-        staging = store.take_staging()
+        staging = store.staging.take()
         try:
             parts = staging.parts_of(end - start)
             if store.files.read_into(self._opened(), parts, store.offset_of(number)) < sum(map(len, parts)):
                 return False
             return checksum == _checksum(self.name.digest, number, parts[1:], end - start)
         finally:
-            store.give_staging(staging)
+            store.staging.give(staging)
 
     def close(self) -> None:
         """No thread may be reading it any more."""
@@ -393,10 +370,6 @@ class ChunkReader:
             with contextlib.suppress(OSError):
                 self._store.files.close(self._fd)
             self._fd = -1
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES
 
 
 def _checksum(digest: bytes, segment: int, parts: Sequence[memoryview], nbytes: int) -> int:

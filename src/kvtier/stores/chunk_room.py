@@ -78,7 +78,8 @@ class ChunkRoom:
         self._stale_s = stale_s
         self._pid = os.getpid()
         self._path = str(store.temp / f"{store.owner}{ROOM_SUFFIX}")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close it wherever a thread of its own is
+        self._is_closed = False
         self._in_flight = 0
         self._spare = 0
         self._is_idle = True
@@ -156,9 +157,11 @@ class ChunkRoom:
             self._evict(listing, listing.chunk_bytes + listing.announced_bytes - self.bound_bytes, ())
 
     def close(self) -> None:
-        """Give everything back. Raises nothing. In a forked child it is the parent's, and stays."""
+        """Give everything back, for good. Raises nothing. In a forked child it is the parent's, and stays."""
         if os.getpid() == self._pid:
-            _remove(self._path)
+            with self._lock:
+                self._is_closed = True
+                _remove(self._path)
 
     def _grow(self, nbytes: int, keep: Callable[[], Collection[str]]) -> None:
         """Announce until `nbytes` are spare or the folder has no more to give. The lock is held."""
@@ -207,6 +210,8 @@ class ChunkRoom:
 
     def _publish(self) -> None:
         """Make our announcement as large as what we hold, and its time the filesystem's now. The lock is held."""
+        if self._is_closed:
+            return
         nbytes = self._in_flight + self._spare
         try:
             os.truncate(self._path, nbytes)

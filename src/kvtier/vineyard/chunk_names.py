@@ -36,13 +36,15 @@ def identity_of(tensor_bytes: int, layer: int, chunk_tokens: int) -> Namespace:
 class NamedChunks:
     """The names of all full chunks of a sequence that grows at its end. Of one thread at a time.
 
-    `seen_at` is when all of its chunks were last seen in the folder, for whoever looks; on nobody's clock at first.
+    Until `trusted_until`, on the clock of whoever looks, all of its chunks are taken to be in the folder, where they
+    were all seen, unless something was removed that `trusted_removals` does not count.
     """
 
     def __init__(self, identity: Namespace, chunk_tokens: int, folder_digits: int) -> None:
         self.tokens: list[int] = []
         self.names: list[ChunkName] = []
-        self.seen_at = float("-inf")
+        self.trusted_until = float("-inf")
+        self.trusted_removals = 0
         self._identity = identity
         self._chunk_tokens = chunk_tokens
         self._folder_digits = folder_digits
@@ -93,7 +95,7 @@ class ChunkNames:
     def _recall(self, prefix: list[int]) -> NamedChunks:
         with self._lock:
             for known in self._remembered:
-                if len(known.tokens) == len(prefix) and known.tokens == prefix:
+                if len(known.tokens) == len(prefix) and _is_same(known.tokens, prefix):
                     self._remembered.remove(known)
                     return known
         return self._named(prefix)
@@ -102,6 +104,13 @@ class ChunkNames:
         chunks = NamedChunks(self._identity, self._chunk_tokens, self._folder_digits)
         chunks.extend(tokens)
         return chunks
+
+
+def _is_same(tokens: list[int], others: list[int]) -> bool:
+    try:
+        return tokens == others
+    except ValueError as error:  # numpy's, about arrays in a list
+        raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
 
 
 def _full(tokens: Sequence[int], chunk_tokens: int) -> list[int]:

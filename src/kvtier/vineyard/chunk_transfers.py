@@ -5,16 +5,21 @@ in the other for a write. Threads of their own do the I/O, one read or write eac
 waiting for anybody; the caller and a thread for each further core do the rest. A call's chunks are taken in order, and
 the first that fails ends the call: nothing behind a gap is of use to anyone. Writes take a segment of several chunks in
 turn, since a filesystem lets in those who make one file longer one by one.
+
+A call begins when as many I/O threads are free as it has use for, calls in the order in which they came. So there are
+never more than three segments on their way for each I/O thread, however many threads call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
 
@@ -45,6 +50,7 @@ class ChunkTransfers:
         self._lock = threading.Lock()
         self._io_workers = io_workers
         self._num_helpers = min(io_workers, os.cpu_count() or 1) - 1
+        self._turns = _Turns(io_workers)
         self._io_pool = ThreadPoolExecutor(io_workers, thread_name_prefix="kvtier-chunk-io")
         self._helper_pool = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix="kvtier-chunk-sums")
 
@@ -58,13 +64,18 @@ class ChunkTransfers:
         """
         num_units = num_chunks * num_segments
         num_io = min(self._io_workers, num_units)
-        num_helpers = min(self._num_helpers, num_units - 1)
+        with self._turns.take(num_io):
+            return self._move(direction, _Order(num_chunks, num_segments, num_io), make)
+
+    def _move(self, direction: Direction, order: _Order, make: Callable[[int], MovingChunk]) -> OSError | None:
+        num_io = order.width
+        num_helpers = min(self._num_helpers, order.num_units - 1)
         max_moving = 2 * num_io + num_helpers + 1
         if direction is Direction.READ:
-            run = _Run(_Order(num_chunks, num_segments, 1), make, max_moving, num_io, num_helpers + 1)
+            run = _Run(replace(order, width=1), make, max_moving, num_io, num_helpers + 1)
             io_step, other_step = run.start_all, run.finish_all
         else:
-            run = _Run(_Order(num_chunks, num_segments, num_io), make, max_moving, num_helpers + 1, num_io)
+            run = _Run(order, make, max_moving, num_helpers + 1, num_io)
             io_step, other_step = run.finish_all, run.start_all
         threads: list[Future[None]] = []
         try:
@@ -75,16 +86,12 @@ class ChunkTransfers:
                 ):
                     for _ in range(count):
                         threads.append(pool.submit(step))
-        except BaseException:
-            run.give_up(num_io + num_helpers + 1 - len(threads))
-            wait(threads)
-            for chunk in run.chunks:
-                chunk.close()
-            raise
-        try:
             other_step()
+        except BaseException:
+            run.give_up()
+            raise
         finally:
-            wait(threads)
+            _wait_whatever_comes(threads)
             for chunk in run.chunks:
                 chunk.close()
         for thread in threads:
@@ -94,6 +101,51 @@ class ChunkTransfers:
     def close(self) -> None:
         self._io_pool.shutdown()
         self._helper_pool.shutdown()
+
+
+def _wait_whatever_comes(threads: list[Future[None]]) -> None:
+    """Until then they may be at work in the caller's memory. What comes meanwhile, as Ctrl-C, is raised afterwards."""
+    came: BaseException | None = None
+    while True:
+        try:
+            wait(threads)
+            break
+        except BaseException as error:
+            came = error
+    if came is not None:
+        raise came
+
+
+class _Turns:
+    """So many I/O threads, and the calls that wait for some of them, in the order in which they came. Thread-safe."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._taken: dict[object, int] = {}
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        ticket = object()
+
+        def is_our_turn() -> bool:
+            return self._waiting[0] is ticket and sum(self._taken.values()) + count <= self._num_threads
+
+        try:
+            with self._changed:
+                self._waiting.append(ticket)
+                self._changed.wait_for(is_our_turn)
+                self._taken[ticket] = count
+                self._waiting.popleft()
+                self._changed.notify_all()
+            yield
+        finally:  # wherever Ctrl-C may have come
+            with self._changed:
+                self._taken.pop(ticket, None)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +194,11 @@ class _Run:
         self._may_start = threading.Semaphore(max_moving)
         self._started: SimpleQueue[_Moving | None] = SimpleQueue()
 
-    def give_up(self, num_absent: int) -> None:
-        """So many of the threads never began: those that did start nothing more and wait for nobody."""
+    def give_up(self) -> None:
+        """Whichever threads have begun start nothing more and wait for nobody."""
         self._fail(0, None)
-        self._may_start.release(num_absent + self._num_starters)
-        for _ in range(num_absent + self._num_finishers):
+        self._may_start.release(self._num_starters + 1)
+        for _ in range(self._num_finishers):
             self._started.put(None)
 
     def start_all(self) -> None:

@@ -1,7 +1,8 @@
 """The file half of `KVCache`: chunks of tokens in a folder that any number of processes and hosts share.
 
 Calls come from any thread. A thread of its own removes what nobody uses any more. After construction nothing of the
-filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored.
+filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored. `close` waits for
+the calls under way; those that come later raise `TierUnavailable`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.memory.scattered import Scattered
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
@@ -25,15 +26,20 @@ from kvtier.stores.files import Files
 from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 from kvtier.vineyard.file_config import FileCacheConfig
-from kvtier.vineyard.kv_tensor import TokenTensors, source_addresses, target_addresses
+from kvtier.vineyard.kv_tensor import TokenTensors, held_addresses, target_addresses
 
 logger = logging.getLogger(__name__)
 
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
 
+_MAX_CHUNK_BYTES = 1 << 40
 _BEAT_S = 60.0
-_SEEN_S = 10.0
+_MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
+_ALWAYS_LOOKED_CHUNKS = 128
+"""Prefixes of up to so many chunks are looked at whole by every update."""
+_LOOK_SHARE = 0.1
+"""How much of the time may go to looking at longer ones."""
 
 
 class FileCache:
@@ -55,13 +61,19 @@ class FileCache:
             raise ConfigError(
                 f"cache_capacity of {cache_capacity} tokens has no room for one chunk of {config.chunk_size}"
             )
+        chunk_bytes = 2 * layer * tensor_bytes * config.chunk_size
+        if chunk_bytes > _MAX_CHUNK_BYTES:
+            raise ConfigError(
+                f"a chunk of {config.chunk_size} tokens, {layer} layers and {tensor_bytes} bytes a tensor has "
+                f"{chunk_bytes} bytes, more than {_MAX_CHUNK_BYTES}"
+            )
         self._config = config
         self._tensor_bytes = tensor_bytes
         self._layer = layer
         self._chunk_tokens = config.chunk_size
         identity = identity_of(tensor_bytes, layer, config.chunk_size)
         self._names = ChunkNames(identity, config.chunk_size, config.split_number)
-        self._store = ChunkFiles(Path(config.root).absolute(), 2 * layer * tensor_bytes * config.chunk_size, files)
+        self._store = ChunkFiles(Path(config.root).absolute(), chunk_bytes, files)
         bound_bytes = cache_capacity // config.chunk_size * self._store.file_bytes
         try:
             self._room = ChunkRoom(self._store, bound_bytes)
@@ -70,8 +82,14 @@ class FileCache:
         self._transfers = ChunkTransfers(config.io_workers)
         self._touch_s = min(_TOUCH_S, config.ttl / 10, config.global_ttl / 10)
         self._log = LogLimit(logger)
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._lock = threading.Condition()
+        self._callers: dict[object, int] = {}
+        """The thread of each call under way."""
+        self._is_closed = False
+        self._is_closed_within_a_call = False
         self._counts: Counter[str] = Counter()
+        self._num_damaged = 0
         self._used_paths: set[str] = set()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvtier-chunk-keeper", daemon=True)
@@ -85,9 +103,13 @@ class FileCache:
         that is about a tensor, chunks before it may be stored.
         """
         prefix = [] if prefix is None else prefix
-        self._check(tokens, kv)
-        if len(prefix) % self._chunk_tokens:
+        _check_lengths(tokens, kv)
+        if _length("prefix", prefix) % self._chunk_tokens:
             raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
+        with self._call():
+            return self._update(prefix, tokens, kv)
+
+    def _update(self, prefix: Sequence[int], tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         num_prefix = len(prefix) // self._chunk_tokens
         chunks = self._names.continued(prefix, tokens)
         try:
@@ -95,7 +117,7 @@ class FileCache:
                 return 0
             num_there = self._store_chunks(chunks, num_prefix, kv)
             if num_prefix + num_there < len(chunks.names):
-                chunks.seen_at = float("-inf")
+                chunks.trusted_until = float("-inf")
         finally:
             self._names.remember(chunks)
         return num_there * self._chunk_tokens
@@ -105,7 +127,11 @@ class FileCache:
 
         Tensors behind them may or may not be changed. Raises `ConfigError` for arguments that cannot be meant.
         """
-        self._check(tokens, kv)
+        _check_lengths(tokens, kv)
+        with self._call():
+            return self._query(tokens, kv)
+
+    def _query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         names = self._names.of(tokens)
         tensor_bytes = self._tensor_bytes
         readers: list[ChunkReader] = []
@@ -131,9 +157,10 @@ class FileCache:
 
     def collect(self) -> None:
         """Remove now what the settings say: old chunks, what dead writers left, what is beyond the capacity."""
-        self._collect_own()
-        if self._config.enable_global_gc:
-            self._collect_all()
+        with self._call():
+            self._collect_own()
+            if self._config.enable_global_gc:
+                self._collect_all()
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start: hits, misses, damaged files by kind, what was stored and removed."""
@@ -147,14 +174,50 @@ class FileCache:
             }
 
     def close(self) -> None:
-        """Wait for what is under way and give everything back. Chunks stay. Further calls are harmless."""
-        if self._closing.is_set():
+        """Wait for calls under way and give everything back. Chunks stay. Further calls are harmless.
+
+        From within a call of the same thread, as a signal's handler may, it happens when that call ends. In a forked
+        child nothing does: all of it is the parent's.
+        """
+        if os.getpid() != self._pid:
             return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if threading.get_ident() in self._callers.values():
+                self._is_closed_within_a_call = True
+                return
+            self._lock.wait_for(lambda: not self._callers)
+        self._release()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
+        if os.getpid() != self._pid:
+            raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
+        call = object()
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise TierUnavailable("this cache is closed")
+                self._callers[call] = threading.get_ident()
+            yield
+        finally:  # wherever Ctrl-C may have come
+            with self._lock:
+                self._callers.pop(call, None)
+                must_release = self._is_closed_within_a_call and not self._callers
+                self._lock.notify_all()
+            if must_release:
+                self._release()
+
+    def _release(self) -> None:
         self._closing.set()
         if self._keeper is not threading.current_thread():  # where the collector may have found this cache
             self._keeper.join()
         self._transfers.close()
         self._room.close()
+        self._store.staging.clear()
 
     def _store_chunks(self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors]) -> int:
         """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
@@ -181,10 +244,13 @@ class FileCache:
         file_bytes, tensor_bytes = self._store.file_bytes, self._tensor_bytes
         writers: list[ChunkWriter] = []
 
+        sources = contextlib.ExitStack()  # another cache's tensors among them stay where they are meanwhile
+
         def make(number: int) -> ChunkWriter:
             name, index = absent[number]
             tensors = self._tensors_of(kv, index)
-            writer = ChunkWriter(self._store, name, Scattered(source_addresses(tensors, tensor_bytes), tensor_bytes))
+            addresses = sources.enter_context(held_addresses(tensors, tensor_bytes))
+            writer = ChunkWriter(self._store, name, Scattered(addresses, tensor_bytes))
             writers.append(writer)
             return writer
 
@@ -195,7 +261,8 @@ class FileCache:
                 len(absent) * file_bytes, lambda: {self._store.path_of(name) for name in chunks.names}
             )
             if granted:
-                error = self._transfers.move(Direction.WRITE, granted // file_bytes, self._store.num_segments, make)
+                with sources:
+                    error = self._transfers.move(Direction.WRITE, granted // file_bytes, self._store.num_segments, make)
         except OSError as failure:
             error = failure
         finally:
@@ -208,33 +275,43 @@ class FileCache:
         return num_written
 
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
-        """All chunks of the prefix are there. Those seen a moment ago are taken to be, except the last."""
-        now = time.monotonic()
+        """All chunks of the prefix are there.
+
+        Of a long prefix, only the last is looked at if all were there a moment ago and this cache has removed nothing
+        since: whoever stores a long sequence chunk by chunk must not look at all of it again each time.
+        """
+        begun_at = time.monotonic()
+        num_removed = self._num_removed
         first = 0
-        if now - chunks.seen_at < _SEEN_S:
-            first = max(0, num_prefix - 1)
-        else:
-            chunks.seen_at = now
-        for name in chunks.names[first:num_prefix]:
+        if (
+            num_prefix > _ALWAYS_LOOKED_CHUNKS
+            and begun_at < chunks.trusted_until
+            and num_removed == chunks.trusted_removals
+        ):
+            first = num_prefix - 1
+        for name in reversed(chunks.names[first:num_prefix]):  # the end goes first, and its use is the older one
             status = self._store.status_of(name)
             if status is None:
-                chunks.seen_at = float("-inf")
+                chunks.trusted_until = float("-inf")
                 return False
             self._touch(name, status.st_mtime)
+        if not first:
+            now = time.monotonic()
+            chunks.trusted_until = now + (now - begun_at) / _LOOK_SHARE
+            chunks.trusted_removals = num_removed
         return True
 
-    def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
-        if self._closing.is_set():
-            raise ConfigError("the cache is closed")
-        if len(tokens) != len(kv):
-            raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+    @property
+    def _num_removed(self) -> int:
+        """How many chunks this cache has removed so far, for whatever reason."""
+        return self._num_damaged + self._room.counts.evicted_chunks + self._room.counts.expired_chunks
 
     def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
         """Those of one chunk. Raises `ConfigError` where they are not of this cache's layers."""
         first = index * self._chunk_tokens
         tensors = kv[first : first + self._chunk_tokens]
         for position, layers in enumerate(tensors, first):
-            if len(layers) != self._layer:
+            if _length("a token's KV", layers) != self._layer:
                 raise ConfigError(f"token {position} has KV of {len(layers)} layers, not {self._layer}")
         return tensors
 
@@ -257,6 +334,8 @@ class FileCache:
         if reader.damage.is_ours_to_remove:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            with self._lock:
+                self._num_damaged += 1
         self._log.warning(reader.damage.value, "chunk file %s is %s: a miss", path, reader.damage.value)
 
     def _note_failure(self, act: str, error: OSError) -> None:
@@ -276,8 +355,10 @@ class FileCache:
             self._room.sweep()  # chunks stay: a client with a small capacity that only reads must not empty the folder
         except OSError as error:
             self._note_failure("collect", error)
-        while not self._closing.wait(min(_BEAT_S, config.client_gc_interval, config.global_gc_interval)):
+        beat_s = max(_MIN_BEAT_S, min(_BEAT_S, config.client_gc_interval, config.global_gc_interval))
+        while not self._closing.wait(beat_s):
             now = time.monotonic()
+            self._store.staging.trim()
             try:
                 self._room.beat()
             except OSError as error:
@@ -288,6 +369,7 @@ class FileCache:
             if config.enable_global_gc and now >= all_at:
                 all_at = now + config.global_gc_interval
                 self._collect_all()
+        self._room.close()  # once more: this thread may have been at work in it when the collector closed the cache
 
     def _collect_own(self) -> None:
         with self._lock:
@@ -312,6 +394,20 @@ class FileCache:
             self._room.trim()
         except OSError as error:
             self._note_failure("collect", error)
+
+
+def _check_lengths(tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
+    if _length("tokens", tokens) != _length("KV", kv):
+        raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+
+
+def _length(name: str, value: Sequence[object]) -> int:
+    """Raises `ConfigError` for what is no sequence."""
+    try:
+        value[:0]
+        return len(value)
+    except (TypeError, LookupError) as error:
+        raise ConfigError(f"{name} must be a sequence, not {type(value).__name__}") from error
 
 
 def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:

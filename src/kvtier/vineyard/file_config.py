@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 
 import msgspec
 
@@ -10,6 +11,7 @@ from kvtier.errors import ConfigError
 
 _MAX_FOLDER_DIGITS = 8
 _MAX_IO_WORKERS = 256
+_MAX_SECONDS = 10**10
 
 
 class FilesystemType(enum.Enum):
@@ -42,7 +44,7 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
         positive_int("chunk_size", self.chunk_size)
         positive_int("split_number", self.split_number, _MAX_FOLDER_DIGITS)
         positive_int("io_workers", self.io_workers, _MAX_IO_WORKERS)
-        if not isinstance(self.root, str) or not self.root or "\0" in self.root:
+        if not isinstance(self.root, str) or not _is_path(self.root):
             raise ConfigError(f"root must be the path of a folder, not {self.root!r}")
         if not isinstance(self.filesystem_type, FilesystemType):
             raise ConfigError(f"filesystem_type must be a FilesystemType, not {self.filesystem_type!r}")
@@ -60,6 +62,14 @@ def positive_int(name: str, value: object, limit: int = 1 << 40) -> None:
         raise ConfigError(f"{name} must be from 1 to {limit}, not {value}")
 
 
+def _is_path(text: str) -> bool:
+    try:
+        name = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return bool(name) and b"\0" not in name
+
+
 def _seconds(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
         raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")

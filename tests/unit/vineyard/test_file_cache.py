@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkWriter, Damage
 from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.vineyard import KVTensor
 from kvtier.vineyard.file_cache import FileCache
@@ -41,6 +45,49 @@ def cache(tmp_path: Path) -> Iterator[FileCache]:
 
 def test_what_was_stored_is_found_with_every_byte(cache: FileCache) -> None:
     assert store(cache, TOKENS) == len(TOKENS)
+    assert found(cache, TOKENS) == len(TOKENS)
+
+
+class _CountingHold:
+    """A hold on memory of another cache that says when it is looked at."""
+
+    is_over = False
+
+    def __init__(self) -> None:
+        self.num_entered = 0
+        self.num_left = 0
+
+    def enter(self) -> bool:
+        self.num_entered += 1
+        return True
+
+    def leave(self) -> None:
+        self.num_left += 1
+
+
+def test_tensors_of_another_cache_are_held_until_they_are_written(
+    cache: FileCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = Tensors(len(TOKENS)).fill([], TOKENS)
+    hold = _CountingHold()
+    for of_token in tensors:
+        for pair in of_token:
+            for tensor in pair:
+                tensor._hold = hold
+    lefts_while_writing: list[int] = []
+    finish = ChunkWriter.finish
+
+    def finish_and_look(writer: ChunkWriter, *given: Any) -> Any:
+        try:
+            return finish(writer, *given)
+        finally:
+            lefts_while_writing.append(hold.num_left)
+
+    monkeypatch.setattr(ChunkWriter, "finish", finish_and_look)
+
+    assert cache.update([], TOKENS, tensors) == len(TOKENS)
+    assert set(lefts_while_writing) == {0}
+    assert hold.num_entered == hold.num_left > 0
     assert found(cache, TOKENS) == len(TOKENS)
 
 
@@ -100,11 +147,76 @@ def test_any_missing_chunk_makes_a_prefix_missing(tmp_path: Path, missing: int) 
         assert store(cache, TOKENS[3 * CHUNK :], TOKENS[: 3 * CHUNK]) == 0
 
 
-def test_the_last_chunk_of_a_prefix_seen_a_moment_ago_is_looked_at_again(cache: FileCache, tmp_path: Path) -> None:
-    store(cache, TOKENS[: 2 * CHUNK])
-    chunk_paths(tmp_path)[1].unlink()
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_prefix_that_was_just_stored_is_missing_once_a_chunk_of_it_is_gone(
+    cache: FileCache, tmp_path: Path, missing: int
+) -> None:
+    for first in range(0, 3 * CHUNK, CHUNK):
+        store(cache, TOKENS[first : first + CHUNK], TOKENS[:first])
+    chunk_paths(tmp_path)[missing].unlink()
 
-    assert store(cache, TOKENS[2 * CHUNK :], TOKENS[: 2 * CHUNK]) == 0
+    assert store(cache, TOKENS[3 * CHUNK :], TOKENS[: 3 * CHUNK]) == 0
+    assert len(chunk_paths(tmp_path)) == 2
+
+
+LONG = list(range(200 * CHUNK))
+"""More chunks than every update looks at."""
+
+
+def _stored_long(cache: FileCache) -> list[int]:
+    """As by one who stores chunk by chunk, so that what is returned was seen a moment ago."""
+    store(cache, LONG)
+    assert store(cache, [1] * CHUNK, LONG) == CHUNK
+    assert store(cache, [2] * CHUNK, [*LONG, *[1] * CHUNK]) == CHUNK
+    return [*LONG, *[1] * CHUNK, *[2] * CHUNK]
+
+
+def test_a_long_prefix_that_lost_a_chunk_is_missing_after_a_moment(cache: FileCache, tmp_path: Path) -> None:
+    prefix = _stored_long(cache)
+    chunk_paths(tmp_path)[100].unlink()
+
+    lost_at = time.monotonic()
+    while store(cache, [3] * CHUNK, prefix):
+        prefix += [3] * CHUNK
+        assert time.monotonic() < lost_at + 5
+    assert store(cache, [4] * CHUNK, prefix) == 0
+
+
+def test_a_long_prefix_of_which_this_cache_removed_a_chunk_is_missing_at_once(cache: FileCache, tmp_path: Path) -> None:
+    _stored_long(cache)
+    path = chunk_paths(tmp_path)[100]
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"noise")
+    chunks = cache._names.continued(LONG, [])
+    chunks.trusted_until = float("inf")
+    cache._names.remember(chunks)
+
+    assert found(cache, LONG) == 100 * CHUNK
+    assert store(cache, [3] * CHUNK, LONG) == 0
+
+
+def test_looking_at_a_long_prefix_takes_a_small_part_of_the_time(
+    cache: FileCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = _stored_long(cache)
+    num_looks = 0
+    status_of = ChunkFiles.status_of
+
+    def slow_status_of(self: ChunkFiles, name: ChunkName) -> os.stat_result | None:
+        nonlocal num_looks
+        num_looks += 1
+        time.sleep(0.001)
+        return status_of(self, name)
+
+    monkeypatch.setattr(ChunkFiles, "status_of", slow_status_of)
+    begun_at = time.monotonic()
+    for number in range(50):
+        assert store(cache, [number] * CHUNK, prefix) == CHUNK
+        prefix += [number] * CHUNK
+
+    num_whole_looks = 1 + (time.monotonic() - begun_at) // (10 * 0.2)
+    assert num_looks <= num_whole_looks * 252 + 2 * 50, "each update looks at its own chunk and at the last before it"
 
 
 def test_an_unaligned_prefix_is_an_error(cache: FileCache) -> None:
@@ -119,6 +231,33 @@ def test_kv_of_another_length_is_an_error(cache: FileCache) -> None:
         cache.update(None, TOKENS[:4], kv)
     with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
         cache.query(TOKENS[:4], kv)
+
+
+@pytest.mark.parametrize("wrong", [5, {1, 2, 3, 4}, iter([1, 2, 3, 4]), {1: 2}], ids=lambda wrong: type(wrong).__name__)
+def test_what_is_no_sequence_is_an_error(cache: FileCache, wrong: Any) -> None:
+    kv = Tensors(CHUNK)
+    name = type(wrong).__name__
+
+    with pytest.raises(ConfigError, match=f"tokens must be a sequence, not {name}"):
+        cache.update(None, wrong, kv)
+    with pytest.raises(ConfigError, match=f"tokens must be a sequence, not {name}"):
+        cache.query(wrong, kv)
+    with pytest.raises(ConfigError, match=f"KV must be a sequence, not {name}"):
+        cache.query(TOKENS[:CHUNK], wrong)
+    with pytest.raises(ConfigError, match=f"prefix must be a sequence, not {name}"):
+        cache.update(wrong, TOKENS[:CHUNK], kv)
+    with pytest.raises(ConfigError, match=f"a token's KV must be a sequence, not {name}"):
+        cache.update(None, TOKENS[:CHUNK], [wrong] * CHUNK)
+
+
+def test_token_ids_may_be_numpys_and_a_prefix_of_rows_is_an_error(cache: FileCache) -> None:
+    tokens = np.array(TOKENS)
+    assert cache.update(None, tokens[:CHUNK], Tensors(CHUNK).fill([], TOKENS[:CHUNK])) == CHUNK
+    assert cache.update(tokens[:CHUNK], tokens[CHUNK:], Tensors(3 * CHUNK).fill(TOKENS[:CHUNK], TOKENS[CHUNK:]))
+
+    assert found(cache, TOKENS) == len(TOKENS)
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
+        cache.update(tokens.reshape(-1, 1).repeat(2, axis=1), TOKENS[:CHUNK], Tensors(CHUNK))
 
 
 def test_tensors_of_another_shape_are_an_error_and_nothing_is_left_behind(cache: FileCache, tmp_path: Path) -> None:
@@ -455,6 +594,47 @@ def test_what_another_writer_has_announced_counts_until_it_is_dead(tmp_path: Pat
         assert store(cache, TOKENS) == CHUNK
         make_older(announced, 601)
         assert store(cache, TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor_bytes"),
+    [
+        pytest.param({"split_number": 3}, TENSOR_BYTES, id="split_number"),
+        pytest.param({"split_number": 8}, TENSOR_BYTES, id="a folder for each"),
+        pytest.param({"chunk_size": CHUNK // 2}, TENSOR_BYTES, id="chunk_size"),
+        pytest.param({"chunk_size": 2 * CHUNK}, TENSOR_BYTES, id="larger chunk_size"),
+        pytest.param({}, TENSOR_BYTES + 8, id="tensor_bytes"),
+        pytest.param({"chunk_size": CHUNK // 2}, 2 * TENSOR_BYTES, id="chunks of as many bytes"),
+    ],
+)
+def test_clients_that_disagree_about_the_shape_miss_and_both_store_their_own(
+    cache: FileCache, tmp_path: Path, shape: dict[str, object], tensor_bytes: int
+) -> None:
+    store(cache, TOKENS)
+    with closing(open_files(tmp_path, tensor_bytes=tensor_bytes, **shape)) as other:  # type: ignore[arg-type]
+        assert found(other, TOKENS, tensor_bytes) == 0
+        assert store(other, TOKENS[2 * CHUNK :], TOKENS[: 2 * CHUNK], tensor_bytes) == 0, "not its prefix"
+        assert store(other, TOKENS, nbytes=tensor_bytes) == len(TOKENS)
+        other.collect()
+
+        assert found(other, TOKENS, tensor_bytes) == len(TOKENS)
+        assert found(cache, TOKENS) == len(TOKENS)
+        assert not any(cache.stats().get(f"{damage.value}_files", 0) for damage in Damage)
+
+
+def test_a_root_that_is_made_is_for_its_owner_alone_and_one_that_is_there_stays(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o750)
+    new = tmp_path / "between" / "new"
+    for root, mode in ((there, 0o750), (new, 0o700)):
+        with closing(open_files(root)) as cache:
+            store(cache, TOKENS)
+            assert root.stat().st_mode & 0o777 == mode
+            assert {path.stat().st_mode & 0o777 for path in root.iterdir()} == {0o700}
+            shutil.rmtree(root)
+            store(cache, TOKENS)
+            assert root.stat().st_mode & 0o777 == 0o700
 
 
 def test_files_are_for_their_owner_alone(cache: FileCache, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.vineyard import FileCacheConfig, FilesystemType, KVCache, KVTensor
 
 
@@ -42,6 +42,8 @@ def test_settings_may_come_by_position_as_in_vineyard() -> None:
         ("ttl", -5),
         ("ttl", "1800"),
         ("ttl", float("nan")),
+        ("ttl", 10**400),
+        ("root", "\ud800"),
         ("enable_global_gc", 1),
         ("global_gc_interval", float("inf")),
         ("global_ttl", True),
@@ -73,6 +75,12 @@ def test_a_capacity_below_one_chunk_is_an_error_at_construction(tmp_path: Path) 
         KVCache(FileCacheConfig(root=str(tmp_path)), tensor_bytes=16)
 
 
+def test_chunks_that_no_file_can_hold_are_an_error_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a chunk of 16 tokens, 1048576 layers and 1048576 bytes a tensor has"):
+        KVCache(FileCacheConfig(root=str(tmp_path)), tensor_bytes=1 << 20, cache_capacity=64, layer=1 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_root_that_cannot_be_a_folder_is_an_error_at_construction(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
@@ -89,7 +97,7 @@ def test_a_cache_of_files_closes_with_its_scope_and_may_be_closed_again(tmp_path
             cache.query_addresses([1])
     cache.close()
 
-    with pytest.raises(ConfigError, match="closed"):
+    with pytest.raises(TierUnavailable, match="closed"):
         cache.query([], [])
 
 

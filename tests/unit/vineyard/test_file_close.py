@@ -1,0 +1,238 @@
+"""The end of a file cache: with calls under way, from within a call, in a forked child; and the memory it keeps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierUnavailable
+from kvtier.stores import chunk_files, staging
+from kvtier.testing.faulty_files import FaultyFiles
+from kvtier.vineyard import file_cache
+from tests.integration.actors import wait_until
+from tests.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
+
+_ROOT = Path(__file__).parents[3]
+TOKENS = list(range(4 * CHUNK))
+
+
+class _Callers:
+    """Threads that call until the cache is closed. `failures` are what else they met."""
+
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        self.num_done = [0] * len(calls)
+        self.failures: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._work, args=(*each,)) for each in enumerate(calls)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, number: int, call: Callable[[], object]) -> None:
+        try:
+            while True:
+                call()
+                self.num_done[number] += 1
+        except TierUnavailable:
+            pass
+        except BaseException as error:
+            self.failures.append(error)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_a_close_waits_for_calls_of_other_threads(tmp_path: Path, turn: int) -> None:
+    files = FaultyFiles()
+    files.delay_s = 0.001
+    cache = open_files(tmp_path, files=files, capacity=8 * CHUNK)
+    store(cache, TOKENS)
+    numbers = iter(range(100, 1 << 30))
+
+    callers = _Callers(
+        [
+            lambda: found(cache, TOKENS),
+            lambda: store(cache, [next(numbers)] * CHUNK),
+            lambda: store(cache, [next(numbers)] * 2 * CHUNK),
+            cache.collect,
+        ]
+    )
+    wait_until(lambda: min(callers.num_done) > 2, timeout_s=30)
+    cache.close()
+    in_temp = os.listdir(tmp_path / TEMP)
+    callers.join()
+
+    assert callers.failures == []
+    assert in_temp == os.listdir(tmp_path / TEMP) == []
+    for call in (lambda: found(cache, TOKENS), lambda: store(cache, TOKENS), cache.collect):
+        with pytest.raises(TierUnavailable, match="this cache is closed"):
+            call()
+    cache.close()
+
+
+def test_a_folder_that_was_removed_does_not_come_back_after_the_close(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    files = FaultyFiles()
+    cache = open_files(root, files=files)
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def wait(data: memoryview, offset: int) -> None:
+        is_writing.set()
+        may_write.wait(30)
+
+    files.before_write = wait
+    writer = threading.Thread(target=store, args=(cache, TOKENS))
+    writer.start()
+    is_writing.wait(30)
+    closer = threading.Thread(target=cache.close)
+    closer.start()
+    time.sleep(0.05)
+    assert closer.is_alive(), "a call is under way"
+    may_write.set()
+    writer.join()
+    closer.join()
+    shutil.rmtree(root)
+
+    cache._room.settle(written=0, unused=0)
+    assert not root.exists()
+
+
+def test_a_close_from_within_a_call_happens_when_the_call_ends(tmp_path: Path) -> None:
+    cache = open_files(tmp_path)
+
+    class ClosingTokens(list[int]):
+        def __getitem__(self, key: object) -> object:  # type: ignore[override]
+            if key != slice(0):
+                cache.close()  # where a signal's handler may
+            return super().__getitem__(key)  # type: ignore[index]
+
+    tokens = ClosingTokens(TOKENS)
+    assert cache.update(None, tokens, Tensors(len(TOKENS)).fill([], TOKENS)) == len(TOKENS)
+
+    assert os.listdir(tmp_path / TEMP) == []
+    with pytest.raises(TierUnavailable, match="closed"):
+        found(cache, TOKENS)
+
+
+def test_a_forked_child_has_no_use_of_the_cache_and_leaves_it_alone(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as cache:
+        store(cache, TOKENS)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                try:
+                    found(cache, TOKENS)
+                except TierUnavailable as error:
+                    status = 0 if "fork" in str(error) else 2
+                cache.close()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        assert os.listdir(tmp_path / TEMP) == [f"{cache._store.owner}.room"]
+        assert found(cache, TOKENS) == len(TOKENS)
+
+
+_INTERRUPTED = """
+import os, random, signal, sys, threading, time
+from tests.vineyard_files import CHUNK, found, open_files, store
+
+cache = open_files(sys.argv[1], capacity=40 * CHUNK)
+number = num_interrupts = 0
+is_in_calls = False
+
+def handle(*_):
+    global is_in_calls
+    if is_in_calls:
+        is_in_calls = False
+        raise KeyboardInterrupt
+
+def interrupt():
+    dice = random.Random(2)
+    while num_interrupts < 150:
+        time.sleep(dice.random() * 0.004)
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, handle)
+thread = threading.Thread(target=interrupt)
+thread.start()
+while num_interrupts < 150:
+    try:
+        is_in_calls = True
+        while True:
+            number += 1
+            store(cache, [number % 30] * 4 * CHUNK)
+            found(cache, [number % 30] * 4 * CHUNK)
+    except KeyboardInterrupt:
+        num_interrupts += 1
+thread.join()
+assert store(cache, [1] * 8 * CHUNK) == found(cache, [1] * 8 * CHUNK) == 8 * CHUNK
+cache.close()
+print(os.listdir(sys.argv[1] + "/__temp"))
+"""
+
+
+def test_ctrl_c_in_calls_leaves_a_cache_that_works_and_closes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=50
+    )
+
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# --- the memory of segments on their way ------------------------------------------------------------------------------
+
+
+def test_many_threads_have_no_more_segments_on_their_way_than_three_for_each_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class CountedStaging(staging.Staging):
+        def __init__(self, nbytes: int) -> None:
+            made.append(nbytes)
+            super().__init__(nbytes)
+
+    with closing(open_files(tmp_path, io_workers=2, files=(files := FaultyFiles()))) as cache:
+        files.delay_s = 0.002
+        monkeypatch.setattr(staging, "Staging", CountedStaging)
+        threads = [
+            threading.Thread(target=store, args=(cache, [number, *range(5 * CHUNK - 1)])) for number in range(16)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert len(chunk_paths(tmp_path)) == 16 * 5
+        assert 0 < len(made) <= 3 * 2
+        assert cache._store.staging.idle_bytes == sum(made)
+
+
+def test_memory_that_is_idle_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_cache, "_BEAT_S", 0.05)
+    with closing(open_files(tmp_path)) as cache:
+        assert store(cache, TOKENS) == len(TOKENS)
+        wait_until(lambda: not cache._store.staging.idle_bytes, timeout_s=30)
+        assert found(cache, TOKENS) == len(TOKENS)
+    assert cache._store.staging.idle_bytes == 0
+
+
+def test_reads_that_fail_leave_no_memory_behind(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as cache:
+        store(cache, TOKENS)
+        for path in chunk_paths(tmp_path):
+            os.truncate(path, chunk_files.SEGMENT_BYTES)
+        for _ in range(20):
+            assert found(cache, TOKENS) == 0
+        assert cache._store.staging.idle_bytes <= 3 * 2 * chunk_files.PAGE_BYTES * 2
