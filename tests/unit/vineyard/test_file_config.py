@@ -76,8 +76,8 @@ def test_a_capacity_below_one_chunk_is_an_error_at_construction(tmp_path: Path) 
 
 
 def test_chunks_that_no_file_can_hold_are_an_error_at_construction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a chunk of 16 tokens, 1048576 layers and 1048576 bytes a tensor has"):
-        KVCache(FileCacheConfig(root=str(tmp_path)), tensor_bytes=1 << 20, cache_capacity=64, layer=1 << 20)
+    with pytest.raises(ConfigError, match="a chunk of 16 tokens, 65536 layers and 1048576 bytes a tensor has"):
+        KVCache(FileCacheConfig(root=str(tmp_path)), tensor_bytes=1 << 20, cache_capacity=64, layer=1 << 16)
     assert list(tmp_path.iterdir()) == []
 
 
