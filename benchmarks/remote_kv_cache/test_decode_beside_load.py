@@ -6,8 +6,8 @@
 comes from a cache server's disk, one token out, and the next one when it is there: loads are under way all the time.
 That takes turns with the same without loads. The times are those between two tokens of one request, as the engine
 hands them out. `decode_p99_growth` is the median over the turns of the 99th percentile with loads over the one without;
-`decode_p99_growth_copies` leaves out the two steps of each load that do more than copy: the one that takes the prompt in,
-and the one that computes its last tokens. Everything that decodes is on disk too, so that nothing is stored meanwhile.
+`decode_p99_growth_copies` leaves out the two steps of each load that do more than copy: the one that takes the prompt
+in, and the one that computes its last tokens. What decodes is on disk too, so that nothing is stored meanwhile.
 Less on a CPU.
 """
 
