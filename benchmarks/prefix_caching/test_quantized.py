@@ -114,7 +114,8 @@ def _decode(stands: Mapping[str, EngineStand], maker: PromptMaker, size: Size, b
 
 
 def _order(stands: Mapping[str, EngineStand], repeat: int) -> list[str]:
-    return list(stands) if repeat % 2 == 0 else list(reversed(stands))
+    kinds = list(stands)
+    return kinds if repeat % 2 == 0 else kinds[::-1]
 
 
 def _report(name: str, seconds: Mapping[str, list[float]], size: Size, result: Result) -> None:

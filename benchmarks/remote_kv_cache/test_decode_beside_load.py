@@ -7,7 +7,7 @@ comes from a cache server's disk, one token out, and the next one when it is the
 That takes turns with the same without loads. The times are those between two tokens of one request, as the engine
 hands them out. `decode_p99_growth` is the median over the turns of the 99th percentile with loads over the one without;
 `decode_p99_growth_copies` leaves out the two steps of each load that do more than copy: the one that takes the prompt
-in, and the one that computes its last tokens. What decodes is on disk too, so that nothing is stored meanwhile.
+in, and the one that computes its last tokens. What decodes was stored before, so that little is stored meanwhile.
 Less on a CPU.
 """
 
