@@ -7,8 +7,9 @@ import json
 import sys
 
 import pytest
+import torch
 
-from benchmarks import h200
+from benchmarks import h200, store_cost
 
 RESULT = {"figures": {"speed": 2.0, "size": 1.0}, "settings": {"bars": {"speed": ">= 1"}}}
 
@@ -97,3 +98,64 @@ def test_every_parts_options_are_known_to_its_benchmark(one, is_tiny, monkeypatc
 
     assert ending.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+FIGURES = {
+    "cold_n2",
+    "cold_n8",
+    "cold_n32",
+    "cold_n128",
+    "gpu_hit_n2",
+    "gpu_hit_n8",
+    "gpu_hit_n32",
+    "gpu_hit_n128",
+    "ttft_30k_gpu_hit_ms",
+    "decode_long_over_h200_limit",
+    "sweep_0",
+    "sweep_30",
+    "sweep_50",
+    "sweep_80",
+    "sweep_90",
+    "sweep_100",
+    "async2_over_sync_min",
+    "copy_in_gbs",
+    "copy_out_gbs",
+    "copy_in_loaded_gbs",
+    "copy_out_loaded_gbs",
+    "prefill_loss",
+    "swap_out_qps_gpu_min",
+    "transfer_out_qps_gpu_min",
+    "host_hit_n2",
+    "host_hit_n8",
+    "host_hit_n32",
+    "host_ttft_30k_ms",
+    "server_over_host",
+    "disk_of_raw",
+    "disk_decided_over_computing",
+    "host_over_gpu_80",
+    "decode_p99_growth",
+    "fp8_prefill_x",
+    "fp8_decode_x",
+    "gptq_decode_x",
+}
+
+
+def test_the_parts_hold_every_figure_of_an_h200_against_its_bar(monkeypatch):
+    bars = {}
+
+    def only_note(result, arguments, own_bars, act):
+        assert result.settings["device"] == "NVIDIA H200"
+        assert arguments.model_shape == "Qwen2.5-7B"
+        bars.update(own_bars)
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(store_cost, "conclude", only_note)
+    for one in h200.PARTS:
+        module = importlib.import_module(f"benchmarks.{one.module}")
+        monkeypatch.setattr(module, "conclude", only_note, raising=False)
+        assert module.main([*one.arguments, "--device", "cuda"]) == 0
+
+    assert bars.keys() >= FIGURES
+    assert bars["copy_in_gbs"] == ">= 51"
+    assert bars["sweep_80"] == ">= 182.6"
