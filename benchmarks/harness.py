@@ -169,12 +169,17 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def print_figures(figures: Mapping[str, float], bars: Mapping[str, str]) -> None:
-    """Figures beside what they must be: `bars` are texts like "<= 1.15"."""
+    """Figures beside what they must be: `bars` are texts like "<= 1.15". One that was not measured misses its bar."""
     rows = []
     for name, value in figures.items():
         bar = bars.get(name, "")
         met = "" if not bar else "yes" if is_met(value, bar) else "NO"
         rows.append({"figure": name, "value": f"{value:.3f}", "bar": bar, "met": met})
+    rows += [
+        {"figure": name, "value": "absent", "bar": bar, "met": "NO"}
+        for name, bar in bars.items()
+        if name not in figures
+    ]
     print_table("figures", rows)
 
 

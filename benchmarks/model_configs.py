@@ -102,8 +102,11 @@ MODEL_CONFIGS: dict[str, ModelShape] = {
 
 
 @contextlib.contextmanager
-def model_folder(shape: str) -> Iterator[str]:
-    """A temporary folder with the config.json of `shape`, for `load_format="dummy"`: no weights, no tokenizer."""
+def model_folder(shape: str, **others: object) -> Iterator[str]:
+    """A temporary folder with the config.json of `shape`, for `load_format="dummy"`: no weights, no tokenizer.
+
+    `others` are fields that it has besides.
+    """
     with tempfile.TemporaryDirectory(prefix="kvtier-shape-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL_CONFIGS[shape]))
+        (Path(folder) / "config.json").write_text(json.dumps({**MODEL_CONFIGS[shape], **others}))
         yield folder

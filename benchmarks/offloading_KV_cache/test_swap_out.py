@@ -9,21 +9,22 @@ what was stored is loaded, all of it, and gives the same answers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from benchmarks.store_cost import GPU_SHAPE, run
+from benchmarks.store_cost import GPU_SHAPE, figure_name, run
 from benchmarks.tier_stand import host_tiers, make_tier_parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run(
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(
         make_tier_parser(__doc__ or "", GPU_SHAPE),
         argv,
         "offloading_KV_cache.test_swap_out",
-        lambda arguments: "swap_out_qps_min",
+        lambda arguments: figure_name("swap_out_qps", arguments),
         lambda arguments: host_tiers,
     )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,8 +11,10 @@ turns on the same prompts (A B, B A, A B ...), and the median of the ratios coun
 take turns step by step, because these machines change their speed within seconds, and then change engines; and the pool
 holds fewer blocks than the prompts fill, so that the cache evicts as one does that has run for a while.
 
-Parts: `pairs` (the ratios), `table` (all variants), `sweep` (the default, with --prompts), `schedule` (the scheduler
-without a device) and `peer` (transformers' continuous batching, where it can do the work).
+Parts: `pairs` (the ratios), `table` (all variants), `sweep` (the default variant, with --prompts, on a GPU), `schedule`
+(the scheduler without a device) and `peer` (transformers' continuous batching, where it can do the work; slow, so not
+with --quick unless it is named). vLLM's figures are those of its defaults: up to 1024 requests at a time, 16384 tokens
+a step.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ import argparse
 import contextlib
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import Result, console, print_figures, print_table
+from benchmarks.harness import Result, console, print_table
 from benchmarks.prefix_caching.engine_stand import (
     MANAGERS,
     VARIANTS,
@@ -37,22 +40,29 @@ from benchmarks.prefix_caching.engine_stand import (
     Variant,
     kv_bytes_of,
 )
-from benchmarks.prefix_caching.options import device_settings, is_h200, make_parser, parse
+from benchmarks.prefix_caching.options import conclude, device_settings, is_h200, make_parser, parse
 from benchmarks.prefix_caching.plot import draw
 from benchmarks.prefix_caching.schedule_cost import NUM_REQUESTS, measure_schedule
 from benchmarks.prefix_caching.transformers_peer import PeerRound, measure_peer
 
 BARS = {
-    "prefix_over_naive_0": ">= 0.98",
-    "yoco_over_naive_0": ">= 0.97",
-    "yoco_over_prefix_100": ">= 0.98",
-    "schedule_step_ms": "<= 1",
+    "pairs": {"prefix_over_naive_0": ">= 0.98", "yoco_over_naive_0": ">= 0.97", "yoco_over_prefix_100": ">= 0.98"},
+    "schedule": {"schedule_step_ms": "<= 1"},
 }
+"""Those of each part."""
+
 HIT_RATES = (0, 30, 50, 80, 90, 100)
 VLLM_QPS = {0: 44.6, 30: 61.0, 50: 83.9, 80: 182.6, 90: 298.7, 100: 765.0}
 """vLLM 0.24.0 on an H200: Qwen2.5-7B's shape, 1000 prompts x 1000 tokens in, 24 out, its default settings."""
 
+H200_BARS = {
+    "pairs": {"async2_over_sync_min": ">= 1"},
+    "sweep": {f"sweep_{hit_rate}": f">= {qps}" for hit_rate, qps in VLLM_QPS.items()},
+}
+"""Besides: ahead of vLLM, and no schedule behind the plain one."""
+
 PARTS = ("pairs", "table", "sweep", "schedule", "peer")
+QUICK_PARTS = ("pairs", "table", "sweep", "schedule")
 INPUT_TOKENS = 1000
 OUTPUT_TOKENS = 24
 DEFAULT = Variant("prefix_caching")
@@ -67,37 +77,47 @@ class Size:
     pairs: int
     repeats: int
     hit_rates: tuple[int, ...]
+    sweep_rates: tuple[int, ...]
     input_tokens: int
     max_num_requests: int
     max_num_batched_tokens: int
     kv_tokens: int | None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--few", type=int, help="prompts of pairs, table and peer")
     parser.add_argument("--pairs", type=int, help="how many pairs each ratio is the median of (7; 3 with --quick)")
-    parser.add_argument("--hit-rates", type=int, nargs="+", help="those of the table, in percent")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless told")
+    parser.add_argument("--hit-rates", type=int, nargs="+", help="of table and sweep, in percent")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all unless told; without peer with --quick")
     parser.add_argument("--peer-timeout", type=float, default=60.0, help="seconds for transformers")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw QPS over hit rate (needs matplotlib)")
     arguments = parse(parser, argv)
+    arguments.parts = arguments.parts or (QUICK_PARTS if arguments.quick else PARTS)
     size = _size(arguments)
     result = Result("prefix_caching.baseline", _settings(arguments, size))
-    try:
-        measure(arguments, size, result)
-        print_figures(result.figures, BARS)
-    finally:  # what was measured before a failure is not lost
-        result.write(arguments.json)
+    status = conclude(result, arguments, _bars(arguments, size), lambda: measure(arguments, size, result))
     if arguments.plot is not None:
         draw(result.rows, result.settings, arguments.plot)
+    return status
+
+
+def _bars(arguments: argparse.Namespace, size: Size) -> dict[str, str]:
+    """Those of what is measured."""
+    bars: dict[str, str] = {}
+    for part in arguments.parts:
+        bars |= BARS.get(part, {})
+        if is_h200(arguments.device):
+            bars |= H200_BARS.get(part, {})
+    absent = {f"sweep_{hit_rate}" for hit_rate in HIT_RATES} - {f"sweep_{hit_rate}" for hit_rate in size.sweep_rates}
+    return {name: bar for name, bar in bars.items() if name not in absent}
 
 
 def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
     parts = arguments.parts
     if "schedule" in parts:
         measure_scheduling(result)
-    if parts == ["schedule"]:
+    if set(parts) == {"schedule"}:
         return
     started_at = time.perf_counter()
     console.print(f"loading {arguments.model_shape} on {arguments.device}")
@@ -116,8 +136,8 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
             measure_pairs(stands, maker, size, result)
         if "table" in parts:
             measure_table(stand, maker, size, result)
-        peer_rounds = _peer_rounds(maker, size)
-        ours = _ours(stand, peer_rounds) if "peer" in parts else {}
+        peer_rounds = _peer_rounds(maker, size) if "peer" in parts else []
+        ours = _ours(stand, peer_rounds)
     if "peer" in parts:
         measure_transformers(arguments, size, peer_rounds, ours, result)
 
@@ -198,7 +218,7 @@ def measure_table(stand: EngineStand, maker: PromptMaker, size: Size, result: Re
 
 def measure_sweep(stand: EngineStand, maker: PromptMaker, size: Size, result: Result, *, with_vllm: bool) -> None:
     rows = []
-    for hit_rate in HIT_RATES:
+    for hit_rate in size.sweep_rates:
         done = _run(stand, DEFAULT, maker.make(size.prompts, size.input_tokens, hit_rate), hit_rate)
         result.figures[f"sweep_{hit_rate}"] = done.qps
         row: dict[str, object] = {
@@ -212,11 +232,15 @@ def measure_sweep(stand: EngineStand, maker: PromptMaker, size: Size, result: Re
             "TTFT p50 s": round(statistics.median(answer.ttft_s for answer in done.answers), 3),
             "TPOT p50 ms": round(1000 * statistics.median(one.time_per_output_token_s for one in done.answers), 2),
         }
-        if with_vllm:
+        if with_vllm and hit_rate in VLLM_QPS:
             row |= {"vLLM 0.24": VLLM_QPS[hit_rate], "of vLLM": round(done.qps / VLLM_QPS[hit_rate], 3)}
         console.print(f"sweep: {hit_rate}%: {done.qps:.1f} QPS in {done.seconds:.1f} s")
         rows.append(row)
-    print_table(f"{DEFAULT.name}, {size.prompts} prompts", rows)
+    print_table(
+        f"{DEFAULT.name}, {size.prompts} prompts, at most {size.max_num_requests} requests at a time and "
+        f"{size.max_num_batched_tokens} tokens a step",
+        rows,
+    )
     result.rows += [{"part": "sweep", **row} for row in rows]
 
 
@@ -325,8 +349,9 @@ def _size(arguments: argparse.Namespace) -> Size:
             pairs=3 if quick else 7,
             repeats=1,
             hit_rates=(0, 50, 100) if quick else HIT_RATES,
+            sweep_rates=HIT_RATES,
             input_tokens=INPUT_TOKENS,
-            max_num_requests=256,
+            max_num_requests=1024,
             max_num_batched_tokens=8192,
             kv_tokens=None,
         )
@@ -337,6 +362,7 @@ def _size(arguments: argparse.Namespace) -> Size:
             pairs=3 if quick else 7,
             repeats=1,
             hit_rates=(0, 50, 100) if quick else HIT_RATES,
+            sweep_rates=HIT_RATES,
             input_tokens=500 if quick else INPUT_TOKENS,
             max_num_requests=3 if quick else 6,
             max_num_batched_tokens=1024,
@@ -348,6 +374,7 @@ def _size(arguments: argparse.Namespace) -> Size:
         "pairs": arguments.pairs,
         "repeats": arguments.repeats,
         "hit_rates": tuple(arguments.hit_rates) if arguments.hit_rates else None,
+        "sweep_rates": tuple(arguments.hit_rates) if arguments.hit_rates else None,
         "max_num_requests": arguments.max_num_requests,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
     }
@@ -385,4 +412,4 @@ def _open(arguments: argparse.Namespace, size: Size) -> EngineStand:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

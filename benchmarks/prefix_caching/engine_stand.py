@@ -138,10 +138,18 @@ class Job:
 class EngineStand:
     """An engine with random weights. `use` before `run`."""
 
-    def __init__(self, shape: str, device: str, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
-        """`settings` are those of `EngineConfig`."""
+    def __init__(
+        self,
+        shape: str,
+        device: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        model_fields: Mapping[str, object] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are those of `EngineConfig`; `model_fields` are for config.json, besides those of the shape."""
         self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(model_folder(shape))
+        folder = self._stack.enter_context(model_folder(shape, **(model_fields or {})))
         self._device = device
         self._clock = clock or clock_of(device)
         if device == "cpu":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from benchmarks.bars import missed
+from benchmarks.harness import Result, print_figures
 from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
 
 GPU_SHAPE = "Qwen2.5-7B"
@@ -52,6 +54,20 @@ def device_settings(device: str, cpu_clock: str = "CPU time of the process") -> 
 def is_h200(device: str) -> bool:
     """The machine on which vLLM was measured for this project."""
     return device == "cuda" and "H200" in torch.cuda.get_device_name()
+
+
+def conclude(result: Result, arguments: argparse.Namespace, bars: Mapping[str, str], act: Callable[[], object]) -> int:
+    """Measure with `act`, show the figures beside their bars, write the result: 1 when a bar is missed.
+
+    What was measured before a failure is written too.
+    """
+    result.settings = {**result.settings, "bars": dict(bars)}
+    try:
+        act()
+        print_figures(result.figures, bars)
+    finally:
+        result.write(arguments.json)
+    return 1 if missed(result.figures, bars) else 0
 
 
 def _version(name: str) -> str:

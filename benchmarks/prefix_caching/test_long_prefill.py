@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import Result, console, print_figures, print_table
+from benchmarks.harness import Result, console, print_table
 from benchmarks.prefix_caching.engine_stand import (
     MANAGERS,
     EngineStand,
@@ -31,7 +32,7 @@ from benchmarks.prefix_caching.engine_stand import (
     clock_of,
     kv_bytes_of,
 )
-from benchmarks.prefix_caching.options import device_settings, is_h200, make_parser, parse
+from benchmarks.prefix_caching.options import conclude, device_settings, is_h200, make_parser, parse
 from benchmarks.prefix_caching.transformers_peer import PeerRound, measure_peer
 from kvtier.engine.block_manager import BlockManagerName
 
@@ -43,6 +44,13 @@ VLLM_TTFT_MS = {"cold": 900.0, "hit": 15.5}
 
 H200_BYTES_PER_S = 4.8e12
 """By its data sheet; a large copy reaches about 4.2e12."""
+
+H200_BARS = {
+    **{f"cold_n{num_outputs}": f">= {0.95 * qps:.4g}" for num_outputs, qps in VLLM_COLD.items()},
+    **{f"gpu_hit_n{num_outputs}": f">= {qps}" for num_outputs, qps in VLLM_HIT.items()},
+    "ttft_30k_gpu_hit_ms": "<= 12",
+    "decode_long_over_h200_limit": "<= 1.3",
+}
 
 DEFAULT: BlockManagerName = "prefix_caching"
 
@@ -64,7 +72,7 @@ class Size:
     copy_bytes: int
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--managers", nargs="+", choices=MANAGERS, help="block managers to measure")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too, with N = 2")
@@ -72,11 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(parser, argv)
     size = _size(arguments)
     result = Result("prefix_caching.test_long_prefill", _settings(arguments, size))
-    try:
-        measure(arguments, size, result)
-        print_figures(result.figures, {})
-    finally:  # what was measured before a failure is not lost
-        result.write(arguments.json)
+    bars = H200_BARS if is_h200(arguments.device) else {}
+    return conclude(result, arguments, bars, lambda: measure(arguments, size, result))
 
 
 def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
@@ -310,4 +315,4 @@ def _open(arguments: argparse.Namespace, size: Size) -> EngineStand:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Sequence
 
-from benchmarks.store_cost import GPU_SHAPE, OpenTiers, run
+from benchmarks.store_cost import GPU_SHAPE, OpenTiers, figure_name, run
 from benchmarks.tier_stand import add_server_options, make_tier_parser, server_tiers
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_tier_parser(__doc__ or "", GPU_SHAPE)
     add_server_options(parser)
-    run(parser, argv, "remote_kv_cache.test_transfer_out", _figure, _tiers_of)
+    return run(parser, argv, "remote_kv_cache.test_transfer_out", _figure, _tiers_of)
 
 
 def _figure(arguments: argparse.Namespace) -> str:
-    return "transfer_out_tcp_qps_min" if arguments.tcp else "transfer_out_qps_min"
+    return figure_name("transfer_out_tcp_qps" if arguments.tcp else "transfer_out_qps", arguments)
 
 
 def _tiers_of(arguments: argparse.Namespace) -> OpenTiers:
@@ -33,4 +34,4 @@ def _tiers_of(arguments: argparse.Namespace) -> OpenTiers:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import statistics
 import sys
@@ -50,7 +51,8 @@ def main() -> int:
     result = Result("offloading_KV_cache.baseline.test_swap", settings)
     for shape in options.shapes:
         with contextlib.ExitStack() as stack:
-            measure(shape, Stand(SHAPES[shape], stack), 4 * options.repeats if HAS_GPU else options.repeats, result)
+            repeats = 4 * options.repeats if HAS_GPU else options.repeats
+            measure(shape, Stand(SHAPES[shape], stack, DEVICE), repeats, result)
     print_table(f"{NUM_BLOCKS} blocks between host memory and {device}, medians", result.rows)
     result.write(options.json)
     return 0
@@ -91,26 +93,36 @@ class Memory:
 
 
 class Stand:
-    """A device's blocks, two kinds of host memory, and what to do with them."""
+    """A device's blocks, one or two kinds of host memory, and what to do with them."""
 
-    def __init__(self, layout: KvLayout, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        stack: contextlib.ExitStack,
+        device: torch.device,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        has_server: bool = True,
+    ) -> None:
         self.layout = layout
-        self.nbytes = NUM_BLOCKS * layout.block_bytes
+        self.num_blocks = num_blocks
+        self.nbytes = num_blocks * layout.block_bytes
+        self.has_gpu = device.type == "cuda"
         self.first_layers_s: dict[str, list[float]] = {}
-        self.kv = KvArena(2 * NUM_BLOCKS, layout, DEVICE)
-        self.bytes = self.kv.blocks.view(torch.uint8).view(2 * NUM_BLOCKS, layout.block_bytes)
-        places = random.Random(4).sample(range(2 * NUM_BLOCKS), 2 * NUM_BLOCKS)
-        self.block_ids, self.other_ids = places[:NUM_BLOCKS], places[NUM_BLOCKS:]
-        self.pinned = torch.empty((NUM_BLOCKS, layout.block_bytes), dtype=torch.uint8, pin_memory=HAS_GPU)
-        self.expected = torch.empty_like(self.pinned, device=DEVICE).random_(0, 256)
+        self.kv = KvArena(2 * num_blocks, layout, device)
+        self.bytes = self.kv.blocks.view(torch.uint8).view(2 * num_blocks, layout.block_bytes)
+        places = random.Random(4).sample(range(2 * num_blocks), 2 * num_blocks)
+        self.block_ids, self.other_ids = places[:num_blocks], places[num_blocks:]
+        self.pinned = torch.empty((num_blocks, layout.block_bytes), dtype=torch.uint8, pin_memory=self.has_gpu)
+        self.expected = torch.empty_like(self.pinned, device=device).random_(0, 256)
         self.pinned.copy_(self.expected)
         self.flat = torch.empty_like(self.expected)
-        self.memories = [self._own(stack), self._server(stack)]
+        self.memories = [self._own(stack), self._server(stack)] if has_server else [self._own(stack)]
 
     @contextlib.contextmanager
     def copier(self, num_groups: int) -> Iterator[Copier]:
-        """One with both memories registered."""
-        if not HAS_GPU:
+        """One with all memories registered."""
+        if not self.has_gpu:
             yield HostCopier(self.kv)
             return
         with contextlib.closing(CudaCopier(self.kv, num_groups)) as copier:
@@ -126,15 +138,12 @@ class Stand:
         def check_flat() -> None:
             assert torch.equal(self.flat, self.expected)
 
-        def check() -> None:
-            assert torch.equal(self.bytes[self.block_ids], self.expected), "the device has other bytes"
-
         groups = f", {num_groups} group{'s' if num_groups > 1 else ''}" if HAS_GPU else ""
         return [
-            Contender(LIMIT, lambda: self._move(self.flat, self.pinned), self._clear, check_flat),
-            Contender(PER_BLOCK, self._load_each, self._clear, check),
+            Contender(LIMIT, lambda: self._move(self.flat, self.pinned), self.clear, check_flat),
+            Contender(PER_BLOCK, self._load_each, self.clear, self.expect_loaded),
             *(
-                Contender(name, self._loading(copier, memory, name), self._clear, check)
+                Contender(name, self._loading(copier, memory, name), self.clear, self.expect_loaded)
                 for memory in self.memories
                 for name in (f"copier, {memory.name}{groups}",)
             ),
@@ -155,26 +164,53 @@ class Stand:
 
             return store
 
-        def checking(memory: Memory) -> Callable[[], None]:
-            def check() -> None:
-                copier.load(memory.arena, memory.targets, self.other_ids, copier.mark()).wait()
-                assert torch.equal(self.bytes[self.other_ids], self.bytes[self.block_ids]), "the host has other bytes"
-
-            return check
-
         return [
-            Contender(LIMIT, lambda: self._move(self.pinned, self.flat), self._next_bytes, check_flat),
-            Contender(PER_BLOCK, self._store_each, self._next_bytes, check_pinned),
+            Contender(LIMIT, lambda: self._move(self.pinned, self.flat), self.next_bytes, check_flat),
+            Contender(PER_BLOCK, self._store_each, self.next_bytes, check_pinned),
             *(
-                Contender(f"copier, {memory.name}", storing(memory), self._next_bytes, checking(memory))
+                Contender(
+                    f"copier, {memory.name}",
+                    storing(memory),
+                    self.next_bytes,
+                    functools.partial(self.expect_stored, copier, memory),
+                )
                 for memory in self.memories
             ),
         ]
 
+    def move(self, direction: str) -> float:
+        """Seconds of one large copy, which is the limit."""
+        to, source = (self.flat, self.pinned) if direction == "in" else (self.pinned, self.flat)
+        _synchronize()
+        started_at = time.perf_counter()
+        self._move(to, source)
+        return time.perf_counter() - started_at
+
+    # --- before and after ------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """The device has none of the bytes."""
+        self.bytes.zero_()
+        self.flat.zero_()
+        _synchronize()
+
+    def next_bytes(self) -> None:
+        """Others than those that were stored before."""
+        self.bytes.add_(1)
+        self.flat.add_(1)
+        _synchronize()
+
+    def expect_loaded(self) -> None:
+        assert torch.equal(self.bytes[self.block_ids], self.expected), "the device has other bytes"
+
+    def expect_stored(self, copier: Copier, memory: Memory) -> None:
+        copier.load(memory.arena, memory.targets, self.other_ids, copier.mark()).wait()
+        assert torch.equal(self.bytes[self.other_ids], self.bytes[self.block_ids]), "the host has other bytes"
+
     # --- acts ------------------------------------------------------------------------------------------------------
 
     def _move(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        if HAS_GPU:
+        if self.has_gpu:
             to.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
         else:
@@ -202,38 +238,27 @@ class Stand:
 
         return load
 
-    def _clear(self) -> None:
-        self.bytes.zero_()
-        self.flat.zero_()
-        _synchronize()
-
-    def _next_bytes(self) -> None:
-        """Others than those that were stored before."""
-        self.bytes.add_(1)
-        self.flat.add_(1)
-        _synchronize()
-
     # --- memory ----------------------------------------------------------------------------------------------------
 
     def _own(self, stack: contextlib.ExitStack) -> Memory:
         slot_bytes, block_bytes = self.layout.slot_bytes, self.layout.block_bytes
-        arena = stack.enter_context(contextlib.closing(MappedArena.create(2 * NUM_BLOCKS * slot_bytes)))
-        offsets = [slot * slot_bytes for slot in range(2 * NUM_BLOCKS)]
+        arena = stack.enter_context(contextlib.closing(MappedArena.create(2 * self.num_blocks * slot_bytes)))
+        offsets = [slot * slot_bytes for slot in range(2 * self.num_blocks)]
         for offset, block in zip(offsets, self.pinned, strict=False):
             arena.populate(offset, block_bytes)
             ctypes.memmove(arena.address + offset, block.data_ptr(), block_bytes)
-        return Memory("own memory", arena, offsets[:NUM_BLOCKS], offsets[NUM_BLOCKS:])
+        return Memory("own memory", arena, offsets[: self.num_blocks], offsets[self.num_blocks :])
 
     def _server(self, stack: contextlib.ExitStack) -> Memory:
-        memory = str((2 * NUM_BLOCKS + 16) * self.layout.slot_bytes)
+        memory = str((2 * self.num_blocks + 16) * self.layout.slot_bytes)
         server = stack.enter_context(cache_server("--max-leased", memory, memory=memory))
         namespace = NamespaceFields(layout=self.layout, weights="benchmark")
         client = stack.enter_context(kvtier.connect(server.unix, layout=self.layout, namespace=namespace, timeout_s=60))
-        hashes = client.hashes(range(2 * NUM_BLOCKS * self.layout.block_tokens))
-        client.set(hashes[:NUM_BLOCKS], [memoryview(block.numpy()) for block in self.pinned])
-        lease = stack.enter_context(client.match(hashes[:NUM_BLOCKS]))
-        slots = stack.enter_context(client.reserve(hashes[NUM_BLOCKS:]))
-        assert lease.num_blocks == slots.num_blocks == NUM_BLOCKS
+        hashes = client.hashes(range(2 * self.num_blocks * self.layout.block_tokens))
+        client.set(hashes[: self.num_blocks], [memoryview(block.numpy()) for block in self.pinned])
+        lease = stack.enter_context(client.match(hashes[: self.num_blocks]))
+        slots = stack.enter_context(client.reserve(hashes[self.num_blocks :]))
+        assert lease.num_blocks == slots.num_blocks == self.num_blocks
         return Memory("server's arena", client.arena, list(lease.offsets), list(slots.offsets))  # type: ignore[attr-defined]
 
 

@@ -52,6 +52,7 @@ def open_profiled(arguments: argparse.Namespace, size: Size) -> Iterator[EngineS
             max_model_len=size.input_tokens + size.output_tokens + 32,
             max_num_requests=size.prompts,
             max_num_batched_tokens=size.max_num_batched_tokens,
+            always_load=True,
         ) as stand,
     ):
         yield stand

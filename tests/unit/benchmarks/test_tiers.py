@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +13,16 @@ from benchmarks.harness import Result
 from benchmarks.offloading_KV_cache import test_long_prefill as offloading_long_prefill
 from benchmarks.offloading_KV_cache import test_swap_in as swap_in
 from benchmarks.offloading_KV_cache import test_swap_out as swap_out
+from benchmarks.offloading_KV_cache.baseline import test_copies as copies
 from benchmarks.offloading_KV_cache.baseline import test_prefills as prefills
 from benchmarks.offloading_KV_cache.profiler import swap_in as swap_in_profile
 from benchmarks.offloading_KV_cache.profiler import swap_out as swap_out_profile
 from benchmarks.offloading_KV_cache.profiler.tracing import report
+from benchmarks.prefix_caching import test_quantized as quantized
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Round, Variant
+from benchmarks.remote_kv_cache import test_decode_beside_load as decode_beside_load
 from benchmarks.remote_kv_cache import test_long_prefill as remote_long_prefill
+from benchmarks.remote_kv_cache import test_restart as restart
 from benchmarks.remote_kv_cache import test_transfer_in as transfer_in
 from benchmarks.remote_kv_cache import test_transfer_out as transfer_out
 from benchmarks.tier_stand import BELOW, DEVICE_OFF, DEVICE_ON, drop_below, expect_hits, expect_tokens, full_share
@@ -23,13 +30,20 @@ from benchmarks.tier_stand import BELOW, DEVICE_OFF, DEVICE_ON, drop_below, expe
 TINY = ("--quick", "--device", "cpu", "--prompts", "2", "--input-tokens", "72")
 STORE = (*TINY, "--pairs", "1", "--turns", "1", "--batched-tokens", "64")
 LONG = (*TINY, "--outputs", "2", "--always-load")
+HOST = (*LONG, "--ttft-tokens", "100")
+ONCE = (*TINY, "--repeats", "1")
+BESIDE = (*ONCE, "--long-tokens", "200", "--window", "24")
 HITS = (*TINY, "--output-tokens", "2", "--hit-rates", "0", "50", "--repeats", "1", "--always-load")
 
 MAINS = {
     "swap_out": (swap_out.main, STORE, "swap_out_qps_min"),
     "swap_in": (swap_in.main, HITS, "host_over_device_50"),
-    "offloading_long_prefill": (offloading_long_prefill.main, LONG, "host_hit_over_cold_n2"),
+    "offloading_long_prefill": (offloading_long_prefill.main, HOST, "host_ttft_cold_over_hit"),
     "prefills": (prefills.main, (*TINY, "--model-shape", "small", "--repeats", "1"), "prefill_over_copy_small"),
+    "copies": (copies.main, (*ONCE, "--blocks", "8", "--passes", "1"), "copy_out_loaded_gbs"),
+    "quantized": (quantized.main, (*ONCE, "--output-tokens", "3"), "gptq_decode_x"),
+    "restart": (restart.main, (*ONCE, "--always-load", "--parts", "server", "disk"), "disk_of_raw"),
+    "decode_beside_load": (decode_beside_load.main, BESIDE, "decode_p99_growth"),
     "transfer_out": (transfer_out.main, STORE, "transfer_out_qps_min"),
     "transfer_out_tcp": (transfer_out.main, (*STORE, "--tcp"), "transfer_out_tcp_qps_min"),
     "transfer_in": (transfer_in.main, HITS, "transfer_in_second_over_first"),
@@ -47,6 +61,21 @@ def test_a_tiny_run_passes_its_checks_and_writes_its_figure(name, tmp_path):
     assert document["figures"][figure] > 0
     assert document["rows"]
     assert document["settings"]["quick"]
+
+
+def test_tcp_after_a_restart_stands_beside_a_bare_socket(tmp_path):
+    """In a process of its own: the socket's other end is one that multiprocessing watches from a third."""
+    target = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.remote_kv_cache.test_restart", *ONCE, "--parts", "tcp"]
+
+    done = subprocess.run(
+        [*command, "--json", str(target)], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300
+    )
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads(target.read_text())
+    assert document["figures"]["tcp_of_raw_socket"] > 0
+    assert [row["what"] for row in document["rows"]][1:] == ["raw socket, 1 connections", "raw socket, 4 connections"]
 
 
 @pytest.mark.parametrize(("main", "name"), [(swap_out_profile.main, "store"), (swap_in_profile.main, "load")])

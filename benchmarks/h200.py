@@ -1,0 +1,256 @@
+"""All figures that are measured on an H200, in an order of importance.
+
+    python -m benchmarks.h200 [--minutes N] [--out FOLDER] [PART ...]
+    python -m benchmarks.h200 --list
+
+Each part is a benchmark in a process of its own, with a limit of its own. Its result lies in FOLDER as soon as it is
+over, its output beside it; one that fails, or takes too long, does not keep the next from running. With `--minutes` no
+part begins that would probably not end in time. The last thing printed is a table of all figures that have a bar, and
+the exit status is 1 when one misses it. `--tiny` runs everything in a small size on a CPU: it shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bars import missed
+from benchmarks.harness import console, print_table
+
+_LONG_TINY = ("--prompts", "2", "--input-tokens", "72", "--always-load")
+_STORE = ("--prompts", "2", "--most-steps", "64", "--pairs", "5")
+_STORE_TINY = ("--prompts", "2", "--input-tokens", "72", "--pairs", "1", "--turns", "1", "--batched-tokens", "64")
+_GRACE_S = 20.0
+_LINES_OF_A_FAILURE = 25
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark. `arguments` are those for the H200, where it takes about `expected_s`; `tiny` those for a CPU.
+
+    `also` are figures without a bar that the table shows.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    tiny: tuple[str, ...]
+    expected_s: int
+    also: tuple[str, ...] = ()
+
+    @property
+    def limit_s(self) -> int:
+        """Twice what is expected, and time to compile kernels: then something is wrong."""
+        return 2 * self.expected_s + 60
+
+    def command(self, target: Path, *, is_tiny: bool) -> list[str]:
+        arguments = ("--quick", "--device", "cpu", *self.tiny) if is_tiny else self.arguments
+        return [sys.executable, "-m", f"benchmarks.{self.module}", *arguments, "--json", str(target)]
+
+
+PARTS = (
+    Part("long", "prefix_caching.test_long_prefill", ("--quick",), ("--prompts", "2"), 80, ("decode_of_limit",)),
+    Part(
+        "copies",
+        "offloading_KV_cache.baseline.test_copies",
+        ("--quick",),
+        ("--blocks", "32", "--input-tokens", "256", "--repeats", "1"),
+        45,
+    ),
+    Part(
+        "host",
+        "offloading_KV_cache.test_long_prefill",
+        ("--quick",),
+        (*_LONG_TINY, "--outputs", "2", "--ttft-tokens", "200"),
+        90,
+    ),
+    Part(
+        "restart",
+        "remote_kv_cache.test_restart",
+        ("--quick",),
+        (*_LONG_TINY, "--repeats", "1"),
+        170,
+        ("server_hit_n2", "tcp_hit_n2", "tcp_gbs", "tcp_of_raw_socket", "disk_gbs", "disk_raw_gbs"),
+    ),
+    Part(
+        "sweep",
+        "prefix_caching.baseline",
+        ("--parts", "sweep"),
+        ("--parts", "schedule", "table", "--hit-rates", "50", "--few", "2"),
+        100,
+    ),
+    Part(
+        "beside",
+        "remote_kv_cache.test_decode_beside_load",
+        ("--quick",),
+        ("--prompts", "2", "--input-tokens", "40", "--long-tokens", "200", "--window", "24", "--repeats", "1"),
+        75,
+        ("decode_p99_growth_copies", "decode_p50_growth"),
+    ),
+    Part(
+        "quantized",
+        "prefix_caching.test_quantized",
+        ("--quick",),
+        ("--input-tokens", "64", "--output-tokens", "4", "--repeats", "1"),
+        80,
+        ("gptq_prefill_x", "fp8_decode_x_16", "gptq_decode_x_16"),
+    ),
+    Part(
+        "swap-in",
+        "offloading_KV_cache.test_swap_in",
+        ("--quick",),
+        (*_LONG_TINY, "--output-tokens", "2", "--hit-rates", "50", "80", "--repeats", "1"),
+        115,
+        ("host_over_device_50", "host_over_device_90", "host_over_device_100", "parts_at"),
+    ),
+    Part("swap-out", "offloading_KV_cache.test_swap_out", _STORE, _STORE_TINY, 120),
+    Part("transfer-out", "remote_kv_cache.test_transfer_out", _STORE, _STORE_TINY, 125),
+    Part(
+        "pairs",
+        "prefix_caching.baseline",
+        ("--quick", "--parts", "pairs", "schedule"),
+        ("--parts", "pairs", "--few", "2", "--pairs", "1"),
+        75,
+        ("async2_over_sync_min",),
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a part. `status` is that of its process, or None when it did not run to its end."""
+
+    part: Part
+    seconds: float
+    status: int | None
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return dict(self.document.get("figures", {}))
+
+    @property
+    def bars(self) -> dict[str, str]:
+        return dict(self.document.get("settings", {}).get("bars", {}))
+
+    @property
+    def verdict(self) -> str:
+        if self.status is None:
+            return "took too long"
+        if not self.document or self.status not in (0, 1) or (self.status == 1 and not missed(self.figures, self.bars)):
+            return f"failed with status {self.status}"
+        return "misses a bar" if self.status else "good"
+
+
+def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    arguments = _parse(argv, parts)
+    chosen = [part for part in parts if part.name in arguments.parts] if arguments.parts else list(parts)
+    if arguments.list:
+        for part in chosen:
+            print(f"{part.name:14} {part.expected_s:4} s  {shlex.join(part.command(Path('FILE'), is_tiny=False)[1:])}")
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    left_out: list[str] = []
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for part in chosen:
+        left_s = deadline - time.monotonic()
+        if left_s < part.expected_s and not arguments.tiny:
+            left_out.append(part.name)
+            continue
+        outcomes.append(run_part(part, arguments.out, min(part.limit_s, left_s), is_tiny=arguments.tiny))
+    rows = [{"part": one.part.name, "s": round(one.seconds), "": one.verdict} for one in outcomes]
+    print_table("parts", [*rows, *({"part": name, "s": "", "": "no time left"} for name in left_out)])
+    print_table("figures", [row for one in outcomes for row in figure_rows(one)])
+    return 0 if all(one.verdict == "good" for one in outcomes) and not left_out else 1
+
+
+def run_part(part: Part, folder: Path, limit_s: float, *, is_tiny: bool) -> Outcome:
+    """Its result and its output are in `folder` when this returns, as far as it came."""
+    stem = f"h200_{part.name.replace('-', '_')}"
+    target, log = folder / f"{stem}.json", folder / f"{stem}.log"
+    target.unlink(missing_ok=True)
+    console.print(f"{part.name}: about {part.expected_s} s, at most {limit_s:.0f} s")
+    started_at = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            part.command(target, is_tiny=is_tiny), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status = _wait(process, limit_s)
+    outcome = Outcome(part, time.monotonic() - started_at, status, _read(target))
+    console.print(f"{part.name}: {outcome.verdict} after {outcome.seconds:.0f} s")
+    if outcome.verdict not in ("good", "misses a bar"):
+        console.print("\n".join(log.read_text(errors="replace").splitlines()[-_LINES_OF_A_FAILURE:]), markup=False)
+    return outcome
+
+
+def figure_rows(outcome: Outcome) -> Iterator[dict[str, object]]:
+    """Those with a bar, also when they were not measured, and those that the part names."""
+    figures, bars = outcome.figures, outcome.bars
+    late = set(missed(figures, bars))
+    for name in (*bars, *(name for name in outcome.part.also if name in figures and name not in bars)):
+        value = f"{figures[name]:.4g}" if name in figures else "absent"
+        met = "" if name not in bars else "NO" if name in late else "yes"
+        yield {"figure": name, "value": value, "bar": bars.get(name, ""), "met": met, "part": outcome.part.name}
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit status; None when it had to be ended. It is asked first, so that it can write what it has."""
+    try:
+        return process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    except BaseException:
+        _kill_session(process)
+        raise
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    finally:
+        _kill_session(process)
+    return None
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """The process and the servers that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(target: Path) -> Mapping[str, Any]:
+    try:
+        document: Mapping[str, Any] = json.loads(target.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def _parse(argv: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in parts]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"all unless told: {', '.join(names)}")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long all may take")
+    parser.add_argument("--out", type=Path, default=Path("h200-results"), metavar="FOLDER", help="where results go")
+    parser.add_argument("--list", action="store_true", help="show the parts, their commands and what they take")
+    parser.add_argument("--tiny", action="store_true", help="a small size on a CPU")
+    arguments = parser.parse_args(argv)
+    unknown = sorted(set(arguments.parts) - set(names))
+    if unknown:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(names)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
