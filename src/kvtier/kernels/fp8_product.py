@@ -35,15 +35,18 @@ def linear(
     max_value: float,
     min_scale: float,
     peaks: torch.Tensor | None = None,
+    tile: tuning.ProductTile | None = None,
 ) -> torch.Tensor | None:
     """`hidden` (T, K), quantised by row, times `weight` (N, K) with `scales` (N, 1); None for more than a few tokens.
 
     `peaks` (T, P), if they are known: the largest number of each row of `hidden` is the largest of the row of these.
+    `tile` is chosen by `tuning` unless told.
     """
     if not _takes(hidden):
         return None
+    tile = _tile(hidden, weight) if tile is None else tile
     out = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
-    _launch(hidden, weight, scales, bias, counters, peaks, out, None, max_value, min_scale)
+    _launch(hidden, weight, scales, bias, counters, peaks, out, None, max_value, min_scale, tile)
     return out
 
 
@@ -56,15 +59,16 @@ def linear_silu_mul(
     *,
     max_value: float,
     min_scale: float,
+    tile: tuning.ProductTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`operations.silu_mul` of `linear`'s product, and `peaks` of that; None for more than a few tokens."""
     if not _takes(hidden):
         return None
+    tile = _tile(hidden, weight) if tile is None else tile
     num_tokens, size = hidden.shape[0], weight.shape[0] // 2
     gated = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
-    columns = _tile(hidden, weight).rows // 2
-    peaks = torch.empty((num_tokens, triton.cdiv(size, columns)), dtype=torch.float32, device=hidden.device)
-    _launch(hidden, weight, scales, bias, counters, None, gated, peaks, max_value, min_scale)
+    peaks = torch.empty((num_tokens, triton.cdiv(size, tile.rows // 2)), dtype=torch.float32, device=hidden.device)
+    _launch(hidden, weight, scales, bias, counters, None, gated, peaks, max_value, min_scale, tile)
     return gated, peaks
 
 
@@ -80,13 +84,12 @@ def _tile(hidden: torch.Tensor, weight: torch.Tensor) -> tuning.ProductTile:
     return tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
 
 
-def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_value, min_scale) -> None:
+def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_value, min_scale, tile) -> None:
     num_tokens, inputs = hidden.shape
     if not num_tokens:
         return
     assert hidden.stride(1) == 1 and weight.is_contiguous(), "rows must be dense"  # noqa: PT018
     is_gated = out_peaks is not None
-    tile = _tile(hidden, weight)
     is_quantized = peaks is None and num_tokens * inputs > tuning.MAX_OWN_PEAKS
     if is_quantized:
         hidden, peaks = elementwise.quantize_rows(hidden, max_value=max_value, min_scale=min_scale)

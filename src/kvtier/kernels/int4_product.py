@@ -56,8 +56,13 @@ def linear(
     scales: torch.Tensor,
     bias: torch.Tensor | None,
     counters: torch.Tensor,
+    *,
+    tile: tuning.ProductTile | None = None,
 ) -> torch.Tensor | None:
-    """`hidden` (T, K) times the weight that `words` of `pack` hold; None for more than a few tokens."""
+    """`hidden` (T, K) times the weight that `words` of `pack` hold; None for more than a few tokens.
+
+    `tile` is chosen by `tuning` unless told.
+    """
     num_tokens, inputs = hidden.shape
     if num_tokens > tuning.MAX_FEW_TOKENS or hidden.element_size() != 2:
         return None
@@ -67,9 +72,10 @@ def linear(
         return out
     assert hidden.stride(1) == 1 and words.is_contiguous(), "rows must be dense"  # noqa: PT018
     tokens = tuning.few_tokens(num_tokens)
-    tile = tuning.int4_tile(inputs=inputs, outputs=outputs)
-    stage_bytes = BLOCK_INPUTS * (tile.rows // 2 + hidden.element_size() * tokens)
-    tile = tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
+    if tile is None:
+        tile = tuning.int4_tile(inputs=inputs, outputs=outputs)
+        stage_bytes = BLOCK_INPUTS * (tile.rows // 2 + hidden.element_size() * tokens)
+        tile = tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
     num_tiles = triton.cdiv(outputs, tile.rows)
     assert num_tiles <= counters.shape[0], "the counters are those of another layer"
     _product_kernel[(num_tiles, tile.splits)](

@@ -179,18 +179,18 @@ def peak_rows(num_tokens: int) -> int:
 def fp8_tile(*, num_tokens: int, inputs: int, outputs: int) -> ProductTile:
     """The tile of a product of `num_tokens` with a weight (outputs, inputs) in 8 bits."""
     rows, step = (64 if num_tokens <= MIN_DOT_ROWS else 128), 128
-    splits = _product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), FP8_PROGRAMS)
+    splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), FP8_PROGRAMS)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=4)
 
 
 def int4_tile(*, inputs: int, outputs: int) -> ProductTile:
     """The tile of a product of a few tokens with a weight (outputs, inputs) in 4 bits."""
     rows, step = 128, 128  # with fewer rows, Triton takes each weight through shared memory
-    splits = _product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), INT4_PROGRAMS)
+    splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), INT4_PROGRAMS)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=4)
 
 
-def _product_splits(num_tiles: int, num_steps: int, num_programs: int) -> int:
+def product_splits(num_tiles: int, num_steps: int, num_programs: int) -> int:
     """Shares, none of them empty, that make about `num_programs` of `num_tiles`."""
     wanted = min(num_programs // num_tiles, num_steps // MIN_PRODUCT_STEPS, MAX_PRODUCT_SPLITS)
     return _ceil_div(num_steps, _ceil_div(num_steps, max(wanted, 1)))
