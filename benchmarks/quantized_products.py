@@ -78,18 +78,28 @@ class Setting:
     num_stages: int
     programs: int
     """For each multiprocessor."""
+    lines_ahead: int = 0
+    overlaps: bool = False
 
     def tile(self, shape: Shape) -> tuning.ProductTile:
         splits = tuning.product_splits(
             -(-shape.outputs // self.rows), -(-shape.inputs // self.step), self.programs * tuning.MULTIPROCESSORS
         )
-        return tuning.ProductTile(self.rows, self.step, splits, self.num_warps, self.num_stages)
+        return tuning.ProductTile(
+            self.rows, self.step, splits, self.num_warps, self.num_stages, self.lines_ahead, self.overlaps
+        )
 
 
 FP8_SETTINGS = [
-    Setting(rows, step, 4, stages, programs)
+    Setting(rows, step, 4, stages, programs, lines_ahead=4)
     for (rows, step, stages), programs in itertools.product(
         [(64, 128, 3), (64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 3), (128, 128, 4)], [2, 4, 6]
+    )
+]
+FP8_SETTINGS += [
+    Setting(64, step, 4, stages, 4, lines_ahead, overlaps)
+    for (step, stages), (lines_ahead, overlaps) in itertools.product(
+        [(128, 4), (256, 3)], [(0, False), (8, False), (0, True), (4, True), (8, True)]
     )
 ]
 INT4_SETTINGS = [

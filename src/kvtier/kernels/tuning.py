@@ -159,6 +159,10 @@ class ProductTile:
     splits: int
     num_warps: int
     num_stages: int
+    lines_ahead: int = 0
+    """So many lines of 128 bytes of each row are asked for before the inputs are looked at: a power of two, or none."""
+    overlaps: bool = False
+    """Whether the kernel may start while the one before it ends."""
 
     def fitted(self, *, stage_bytes: int, shared_bytes: int) -> ProductTile:
         """This, or one with fewer stages, such that all stages and one more, for what is computed, fit."""
@@ -180,7 +184,7 @@ def fp8_tile(*, num_tokens: int, inputs: int, outputs: int) -> ProductTile:
     """The tile of a product of `num_tokens` with a weight (outputs, inputs) in 8 bits."""
     rows, step = (64 if num_tokens <= MIN_DOT_ROWS else 128), 128
     splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), FP8_PROGRAMS)
-    return ProductTile(rows, step, splits, num_warps=4, num_stages=4)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=4, lines_ahead=4)
 
 
 def int4_tile(*, inputs: int, outputs: int) -> ProductTile:

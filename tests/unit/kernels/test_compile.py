@@ -94,7 +94,8 @@ types = {
 }
 
 def compiled(kernel, tile, special=None, **constants):
-    known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True, **constants}
+    known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True,
+             "LINES_AHEAD": tile.lines_ahead, **constants}
     known["OPERAND"] = triton.language.bfloat16
     types_now = {**types, **(special or {})}
     signature = {
@@ -110,13 +111,14 @@ def compiled(kernel, tile, special=None, **constants):
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None):
+def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None, overlaps=False):
     rows = tuning.peak_rows(num_tokens)
     return compiled(
         fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs), special,
         INPUTS=inputs, OUTPUTS=outputs // 2 if is_gated else outputs, PEAKS=peaks, PEAK_ROWS=rows,
         PEAK_COLUMNS=min(triton.next_power_of_2(peaks), tuning.PEAKS_AT_ONCE // rows),
         IS_QUANTIZED=is_quantized, IS_GATED=is_gated, TOKENS=tuning.few_tokens(num_tokens),
+        OVERLAPS=overlaps,
     )
 
 def int4(kernel, num_tokens, inputs, outputs, group):
@@ -130,7 +132,7 @@ kernels = {
     "qkv": fp8(1, 3584, 4608, peaks=3584),
     "gate": fp8(4, 3584, 37888, peaks=3584, is_gated=True),
     "down": fp8(16, 18944, 3584, peaks=592, special=wide),
-    "odd": fp8(2, 1040, 208, peaks=1040),
+    "odd": fp8(2, 1040, 208, peaks=1040, overlaps=True),
     "many": fp8(64, 3584, 4608, peaks=1, is_quantized=True, special={**wide, "hidden_ptr": "*fp8e4nv"}),
     "int4": int4(int4_product._product_kernel, 1, 3584, 4608, 128),
     "int4_many": int4(int4_product._product_kernel, 64, 18944, 3584, 32),
