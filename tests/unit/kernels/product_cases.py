@@ -54,8 +54,10 @@ def expected_product(hidden: torch.Tensor, layer: list[torch.Tensor]) -> torch.T
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to the last digits of the largest: tensor cores keep few more while they sum up products of 8-bit floats."""
     tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found.float(), expected, atol=tolerance * largest, rtol=tolerance)
 
 
 @dtypes
