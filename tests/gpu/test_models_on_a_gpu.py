@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier.models.fp8 import quantize_rows, scaled_matmul
+from kvtier.kernels import tuning
+from kvtier.models.fp8 import Fp8Linear, quantize_rows, scaled_matmul
+from kvtier.models.gptq import GptqLinear
+from kvtier.models.linear import LinearShape, Part
 from kvtier.models.loading import load_model
+from kvtier.models.operations import silu_mul
+from kvtier.models.quantization_config import GptqConfig
+from kvtier.models.slot import SlotKind
 from kvtier.testing.tiny_models import FAMILIES, save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -67,6 +73,109 @@ def test_the_hardware_multiplies_what_the_twin_multiplies(num_tokens: int, dtype
     expected = scaled_matmul(*on_cpu, torch.float32)
     assert found.dtype is dtype
     torch.testing.assert_close(found.float().cpu(), expected, rtol=0.02, atol=0.02 * float(expected.std()))
+
+
+@pytest.fixture
+def has_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels for a few tokens, whether models use them yet or not."""
+    monkeypatch.setattr(tuning, "HAS_QUANTIZED_PRODUCTS", True)
+
+
+def layer_shape(inputs: int, *outputs: int, has_bias: bool, dtype: torch.dtype) -> LinearShape:
+    parts = tuple(Part(f"part{number}", count) for number, count in enumerate(outputs))
+    return LinearShape(inputs=inputs, parts=parts, has_bias=has_bias, dtype=dtype, device=torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 16, 17, 64, 65])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3584, 4608), (3584, 3584), (18944, 3584), (1040, 208), (48, 16)])
+def test_a_few_tokens_are_multiplied_as_many_are(
+    inputs: int, outputs: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    """The kernel for a few tokens and `_scaled_mm` multiply the same 8-bit numbers."""
+    torch.manual_seed(0)
+    layer = Fp8Linear(layer_shape(inputs, outputs, has_bias=True, dtype=dtype))
+    for slot in layer.slots("layer"):
+        slot.write(torch.randn(slot.shape, device="cuda") / inputs**0.5)
+    hidden = torch.randn(num_tokens, inputs, device="cuda").to(dtype)
+
+    found = layer(hidden)
+
+    values, value_scales = quantize_rows(hidden)
+    product = (values.float() @ layer.weight.float().t()) * value_scales * layer.scales.t() + layer.bias.float()
+    torch.testing.assert_close(found.float(), product, rtol=0.02, atol=0.01)
+    assert all(torch.equal(layer(hidden), found) for _ in range(20)), "a sum does not depend on timing"
+
+
+@pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 33, 64, 100])
+def test_gate_and_up_in_eight_bits_are_what_they_are_one_by_one(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    gate_up = Fp8Linear(layer_shape(3584, 4864, 4864, has_bias=False, dtype=torch.bfloat16))
+    for slot in gate_up.slots("layer"):
+        slot.write(torch.randn(slot.shape, device="cuda") / 60)
+    hidden = torch.randn(num_tokens, 3584, device="cuda").bfloat16()
+
+    gated, peaks = gate_up.gated(hidden)
+
+    expected = silu_mul(gate_up(hidden))
+    torch.testing.assert_close(gated, expected, rtol=0.03, atol=0.01)
+    if num_tokens <= 64:
+        assert peaks is not None
+        assert torch.equal(peaks.amax(-1), gated.float().abs().amax(-1))
+
+
+@pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 300])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_packed_gptq_layers_multiply_their_dequantised_weight(
+    act_order: bool, group_size: int | None, num_tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    inputs = 3584
+    config = GptqConfig(group_size=group_size, has_act_order=act_order)
+    layer = GptqLinear(config, layer_shape(inputs, 640, 136, has_bias=True, dtype=dtype))
+    size = group_size or inputs
+    order = torch.randperm(inputs) if act_order else torch.arange(inputs)
+    made = {
+        SlotKind.PACKED: lambda shape: torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
+        SlotKind.ZEROS: lambda shape: torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
+        SlotKind.SCALES: lambda shape: torch.rand(shape) * 0.005,
+        SlotKind.GROUPS: lambda shape: (torch.arange(inputs) // size)[order],
+        SlotKind.BIAS: torch.randn,
+    }
+    for slot in layer.slots("layer"):
+        slot.write(made[slot.kind](slot.shape).cuda())
+    weight = layer.weight()
+    hidden = torch.randn(num_tokens, inputs, device="cuda").to(dtype)
+
+    layer.settle()
+
+    assert layer.counters is not None, "it was packed"
+    assert layer.qweight.numel() == weight.numel() // 8
+    found = layer(hidden)
+    expected = hidden.float() @ weight.float().t() + layer.bias.float()
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+    assert all(torch.equal(layer(hidden), found) for _ in range(20)), "a sum does not depend on timing"
+
+
+@pytest.mark.usefixtures("has_products")
+def test_a_graph_replays_gptq_layers() -> None:
+    config = SEVEN_B | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    model = load_model(config, device="cuda", load_format="dummy", max_model_len=4096).model
+    tokens, positions = torch.arange(4, device="cuda"), torch.arange(4, device="cuda")
+    model.logits(model(tokens, positions, own_values))
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        captured = model.logits(model(tokens, positions, own_values))
+
+    tokens.add_(5)
+    graph.replay()
+
+    assert torch.equal(captured, model.logits(model(tokens, positions, own_values)))
 
 
 def test_an_fp8_model_agrees_with_the_cpu(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import enum
 import functools
 import importlib
 import importlib.util
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kernels import reference
+from kvtier.kernels import reference, tuning
 
 
 class Backend(enum.Enum):
@@ -101,16 +102,86 @@ class Elementwise(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Fp8Product(Protocol):
+    """Products of a few tokens with weights in 8-bit floats; see `fp8_product`."""
+
+    def make_counters(self, outputs: int, device: torch.device) -> torch.Tensor: ...
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        counters: torch.Tensor,
+        *,
+        max_value: float,
+        min_scale: float,
+        peaks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None: ...
+
+    def linear_silu_mul(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        counters: torch.Tensor,
+        *,
+        max_value: float,
+        min_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None: ...
+
+
+class Int4Product(Protocol):
+    """Products of a few tokens with weights in 4 bits; see `int4_product`."""
+
+    def make_counters(self, outputs: int, device: torch.device) -> torch.Tensor: ...
+
+    def can_pack(self, *, inputs: int, group_size: int) -> bool: ...
+
+    def pack(self, qweight: torch.Tensor, order: torch.Tensor) -> torch.Tensor: ...
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        words: torch.Tensor,
+        zeros: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        counters: torch.Tensor,
+    ) -> torch.Tensor | None: ...
+
+    def dequantize(
+        self, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor: ...
+
+
 def elementwise_for(tensor: torch.Tensor) -> Elementwise | None:
     """The fused operations for tensors like this one; none where plain torch has to do."""
-    return _elementwise() if tensor.is_cuda else None
+    return cast("Elementwise | None", _triton_kernels("elementwise")) if tensor.is_cuda else None
+
+
+def fp8_product_for(tensor: torch.Tensor) -> Fp8Product | None:
+    """The same for products of a few tokens in 8 bits."""
+    return cast("Fp8Product | None", _quantized_products("fp8_product", tensor))
+
+
+def int4_product_for(tensor: torch.Tensor) -> Int4Product | None:
+    """The same for products of a few tokens in 4 bits."""
+    return cast("Int4Product | None", _quantized_products("int4_product", tensor))
+
+
+def _quantized_products(name: str, tensor: torch.Tensor) -> ModuleType | None:
+    return _triton_kernels(name) if tuning.HAS_QUANTIZED_PRODUCTS and tensor.is_cuda else None
 
 
 @functools.cache
-def _elementwise() -> Elementwise | None:
+def _triton_kernels(name: str) -> ModuleType | None:
+    """The module of that name, None where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return cast(Elementwise, importlib.import_module("kvtier.kernels.elementwise"))
+    return importlib.import_module(f"kvtier.kernels.{name}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""How the attention kernels are cut into tiles: everything a GPU's tuning may change, and nothing else.
+"""How the kernels are cut into tiles: everything a GPU's tuning may change, and nothing else.
 
 All of it is chosen from numbers the host knows, so that choosing never waits for the device. The numbers are those of
 an H200 (docs/design/performance.md); on a GPU of less shared memory, tiles shrink until they fit.
@@ -45,6 +45,32 @@ GATHER_WARPS = 4
 WRITE_WARPS = 4
 
 FUSE_MULTIPLY_ADD = True
+
+HAS_QUANTIZED_PRODUCTS = False
+"""Whether models multiply with quantised weights by kernels of ours.
+
+They compile, and are right in Triton's interpreter, but no GPU has run them yet."""
+
+MAX_FEW_TOKENS = 64
+"""Products of up to so many tokens with quantised weights read each weight once, in a kernel of ours."""
+
+MAX_OWN_PEAKS = 4 * 4096
+"""Up to so many inputs, every program looks for the largest of each row. More are quantised by a kernel before."""
+
+PEAKS_AT_ONCE = 4096
+
+MULTIPROCESSORS = 132
+
+FP8_PROGRAMS = 4 * MULTIPROCESSORS
+"""Into about so many programs a product with weights in 8 bits is split: all of them run at once."""
+
+INT4_PROGRAMS = 5 * MULTIPROCESSORS
+"""The same for 4 bits. These are bound by their instructions, so they have to be spread more evenly."""
+
+MIN_PRODUCT_STEPS = 2
+"""A share of fewer steps costs more in the joining than it gains."""
+
+MAX_PRODUCT_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +153,60 @@ def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> i
 def joined_splits(count: int) -> int:
     """For how many splits the kernel that joins `count` of them is compiled: one of two."""
     return _power_of_two(FEW_SPLITS if count <= FEW_SPLITS else MAX_SPLITS)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """The work of one program of a product: `rows` of the weight, `step` inputs at a time, one of `splits` shares."""
+
+    rows: int
+    step: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    lines_ahead: int = 0
+    """So many lines of 128 bytes of each row are asked for before the inputs are looked at: a power of two, or none."""
+    overlaps: bool = False
+    """Whether the kernel may start while the one before it ends."""
+
+    def fitted(self, *, stage_bytes: int, shared_bytes: int) -> ProductTile:
+        """This, or one with fewer stages, such that all stages and one more, for what is computed, fit."""
+        stages = min(self.num_stages, shared_bytes // stage_bytes - 1)
+        return replace(self, num_stages=max(stages, _MIN_STAGES))
+
+
+def few_tokens(num_tokens: int) -> int:
+    """For how many tokens a product of `num_tokens` is compiled."""
+    return max(_power_of_two(num_tokens), MIN_DOT_ROWS)
+
+
+def peak_rows(num_tokens: int) -> int:
+    """For how many rows looking for the largest numbers is compiled."""
+    return 1 if num_tokens == 1 else 4 if num_tokens <= 4 else few_tokens(num_tokens)
+
+
+def fp8_tile(*, num_tokens: int, inputs: int, outputs: int) -> ProductTile:
+    """The tile of a product of `num_tokens` with a weight (outputs, inputs) in 8 bits."""
+    rows, step = (64 if num_tokens <= MIN_DOT_ROWS else 128), 128
+    splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), FP8_PROGRAMS)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=4, lines_ahead=4)
+
+
+def int4_tile(*, inputs: int, outputs: int) -> ProductTile:
+    """The tile of a product of a few tokens with a weight (outputs, inputs) in 4 bits."""
+    rows, step = 128, 128  # with fewer rows, Triton takes each weight through shared memory
+    splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), INT4_PROGRAMS)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=4)
+
+
+def product_splits(num_tiles: int, num_steps: int, num_programs: int) -> int:
+    """Shares, none of them empty, that make about `num_programs` of `num_tiles`."""
+    wanted = min(num_programs // num_tiles, num_steps // MIN_PRODUCT_STEPS, MAX_PRODUCT_SPLITS)
+    return _ceil_div(num_steps, _ceil_div(num_steps, max(wanted, 1)))
+
+
+def _ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
 
 
 def _power_of_two(count: int) -> int:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.kernels.backend import elementwise_for
+from kvtier.kernels.backend import elementwise_for, fp8_product_for
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
+from kvtier.models.operations import silu_mul
 from kvtier.models.slot import Slot, SlotKind
 
 FP8 = torch.float8_e4m3fn
@@ -75,6 +76,8 @@ class Fp8Linear(Linear):
             )
         self.weight = empty_parameter((shape.outputs, shape.inputs), FP8, shape.device)
         self.scales = empty_parameter((shape.outputs, 1), torch.float32, shape.device)
+        product = fp8_product_for(self.weight)
+        self.counters = None if product is None else product.make_counters(shape.outputs, shape.device)
 
     def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
         weight, scales = self.weight[outputs], self.scales[outputs]
@@ -87,6 +90,38 @@ class Fp8Linear(Linear):
 
         yield Slot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, peaks: Tensor | None = None) -> Tensor:
+        """`peaks` (T, P), if they are known: the largest number of each row of `hidden` is the largest of these."""
+        product = fp8_product_for(hidden)
+        if product is not None and self.counters is not None:
+            out = product.linear(
+                hidden,
+                self.weight,
+                self.scales,
+                self.bias,
+                self.counters,
+                max_value=_FP8_MAX,
+                min_scale=_MIN_SCALE,
+                peaks=peaks,
+            )
+            if out is not None:
+                return out
         values, value_scales = quantize_rows(hidden)
         return scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype, self.bias)
+
+    def gated(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`silu_mul` of what `forward` returns, and its `peaks` where they are known."""
+        product = fp8_product_for(hidden)
+        if product is not None and self.counters is not None:
+            found = product.linear_silu_mul(
+                hidden,
+                self.weight,
+                self.scales,
+                self.bias,
+                self.counters,
+                max_value=_FP8_MAX,
+                min_scale=_MIN_SCALE,
+            )
+            if found is not None:
+                return found
+        return silu_mul(self(hidden)), None

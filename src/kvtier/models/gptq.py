@@ -1,8 +1,8 @@
-"""Linear layers whose weights a GPTQ checkpoint holds in 4 bits, dequantised for each matrix product.
+"""Linear layers whose weights a GPTQ checkpoint holds in 4 bits, dequantised on the way into each matrix product.
 
 A weight is `(q - zero) * scale`. `qweight` (inputs / 8, outputs) packs eight inputs into an int32, `qzeros`
 (groups, outputs / 8) eight outputs, the lowest bits first; `scales` is (groups, outputs), and `g_idx` (inputs,) is the
-group of each input.
+group of each input. Where there are kernels for it, the words are put into their order once all weights are there.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kvtier.errors import ConfigError
+from kvtier.kernels.backend import Int4Product, int4_product_for
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
 from kvtier.models.quantization_config import GptqConfig
@@ -65,6 +66,9 @@ class GptqLinear(Linear):
         self.groups = empty_parameter((len(shape.parts), shape.inputs), torch.int32, device)
         self.groups.copy_(torch.arange(shape.inputs, device=device) // group_size)
         self.has_one_grouping = True
+        self.order: Tensor | None = None
+        self.counters: Tensor | None = None
+        """There once `qweight` has the order of the kernels for a few tokens, and `order` if inputs change theirs."""
 
     def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
         words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)
@@ -94,16 +98,20 @@ class GptqLinear(Linear):
             )
 
     def settle(self) -> None:
-        """See whether the parts are grouped alike; those that share their inputs nearly always are."""
+        """See whether the parts are grouped alike, as those that share their inputs nearly always are, and pack."""
         groups = self.groups
         if int(groups.min()) < 0 or int(groups.max()) >= self.scales.shape[0]:
             raise ConfigError(
                 f"g_idx of {self.shape.parts[0].name} names groups outside 0 to {self.scales.shape[0] - 1}"
             )
         self.has_one_grouping = bool((groups == groups[0]).all())
+        product = int4_product_for(self.qweight)
+        if product is not None and self.has_one_grouping and self.shape.dtype.itemsize == 2:
+            self._pack(product)
 
     def weight(self) -> Tensor:
-        """The weight (outputs, inputs), dequantised."""
+        """The weight (outputs, inputs), dequantised, from words in the order of the checkpoint."""
+        assert self.counters is None, "the words have been packed"
         dtype = self.shape.dtype
         if self.has_one_grouping:
             return dequantize(self.qweight, self.zeros, self.scales, self.groups[0], dtype)
@@ -112,7 +120,27 @@ class GptqLinear(Linear):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight(), self.bias)
+        product = int4_product_for(hidden)
+        if product is None or self.counters is None:
+            return functional.linear(hidden, self.weight(), self.bias)
+        if self.order is not None:
+            hidden = hidden.index_select(1, self.order)
+        out = product.linear(hidden, self.qweight, self.zeros, self.scales, self.bias, self.counters)
+        if out is not None:
+            return out
+        weight = product.dequantize(self.qweight, self.zeros, self.scales, self.shape.dtype)
+        return functional.linear(hidden, weight, self.bias)
+
+    def _pack(self, product: Int4Product) -> None:
+        """Put the words into the order of the kernels, if they take this weight; groups become runs of inputs."""
+        inputs, group_size = self.shape.inputs, self.shape.inputs // self.scales.shape[0]
+        groups, order = self.groups[0].sort(stable=True)
+        runs = torch.arange(inputs, device=groups.device) // group_size
+        if not product.can_pack(inputs=inputs, group_size=group_size) or not torch.equal(groups, runs.int()):
+            return
+        self.order = None if torch.equal(self.groups[0], groups) else order
+        self.qweight = nn.Parameter(product.pack(self.qweight, order), requires_grad=False)
+        self.counters = product.make_counters(self.shape.outputs, self.shape.device)
 
     def _part_weight(self, number: int, outputs: slice) -> Tensor:
         words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtier.models.attention import Attention
+from kvtier.models.fp8 import Fp8Linear
 from kvtier.models.layer import Layer, empty_parameter
 from kvtier.models.linear import PlainLinear
 from kvtier.models.operations import add_rms_norm, linear_silu_mul, rms_norm, silu_mul
@@ -99,6 +100,8 @@ class GatedMlp(Layer):
         gate_up = self.gate_up_proj
         if isinstance(gate_up, PlainLinear) and gate_up.bias is None:
             return self.down_proj(linear_silu_mul(hidden, gate_up.weight))
+        if isinstance(gate_up, Fp8Linear):
+            return self.down_proj(*gate_up.gated(hidden))
         return self.down_proj(silu_mul(gate_up(hidden)))
 
 

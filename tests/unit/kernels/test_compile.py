@@ -82,6 +82,68 @@ if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, querie
 print(json.dumps({name: [one.metadata.shared, "wgmma" in one.asm["ptx"]] for name, one in kernels.items()}))
 """
 
+COMPILE_PRODUCTS = """
+import json, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtier.kernels import fp8_product, int4_product, tuning
+
+types = {
+    "scales_ptr": "*fp32", "out_peaks_ptr": "*fp32", "parts_ptr": "*fp32", "counters_ptr": "*i32",
+    "weight_ptr": "*fp8e4nv", "max_value": "fp32", "min_scale": "fp32", "words_ptr": "*i32", "zeros_ptr": "*i32",
+}
+
+def compiled(kernel, tile, special=None, **constants):
+    known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True,
+             "LINES_AHEAD": tile.lines_ahead, **constants}
+    known["OPERAND"] = triton.language.bfloat16
+    types_now = {**types, **(special or {})}
+    signature = {
+        name: "constexpr" if name.isupper() else types_now.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride"))
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None, overlaps=False):
+    rows = tuning.peak_rows(num_tokens)
+    return compiled(
+        fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs), special,
+        INPUTS=inputs, OUTPUTS=outputs // 2 if is_gated else outputs, PEAKS=peaks, PEAK_ROWS=rows,
+        PEAK_COLUMNS=min(triton.next_power_of_2(peaks), tuning.PEAKS_AT_ONCE // rows),
+        IS_QUANTIZED=is_quantized, IS_GATED=is_gated, TOKENS=tuning.few_tokens(num_tokens),
+        OVERLAPS=overlaps,
+    )
+
+def int4(kernel, num_tokens, inputs, outputs, group):
+    return compiled(
+        kernel, tuning.int4_tile(inputs=inputs, outputs=outputs), {"scales_ptr": "*i32", "weight_ptr": "*bf16"},
+        INPUTS=inputs, OUTPUTS=outputs, GROUP=group, TOKENS=tuning.few_tokens(num_tokens),
+    )
+
+wide = {"peaks_ptr": "*fp32"}
+kernels = {
+    "qkv": fp8(1, 3584, 4608, peaks=3584),
+    "gate": fp8(4, 3584, 37888, peaks=3584, is_gated=True),
+    "down": fp8(16, 18944, 3584, peaks=592, special=wide),
+    "odd": fp8(2, 1040, 208, peaks=1040, overlaps=True),
+    "many": fp8(64, 3584, 4608, peaks=1, is_quantized=True, special={**wide, "hidden_ptr": "*fp8e4nv"}),
+    "int4": int4(int4_product._product_kernel, 1, 3584, 4608, 128),
+    "int4_many": int4(int4_product._product_kernel, 64, 18944, 3584, 32),
+    "dequantize": int4(int4_product._dequantize_kernel, 1, 3584, 4608, 128),
+}
+print(json.dumps({
+    name: [one.metadata.shared, *(word in one.asm["ptx"] for word in ("wgmma", "e4m3.e4m3", "cp.async.cg"))]
+    for name, one in kernels.items()
+}))
+"""
+
 
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "head_dim", "window"),
@@ -99,3 +161,17 @@ def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, wi
     assert all(shared_bytes <= SHARED_MEMORY_BYTES for shared_bytes, _ in compiled.values())
     assert compiled.get("gathered", [0, True])[1], "long chunks run on the tensor cores' widest products"
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"
+
+
+def test_products_compile_for_hopper(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", COMPILE_PRODUCTS]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    for name, (shared_bytes, is_wide, is_eight_bits, is_ahead) in compiled.items():
+        assert shared_bytes <= SHARED_MEMORY_BYTES / 2, "at least two programs share a multiprocessor"
+        assert is_wide == is_ahead == (name != "dequantize"), name
+        assert is_eight_bits == (not name.startswith(("int4", "dequantize"))), name

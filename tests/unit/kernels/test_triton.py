@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = [Path(__file__).with_name(name) for name in ("triton_cases.py", "elementwise_cases.py")]
+CASES = [Path(__file__).with_name(name) for name in ("triton_cases.py", "elementwise_cases.py", "product_cases.py")]
 REPOSITORY = Path(__file__).parents[3]
 
 

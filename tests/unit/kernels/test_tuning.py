@@ -41,3 +41,28 @@ def test_a_hopper_gpu_gets_the_tiles_that_were_measured_on_one() -> None:
     tiles = tuning.attention_tiles(group=7, head_dim=128, itemsize=2, max_query_tokens=1)
 
     assert tiles.fitted(head_dim=128, itemsize=2, shared_bytes=HOPPER) == tiles
+
+
+@pytest.mark.parametrize("shared_bytes", [HOPPER, AMPERE, ADA])
+@pytest.mark.parametrize("num_tokens", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(16, 16), (128, 8), (3584, 4608), (3584, 37888), (18944, 3584), (29568, 8192)]
+)
+def test_shares_of_a_product_cover_its_inputs(inputs: int, outputs: int, num_tokens: int, shared_bytes: int) -> None:
+    for tile in (
+        tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs),
+        tuning.int4_tile(inputs=inputs, outputs=outputs),
+    ):
+        num_steps = -(-inputs // tile.step)
+        share = -(-num_steps // tile.splits)
+        assert share * (tile.splits - 1) < num_steps <= share * tile.splits, "none is empty, and none is left"
+        stage_bytes = tile.step * (tile.rows + 2 * tuning.few_tokens(num_tokens))
+        fitted = tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes)
+        assert fitted.num_stages >= 2
+        assert (fitted.num_stages + 1) * stage_bytes <= shared_bytes
+
+
+def test_a_small_product_is_split_until_the_gpu_is_full() -> None:
+    tile = tuning.fp8_tile(num_tokens=1, inputs=3584, outputs=3584)
+
+    assert 2 * tuning.MULTIPROCESSORS <= 3584 // tile.rows * tile.splits <= tuning.FP8_PROGRAMS

@@ -1,0 +1,337 @@
+"""How fast are the products of a few tokens with weights in 8 and 4 bits, and how should `kernels/tuning` cut them?
+
+    python -m benchmarks.quantized_products [--json FILE] [--seconds 60] [--tokens 1 2 4 8 16]
+
+Needs a GPU. Each product of a layer of Qwen2.5-7B is timed as a CUDA graph over the weights of all layers, which are
+more than the cache holds, beside cuBLAS in bfloat16 (with our kernel for gate and up) and `torch._scaled_mm` with our
+kernel that quantises. First with the tiles that `kernels/tuning` chooses, for every number of tokens; then, for the
+first number, with as many others as there is time for, and the best of those for the other numbers. The settings of the
+first line are for `fp8_tile` and `FP8_PROGRAMS`, or `int4_tile` and `INT4_PROGRAMS`; the last line says what would be
+gained if each product had its own. All results are compared with the twins; ends with 1 when one is wrong, or when a
+bar is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.harness import Result, console, print_figures, print_table
+from kvtier.kernels import elementwise, fp8_product, int4_product, tuning
+from kvtier.models import fp8
+from kvtier.models.operations import silu_mul
+
+LAYERS = 28
+GROUP_SIZE = 128
+DTYPE = torch.bfloat16
+REPEATS = 7
+MAX_ERROR = 0.01
+FP8_LIMITS = {"max_value": 448.0, "min_scale": 1e-12}
+NUM_FINALISTS = 3
+FIRST_SHARE = 0.75  # of a kind's time goes into the first number of tokens
+COMPILING_SHARE = 0.8
+
+BARS = {"fp8_products_x": ">= 1.75", "int4_products_x": ">= 1.0"}
+"""Over bfloat16, for one token. A step that is 1.5 times as fast needs products that are 1.75 times as fast: what is
+between them, and the head, stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One product of a layer."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_gated: bool = False
+    has_peaks: bool = False
+
+
+SHAPES = (
+    Shape("qkv", 3584, 4608),
+    Shape("output", 3584, 3584),
+    Shape("gate_up", 3584, 37888, is_gated=True),
+    Shape("down", 18944, 3584, has_peaks=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What `kernels/tuning` has constants for; the splits of a shape follow."""
+
+    rows: int
+    step: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    """For each multiprocessor."""
+    lines_ahead: int = 0
+    overlaps: bool = False
+
+    def tile(self, shape: Shape) -> tuning.ProductTile:
+        splits = tuning.product_splits(
+            -(-shape.outputs // self.rows), -(-shape.inputs // self.step), self.programs * tuning.MULTIPROCESSORS
+        )
+        return tuning.ProductTile(
+            self.rows, self.step, splits, self.num_warps, self.num_stages, self.lines_ahead, self.overlaps
+        )
+
+
+FP8_SETTINGS = [
+    Setting(rows, step, 4, stages, programs, lines_ahead=4)
+    for (rows, step, stages), programs in itertools.product(
+        [(64, 128, 3), (64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 3), (128, 128, 4)], [2, 4, 6]
+    )
+]
+FP8_SETTINGS += [
+    Setting(64, step, 4, stages, 4, lines_ahead, overlaps)
+    for (step, stages), (lines_ahead, overlaps) in itertools.product(
+        [(128, 4), (256, 3)], [(0, False), (8, False), (0, True), (4, True), (8, True)]
+    )
+]
+INT4_SETTINGS = [
+    Setting(rows, 128, warps, stages, programs)
+    for (rows, warps), stages, programs in itertools.product([(128, 4), (256, 8)], [3, 4, 6], [3, 5, 8])
+]
+
+
+class Stand:
+    """The weights of one shape for all layers, in all three kinds, and what their products must be."""
+
+    def __init__(self, shape: Shape, max_tokens: int) -> None:
+        self.shape = shape
+        generator = torch.Generator("cuda").manual_seed(0)
+        size = (shape.outputs, shape.inputs)
+        self.hidden = torch.randn(max_tokens, shape.inputs, device="cuda", generator=generator).to(DTYPE)
+        self.plain = [torch.empty(size, dtype=DTYPE, device="cuda") for _ in range(LAYERS)]
+        for weight in self.plain:
+            weight.normal_(0.0, shape.inputs**-0.5, generator=generator)
+        self.fp8 = [fp8.quantize_rows(weight) for weight in self.plain]
+        self.counters = fp8_product.make_counters(shape.outputs, torch.device("cuda"))
+        limits = torch.iinfo(torch.int32)
+        num_groups = shape.inputs // GROUP_SIZE
+        self.words = [
+            torch.randint(limits.min, limits.max, (num_groups, shape.outputs, 16), dtype=torch.int32, device="cuda")
+            for _ in range(LAYERS)
+        ]
+        zeros = (num_groups, shape.outputs // 8)
+        self.zeros = [torch.full(zeros, 0x77777777, dtype=torch.int32, device="cuda") for _ in range(LAYERS)]
+        self.scales = [
+            (torch.rand(num_groups, shape.outputs, device="cuda", generator=generator) * 0.01).half()
+            for _ in range(LAYERS)
+        ]
+
+    def inputs(self, num_tokens: int) -> Inputs:
+        hidden = self.hidden[:num_tokens]
+        peaks = hidden.float().abs().unflatten(1, (-1, 32)).amax(-1) if self.shape.has_peaks else None
+        return Inputs(hidden, peaks)
+
+    def expected_fp8(self, hidden: Tensor) -> Tensor:
+        values, value_scales = fp8.quantize_rows(hidden)
+        weight, scales = self.fp8[0]
+        product = (values.float() @ weight.float().t()) * value_scales * scales.t()
+        return silu_mul(product) if self.shape.is_gated else product
+
+    def expected_int4(self, hidden: Tensor) -> Tensor:
+        weight = int4_product.dequantize(self.words[0], self.zeros[0], self.scales[0], DTYPE)
+        return hidden.float() @ weight.float().t()
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Some tokens, and what the product before has noted of them, 32 columns at a time."""
+
+    hidden: Tensor
+    peaks: Tensor | None
+
+
+class Kind(enum.Enum):
+    """What multiplies."""
+
+    PLAIN = "bfloat16"
+    SCALED_MM = "_scaled_mm"
+    FP8 = "fp8"
+    INT4 = "int4"
+
+
+def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Tensor:
+    """One product; `setting` is for our kernels, which choose for themselves unless told."""
+    hidden, is_gated = inputs.hidden, stand.shape.is_gated
+    tile = None if setting is None else setting.tile(stand.shape)
+    match kind:
+        case Kind.PLAIN:
+            weight = stand.plain[layer]
+            gated = elementwise.linear_silu_mul(hidden, weight) if is_gated else None
+            if gated is None:
+                gated = functional.linear(hidden, weight)
+                return silu_mul(gated) if is_gated else gated
+            return gated
+        case Kind.SCALED_MM:
+            product = fp8.scaled_matmul(*fp8.quantize_rows(hidden), *stand.fp8[layer], DTYPE)
+            return silu_mul(product) if is_gated else product
+        case Kind.FP8:
+            settled = (hidden, *stand.fp8[layer], None, stand.counters)
+            if is_gated:
+                both = fp8_product.linear_silu_mul(*settled, **FP8_LIMITS, tile=tile)
+                assert both is not None
+                return both[0]
+            found = fp8_product.linear(*settled, **FP8_LIMITS, peaks=inputs.peaks, tile=tile)
+        case Kind.INT4:
+            packed = (stand.words[layer], stand.zeros[layer], stand.scales[layer])
+            found = int4_product.linear(hidden, *packed, None, stand.counters, tile=tile)
+    assert found is not None
+    return found
+
+
+def seconds_of(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> float:
+    """Of one product, in a graph over all layers."""
+    multiply(kind, stand, inputs, 0, setting)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(LAYERS):
+            multiply(kind, stand, inputs, layer, setting)
+    times = []
+    for _ in range(REPEATS):
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(started.elapsed_time(ended) / 1e3 / LAYERS)
+    median: float = statistics.median(times[1:])
+    return median
+
+
+def check(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> None:
+    """Raise when the numbers are others than the twin's, or others the second time."""
+    expected = stand.expected_int4(inputs.hidden) if kind is Kind.INT4 else stand.expected_fp8(inputs.hidden)
+    found = multiply(kind, stand, inputs, 0, setting)
+    error = float((found.float() - expected).norm() / expected.norm())
+    where = f"{kind.value}, {stand.shape.name}, {inputs.hidden.shape[0]} tokens, {setting}"
+    if not error < MAX_ERROR:
+        raise AssertionError(f"{where}: off by {error:.4f} of the norm")
+    if not torch.equal(multiply(kind, stand, inputs, 0, setting), found):
+        raise AssertionError(f"{where}: another result the second time")
+
+
+def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[str, object]]:
+    """Every kind with the tiles that it chooses: microseconds of each product."""
+    rows: list[dict[str, object]] = []
+    for num_tokens in token_counts:
+        for stand in stands:
+            inputs = stand.inputs(num_tokens)
+            for kind in (Kind.FP8, Kind.INT4):
+                check(kind, stand, inputs)
+            times = {kind.value: 1e6 * seconds_of(kind, stand, inputs) for kind in Kind}
+            weights = stand.shape.inputs * stand.shape.outputs
+            rates = {
+                "fp8 TB/s": weights / times["fp8"] / 1e6,
+                "int4 TB/s": weights * (0.5 + 2.5 / GROUP_SIZE) / times["int4"] / 1e6,
+            }
+            rows.append({"product": stand.shape.name, "tokens": num_tokens, **times, **rates})
+        last = rows[-len(stands) :]
+        sums = {kind.value: sum(float(str(row[kind.value])) for row in last) for kind in Kind}
+        rows.append({"product": "layer", "tokens": num_tokens, **sums})
+    return rows
+
+
+def search(
+    kind: Kind, settings: Sequence[Setting], stands: Sequence[Stand], num_tokens: int, until: float
+) -> dict[Setting, dict[str, float]]:
+    """Microseconds by product of the settings for which there was time; kernels are compiled in threads."""
+    found: dict[Setting, dict[str, float]] = {}
+    inputs = [stand.inputs(num_tokens) for stand in stands]
+    now = time.monotonic()
+    compiling_until = now + COMPILING_SHARE * (until - now)
+
+    def compile_all(setting: Setting) -> bool:
+        if time.monotonic() > compiling_until:
+            return False
+        for stand, its_inputs in zip(stands, inputs, strict=True):
+            multiply(kind, stand, its_inputs, 0, setting)
+        return True
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 12)) as pool:
+        compiling: list[tuple[Setting, Future[bool]]] = [(one, pool.submit(compile_all, one)) for one in settings]
+        for setting, compiled in compiling:
+            try:
+                compiled.result()
+            except Exception as error:  # a tile that the GPU cannot hold must not end the search
+                console.print(f"{kind.value} {setting}: {error}")
+        torch.cuda.synchronize()
+        for setting, compiled in compiling:
+            if compiled.exception() is not None or not compiled.result() or time.monotonic() > until:
+                continue
+            for stand, its_inputs in zip(stands, inputs, strict=True):
+                check(kind, stand, its_inputs, setting)
+            found[setting] = {
+                stand.shape.name: 1e6 * seconds_of(kind, stand, its_inputs, setting)
+                for stand, its_inputs in zip(stands, inputs, strict=True)
+            }
+    return found
+
+
+def settings_table(kind: Kind, num_tokens: int, found: dict[Setting, dict[str, float]]) -> list[dict[str, object]]:
+    """The best settings by their sum over the products of a layer, and the best of each product."""
+    rows: list[dict[str, object]] = [
+        {"kind": kind.value, "tokens": num_tokens, **asdict(setting), **times, "layer": sum(times.values())}
+        for setting, times in sorted(found.items(), key=lambda item: sum(item[1].values()))
+    ]
+    names = [shape.name for shape in SHAPES]
+    best = {name: min(times[name] for times in found.values()) for name in names} if found else {}
+    if best:
+        rows.append({"kind": f"{kind.value}, each its own", "tokens": num_tokens, **best, "layer": sum(best.values())})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
+    parser.add_argument("--seconds", type=float, default=60.0, help="after so long, no more tiles are tried (60)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of tokens")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a GPU", file=sys.stderr)
+        return 2
+    started_at = time.monotonic()
+    stands = [Stand(shape, max(arguments.tokens)) for shape in SHAPES]
+    result = Result("quantized_products", {"layers": LAYERS, "group_size": GROUP_SIZE, "tokens": arguments.tokens})
+    result.rows = compare(stands, arguments.tokens)
+    print_table("microseconds, tiles as kernels/tuning chooses them", result.rows)
+    left_s = arguments.seconds - (time.monotonic() - started_at)
+    for number, (kind, settings) in enumerate([(Kind.FP8, FP8_SETTINGS), (Kind.INT4, INT4_SETTINGS)]):
+        until = started_at + arguments.seconds - (0.4 * left_s if number == 0 else 0.0)
+        shuffled = random.Random(0).sample(settings, len(settings))  # so that those without a turn are any
+        now = time.monotonic()
+        first = search(kind, shuffled, stands, arguments.tokens[0], now + FIRST_SHARE * (until - now))
+        finalists = sorted(first, key=lambda setting: sum(first[setting].values()))[:NUM_FINALISTS]
+        rows = settings_table(kind, arguments.tokens[0], first)
+        for num_tokens in arguments.tokens[1:]:
+            rows += settings_table(kind, num_tokens, search(kind, finalists, stands, num_tokens, until))
+        print_table(f"{kind.value}: microseconds by setting; {len(first)} of {len(settings)} were tried", rows)
+        result.rows += rows
+    layer = next(row for row in result.rows if row["product"] == "layer")
+    for name in ("fp8", "int4"):
+        result.figures[f"{name}_products_x"] = float(str(layer["bfloat16"])) / float(str(layer[name]))
+    print_figures(result.figures, BARS)
+    result.write(arguments.json)
+    console.print(f"took {time.monotonic() - started_at:.0f} s")
+    return int(any(result.figures[name] < float(bar.split()[1]) for name, bar in BARS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
