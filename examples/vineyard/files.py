@@ -22,6 +22,7 @@ cache = KVCache(
 )
 
 tokens = [1, 2, 3, 4]
+ran_before = f"other KV was stored for these tokens, by an earlier run: remove the folder {file_cache_config.root}"
 original_kv_tensors = []
 for i in range(0, len(tokens), file_cache_config.chunk_size):
     kv_tensors_to_update = []
@@ -67,5 +68,5 @@ assert len(kv_tensors) == len(kv_tensors_from_cache)
 for kv, kv_from_cache in zip(original_kv_tensors, kv_tensors_from_cache, strict=True):
     assert len(kv) == len(kv_from_cache)
     for (k_tensor, v_tensor), (queried_k_tensor, queried_v_tensor) in zip(kv, kv_from_cache, strict=True):
-        assert np.array_equal(k_tensor, queried_k_tensor)
-        assert np.array_equal(v_tensor, queried_v_tensor)
+        assert np.array_equal(k_tensor, queried_k_tensor), ran_before
+        assert np.array_equal(v_tensor, queried_v_tensor), ran_before

@@ -112,7 +112,8 @@ def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: P
     with contextlib.closing(open_files(root, capacity=SHARED_CAPACITY)) as cache:
         cache.collect()
         assert temp_names(root) == []
-        assert os.listdir(root / TEMP) == [f"{cache._store.owner}.room"]
+        (left,) = os.listdir(root / TEMP)
+        assert left.startswith(f"{cache._store.owner}-")
         assert store(cache, range(5 * CHUNK)) == 5 * CHUNK, "nothing that the dead held is lost for good"
 
 
@@ -141,7 +142,8 @@ def test_the_last_of_a_writer_that_was_killed_goes_with_the_next_listing(tmp_pat
     with contextlib.closing(open_files(root)) as cache:
         cache.collect()
 
-        assert os.listdir(root / TEMP) == [f"{cache._store.owner}.room"]
+        (left,) = os.listdir(root / TEMP)
+        assert left.startswith(f"{cache._store.owner}-")
 
 
 def test_vineyards_program_runs_and_leaves_its_folders(tmp_path: Path) -> None:
@@ -150,6 +152,8 @@ def test_vineyards_program_runs_and_leaves_its_folders(tmp_path: Path) -> None:
 
     assert sorted(os.listdir(tmp_path / "llm_cache")) == ["44", "__temp", "c3"]
     assert os.listdir(tmp_path / "llm_cache" / TEMP) == []
+    again = subprocess.run([sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True)
+    assert "by an earlier run: remove the folder" in again.stderr
 
 
 @contextlib.contextmanager
@@ -177,6 +181,22 @@ def test_a_read_only_folder_is_an_error_at_construction_and_misses_afterwards(tm
             with pytest.raises(ConfigError, match="cannot be used: Read-only file system"):
                 open_files(disk)
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+@_needs_root
+def test_a_cache_that_was_closed_while_its_folder_was_read_only_takes_no_room(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", "size=4m") as disk:
+        with contextlib.closing(open_files(disk, capacity=64 * CHUNK)) as cache:
+            assert store(cache, range(CHUNK)) == CHUNK
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        (left,) = (disk / TEMP).glob("*.room")
+        assert left.stat().st_size
+
+        with contextlib.closing(open_files(disk, capacity=64 * CHUNK)) as cache:
+            assert store(cache, range(64 * CHUNK)) == 64 * CHUNK
+            assert not left.exists()
+            assert cache.stats()["stale_temps"] == 1
 
 
 @_needs_root

@@ -28,7 +28,7 @@ import xxhash
 
 from kvtier.errors import ConfigError
 from kvtier.memory.scattered import Scattered
-from kvtier.stores.file_owner import owner_name
+from kvtier.stores.file_owner import give_up_name, owner_name
 from kvtier.stores.files import Files
 from kvtier.stores.staging import PAGE_BYTES, Staging, StagingPool, whole_pages
 
@@ -166,6 +166,7 @@ class ChunkFiles:
                 self._write_probe(0)
                 return 0
         except OSError as error:
+            give_up_name(self.owner)
             raise ConfigError(f"the chunk folder {self.root} cannot be used: {error.strerror}") from error
 
     def _write_probe(self, flag: int) -> None:
@@ -272,14 +273,15 @@ class ChunkWriter:
 class ChunkReader:
     """Reads one chunk into memory, segment by segment in any order and from any thread.
 
-    `is_done` says that all of it has arrived, `damage` why a file that is there was no hit; `used_at` is the time of
-    the file's last use, as it was found.
+    `is_done` says that all of it has arrived, `damage` why a file that is there was no hit, and `errno`, if it could
+    not be read, what the system said; `used_at` is the time of the file's last use, as it was found.
     """
 
     def __init__(self, store: ChunkFiles, name: ChunkName, target: Scattered) -> None:
         self.name = name
         self.is_done = False
         self.damage: Damage | None = None
+        self.errno = 0
         self.used_at = 0.0
         self._store = store
         self._target = target
@@ -298,8 +300,10 @@ class ChunkReader:
             length = store.files.read_into(self._opened(), parts, store.offset_of(number))
         except FileNotFoundError:
             raise
-        except OSError:
-            self.damage = self.damage or Damage.UNREADABLE
+        except OSError as error:
+            if self.damage is None:
+                self.damage = Damage.UNREADABLE
+                self.errno = error.errno or 0
             raise
         if length < sum(map(len, parts)):
             self._refuse(Damage.WRONG_SIZE)

@@ -8,18 +8,37 @@ import secrets
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_names_in_use: set[str] = set()
+"""This process's."""
 
 
 def owner_name() -> str:
-    """A name that no other owner has: this machine since its start, this process, and a number of chance."""
-    return f"{_machine()}.{os.getpid()}.{_started_at(os.getpid())}.{secrets.token_hex(4)}"
+    """A name that no other owner has: this machine since its start, this process, and a number of chance.
+
+    In use until `give_up_name`.
+    """
+    name = f"{_machine()}.{os.getpid()}.{_started_at(os.getpid())}.{secrets.token_hex(4)}"
+    _names_in_use.add(name)
+    return name
+
+
+def give_up_name(owner: str) -> None:
+    """A name of this process's is nobody's from now on. Further calls are harmless."""
+    _names_in_use.discard(owner)
 
 
 def is_surely_dead(owner: str) -> bool:
-    """The owner was a process of this machine and has ended. Of other machines' processes nothing is known."""
+    """The owner was a process of this machine and has ended, or this process has given the name up.
+
+    Of other machines' processes nothing is known.
+    """
     try:
         machine, pid, started_at, _ = owner.split(".")
-        return machine == _machine() and _started_at(int(pid)) != started_at
+        if machine != _machine():
+            return False
+        if _started_at(int(pid)) != started_at:
+            return True
+        return int(pid) == os.getpid() and owner not in _names_in_use
     except ValueError:
         return False
 

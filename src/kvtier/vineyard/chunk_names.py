@@ -96,6 +96,7 @@ class ChunkNames:
         with self._lock:
             for known in self._remembered:
                 if len(known.tokens) == len(prefix) and _is_same(known.tokens, prefix):
+                    _check_ids(prefix)
                     self._remembered.remove(known)
                     return known
         return self._named(prefix)
@@ -110,6 +111,14 @@ def _is_same(tokens: list[int], others: list[int]) -> bool:
     try:
         return tokens == others
     except ValueError as error:  # numpy's, about arrays in a list
+        raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
+
+
+def _check_ids(tokens: list[int]) -> None:
+    """Raises `ConfigError` for what only equals token ids, as 1.0 does."""
+    try:
+        array("I", tokens)
+    except (OverflowError, TypeError) as error:
         raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
 
 

@@ -8,6 +8,7 @@ the calls under way; those that come later raise `TierUnavailable`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -21,7 +22,7 @@ from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.memory.scattered import Scattered
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
-from kvtier.stores.chunk_room import BUCKET_S, ChunkRoom
+from kvtier.stores.chunk_room import BEAT_S, BUCKET_S, ChunkRoom
 from kvtier.stores.files import Files
 from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
@@ -33,11 +34,15 @@ logger = logging.getLogger(__name__)
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
 
 _MAX_CHUNK_BYTES = 1 << 40
-_BEAT_S = 60.0
+_BEAT_S = BEAT_S
 _MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
 _ALWAYS_LOOKED_CHUNKS = 128
 """Prefixes of up to so many chunks are looked at whole by every update."""
+_PASSING_ERRNOS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
+)
+"""What a read may fail with that says nothing about the file."""
 _LOOK_SHARE = 0.1
 """How much of the time may go to looking at longer ones."""
 
@@ -45,7 +50,8 @@ _LOOK_SHARE = 0.1
 class FileCache:
     """Chunks of `config.chunk_size` tokens, `cache_capacity` tokens at most over all processes that use the folder.
 
-    Raises `ConfigError` where the folder cannot be written or the sizes cannot work.
+    That counts chunks of the same file size, and holds unless another cache that is open has a larger bound. Raises
+    `ConfigError` where the folder cannot be written or the sizes cannot work.
     """
 
     def __init__(
@@ -91,6 +97,8 @@ class FileCache:
         self._counts: Counter[str] = Counter()
         self._num_damaged = 0
         self._used_paths: set[str] = set()
+        self._unusable: dict[str, tuple[int, int]] = {}
+        """Files that are in a chunk's place and were no hit: what they were, to tell when they are others."""
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvtier-chunk-keeper", daemon=True)
         self._keeper.start()
@@ -98,9 +106,9 @@ class FileCache:
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Store the full chunks of `tokens`, which follow `prefix`; returns how many tokens of them are there now.
 
-        Those that were there before count. Nothing is stored behind a prefix that is not there. A short count means
-        that there was no room, or the filesystem failed. Raises `ConfigError` for arguments that cannot be meant; if
-        that is about a tensor, chunks before it may be stored.
+        Those that were there before count, unless this cache failed to read them: those are replaced. Nothing is stored
+        behind a prefix that is not there. A short count means that there was no room, or the filesystem failed. Raises
+        `ConfigError` for arguments that cannot be meant; if that is about a tensor, chunks before it may be stored.
         """
         prefix = [] if prefix is None else prefix
         _check_lengths(tokens, kv)
@@ -147,6 +155,7 @@ class FileCache:
         if names:
             self._transfers.move(Direction.READ, len(names), self._store.num_segments, make)
         matched = _leading(readers)
+        self._note_usable([reader.name for reader in matched])
         self._note_use([reader.name for reader in matched])
         for reader in reversed(matched):
             self._touch(reader.name, reader.used_at)
@@ -163,7 +172,10 @@ class FileCache:
                 self._collect_all()
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since the start: hits, misses, damaged files by kind, what was stored and removed."""
+        """Counts since the start: hits, misses, damaged files by kind, what was stored and removed.
+
+        `refused_chunks` were not stored; `no_room_chunks` of them, as the capacity was in use by others.
+        """
         removed = self._room.counts
         with self._lock:
             return {
@@ -222,7 +234,7 @@ class FileCache:
     def _store_chunks(self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors]) -> int:
         """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
         names = chunks.names[num_prefix:]
-        statuses = [self._store.status_of(name) for name in names]
+        statuses = [self._status_of(name) for name in names]
         for name, status in zip(names, statuses, strict=True):
             if status is not None:
                 self._touch(name, status.st_mtime)
@@ -254,12 +266,13 @@ class FileCache:
             writers.append(writer)
             return writer
 
-        granted = 0
+        granted = num_without_room = 0
         error = None
         try:
             granted = self._room.reserve(
                 len(absent) * file_bytes, lambda: {self._store.path_of(name) for name in chunks.names}
             )
+            num_without_room = len(absent) - granted // file_bytes
             if granted:
                 with sources:
                     error = self._transfers.move(Direction.WRITE, granted // file_bytes, self._store.num_segments, make)
@@ -271,7 +284,10 @@ class FileCache:
         if error is not None:
             self._note_failure("write", error)
         num_written = len(_leading(writers))
-        self._count(stored_chunks=num_written, refused_chunks=len(absent) - num_written)
+        self._note_usable([writer.name for writer in writers if writer.is_done])
+        self._count(
+            stored_chunks=num_written, refused_chunks=len(absent) - num_written, no_room_chunks=num_without_room
+        )
         return num_written
 
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
@@ -290,7 +306,7 @@ class FileCache:
         ):
             first = num_prefix - 1
         for name in reversed(chunks.names[first:num_prefix]):  # the end goes first, and its use is the older one
-            status = self._store.status_of(name)
+            status = self._status_of(name)
             if status is None:
                 chunks.trusted_until = float("-inf")
                 return False
@@ -305,6 +321,17 @@ class FileCache:
     def _num_removed(self) -> int:
         """How many chunks this cache has removed so far, for whatever reason."""
         return self._num_damaged + self._room.counts.evicted_chunks + self._room.counts.expired_chunks
+
+    def _status_of(self, name: ChunkName) -> os.stat_result | None:
+        """Of a file that looks whole, and that this cache has not failed to read. Raises nothing."""
+        status = self._store.status_of(name)
+        if status is None or not self._unusable:
+            return status
+        path = self._store.path_of(name)
+        with self._lock:
+            if self._unusable.get(path) == _kind_of(status):
+                return None
+        return status if os.access(path, os.R_OK, effective_ids=True) else None  # one is seldom closed to us alone
 
     def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
         """Those of one chunk. Raises `ConfigError` where they are not of this cache's layers."""
@@ -334,9 +361,18 @@ class FileCache:
         if reader.damage.is_ours_to_remove:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-            with self._lock:
-                self._num_damaged += 1
+        status = self._store.status_of(reader.name)
+        with self._lock:
+            self._num_damaged += 1
+            if status is not None and reader.errno not in _PASSING_ERRNOS:
+                self._unusable[path] = _kind_of(status)
         self._log.warning(reader.damage.value, "chunk file %s is %s: a miss", path, reader.damage.value)
+
+    def _note_usable(self, names: Sequence[ChunkName]) -> None:
+        if self._unusable:
+            with self._lock:
+                for name in names:
+                    self._unusable.pop(self._store.path_of(name), None)
 
     def _note_failure(self, act: str, error: OSError) -> None:
         self._count(**{f"{act}_failures": 1})
@@ -408,6 +444,11 @@ def _length(name: str, value: Sequence[object]) -> int:
         return len(value)
     except (TypeError, LookupError) as error:
         raise ConfigError(f"{name} must be a sequence, not {type(value).__name__}") from error
+
+
+def _kind_of(status: os.stat_result) -> tuple[int, int]:
+    """Which file it is and who may read it: its time changes with every use."""
+    return status.st_ino, status.st_mode
 
 
 def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import operator
 import os
+from typing import SupportsIndex
 
 import msgspec
 
 from kvtier.errors import ConfigError
 
+_MAX_INT = 1 << 40
 _MAX_FOLDER_DIGITS = 8
 _MAX_IO_WORKERS = 256
 _MAX_SECONDS = 10**10
@@ -25,7 +28,8 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
 
     A chunk that this client wrote or found, and that no client of the folder has used for `ttl` seconds, is removed
     every `client_gc_interval` seconds; with `enable_global_gc`, so is every chunk unused for `global_ttl`, every
-    `global_gc_interval`. `io_workers` is how many reads or writes are under way at once. Raises `ConfigError`, which
+    `global_gc_interval`. Clients with longer times note a use every five seconds at most: times of ten seconds and
+    more are exact enough. `io_workers` is how many reads or writes are under way at once. Raises `ConfigError`, which
     is a `ValueError`, for a wrong type or size.
     """
 
@@ -41,9 +45,12 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
     io_workers: int = 8
 
     def __post_init__(self) -> None:
-        positive_int("chunk_size", self.chunk_size)
-        positive_int("split_number", self.split_number, _MAX_FOLDER_DIGITS)
-        positive_int("io_workers", self.io_workers, _MAX_IO_WORKERS)
+        for name, limit in (
+            ("chunk_size", _MAX_INT),
+            ("split_number", _MAX_FOLDER_DIGITS),
+            ("io_workers", _MAX_IO_WORKERS),
+        ):
+            msgspec.structs.force_setattr(self, name, positive_int(name, getattr(self, name), limit))
         if not isinstance(self.root, str) or not _is_path(self.root):
             raise ConfigError(f"root must be the path of a folder, not {self.root!r}")
         if not isinstance(self.filesystem_type, FilesystemType):
@@ -54,12 +61,20 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
             _seconds(name, getattr(self, name))
 
 
-def positive_int(name: str, value: object, limit: int = 1 << 40) -> None:
-    """Raises `ConfigError` with a sentence about `name` unless `value` is a whole number from 1 to `limit`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+def positive_int(name: str, value: SupportsIndex, limit: int = _MAX_INT) -> int:
+    """`value` as an int; any type of whole numbers will do, as numpy's.
+
+    Raises `ConfigError` with a sentence about `name` unless it is a whole number from 1 to `limit`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if not 0 < value <= limit:
-        raise ConfigError(f"{name} must be from 1 to {limit}, not {value}")
+    if not 0 < number <= limit:
+        raise ConfigError(f"{name} must be from 1 to {limit}, not {number}")
+    return number
 
 
 def _is_path(text: str) -> bool:

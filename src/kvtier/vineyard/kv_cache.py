@@ -40,9 +40,9 @@ class KVCache(ClosedAtExit):
         cache_capacity: int = 10,
         layer: int = 1,
     ) -> None:
-        positive_int("tensor_bytes", tensor_bytes, MAX_TOKEN_BYTES)
-        positive_int("cache_capacity", cache_capacity)
-        positive_int("layer", layer, MAX_LAYERS)
+        tensor_bytes = positive_int("tensor_bytes", tensor_bytes, MAX_TOKEN_BYTES)
+        cache_capacity = positive_int("cache_capacity", cache_capacity)
+        layer = positive_int("layer", layer, MAX_LAYERS)
         self.tensor_bytes = tensor_bytes
         self.cache_capacity = cache_capacity
         self.layer = layer

@@ -13,7 +13,7 @@ from kvtier.stores.chunk_files import ChunkFiles
 from kvtier.stores.chunk_room import ChunkRoom
 
 UNIT = 8192
-OTHER = "0123456789ab.1.1.00000000.room"
+OTHER = f"0123456789ab.1.1.00000000-{UNIT}-0.room"
 
 
 @pytest.fixture
@@ -126,6 +126,64 @@ def test_what_must_stay_stays_and_less_is_given(store: ChunkFiles) -> None:
 
     assert room.reserve(5 * UNIT, lambda: kept) == 2 * UNIT
     assert all(os.path.exists(path) for path in kept)
+
+
+def test_nothing_goes_when_nothing_could_be_given(store: ChunkFiles) -> None:
+    room = ChunkRoom(store, 10 * UNIT)
+    paths = put(store, range(5))
+    announce(store, 10)
+
+    assert room.reserve(3 * UNIT, nothing) == 0
+    assert all(path.exists() for path in paths)
+    assert room.counts.evicted_chunks == 0
+
+
+def test_a_larger_bound_of_a_living_writer_holds(store: ChunkFiles) -> None:
+    room = ChunkRoom(store, 2 * UNIT)
+    paths = put(store, range(5))
+    other = store.temp / f"0123456789ab.1.1.00000000-{UNIT}-{10 * UNIT}.room"
+    other.touch()
+
+    assert room.reserve(20 * UNIT, lambda: set(map(str, paths))) == 5 * UNIT
+    room.settle(written=0, unused=5 * UNIT)
+    os.utime(other, (1e9, 1e9))
+    room.trim()
+    assert sum(path.exists() for path in paths) <= 2
+    room.close()
+
+
+def test_chunks_and_writers_of_other_sizes_do_not_count(store: ChunkFiles) -> None:
+    room = ChunkRoom(store, 10 * UNIT)
+    (other,) = put(store, range(1), used_at=1e9)
+    os.truncate(other, 100 * UNIT)
+    os.utime(other, (1e9, 1e9))
+    announced_other = store.temp / f"0123456789ab.1.1.00000000-{100 * UNIT}-{1000 * UNIT}.room"
+    announced_other.touch()
+    os.truncate(announced_other, 500 * UNIT)
+
+    assert room.reserve(20 * UNIT, nothing) == 10 * UNIT
+    assert other.exists()
+    assert room.expire(100) == 1, "by age, all of them"
+
+
+def test_a_long_listing_shows_life(store: ChunkFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ChunkRoom(store, 10 * UNIT)
+    (ours,) = store.temp.glob("*.room")
+    put(store, range(1))
+    entries_of = chunk_room._entries
+
+    def entries(folder: str) -> Iterator[os.DirEntry[str]]:
+        if folder == str(store.temp):
+            found = list(entries_of(folder))
+            os.utime(ours, (1e9, 1e9))  # so long did that take
+            return iter(found)
+        return entries_of(folder)
+
+    monkeypatch.setattr(chunk_room, "_entries", entries)
+    monkeypatch.setattr(chunk_room, "BEAT_S", 0.0)
+    room.sweep()
+    assert ours.stat().st_mtime > 1e9
+    room.close()
 
 
 def test_trimming_brings_a_folder_back_to_the_bound(store: ChunkFiles) -> None:

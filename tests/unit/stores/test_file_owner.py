@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from kvtier.stores.file_owner import is_surely_dead, owner_name
+from kvtier.stores.file_owner import give_up_name, is_surely_dead, owner_name
 
 
 def test_no_two_owners_have_one_name() -> None:
@@ -15,6 +15,15 @@ def test_no_two_owners_have_one_name() -> None:
 
 def test_a_living_process_is_not_dead() -> None:
     assert not is_surely_dead(owner_name())
+
+
+def test_a_name_that_its_process_has_given_up_is_nobodys() -> None:
+    given_up, other = owner_name(), owner_name()
+    give_up_name(given_up)
+    give_up_name(given_up)
+
+    assert is_surely_dead(given_up)
+    assert not is_surely_dead(other)
 
 
 def test_a_process_that_has_ended_is() -> None:

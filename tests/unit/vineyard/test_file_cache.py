@@ -418,6 +418,66 @@ def test_reads_that_fail_are_misses_and_the_file_stays(tmp_path: Path, operation
         assert cache.stats()["unreadable_files"] >= 1
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_chunk_that_cannot_be_read_is_stored_anew(tmp_path: Path, number: int) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        first = chunk_paths(tmp_path)[0]
+        before = first.stat().st_ino
+        files.fail("read_into", number)
+        assert found(cache, TOKENS) == 0
+
+        assert store(cache, [7] * CHUNK, TOKENS[:CHUNK]) == 0, "behind what is not there"
+        assert store(cache, TOKENS) == len(TOKENS)
+
+        assert first.stat().st_ino != before
+        assert store(cache, [7] * CHUNK, TOKENS[:CHUNK]) == CHUNK
+        files.heal()
+        assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_a_chunk_that_can_neither_be_read_nor_replaced_does_not_count(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        files.fail("read_into", errno.EIO)
+        files.fail("write", errno.EIO)
+
+        assert found(cache, TOKENS) == 0
+        assert store(cache, TOKENS) == 0
+
+        files.heal()
+        assert found(cache, TOKENS) == len(TOKENS)
+        num_stored = cache.stats()["stored_chunks"]
+        assert store(cache, TOKENS) == len(TOKENS)
+        assert cache.stats()["stored_chunks"] == num_stored, "it can be read again"
+
+
+def test_a_chunk_that_may_be_read_again_counts_again(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        first = chunk_paths(tmp_path)[0]
+        first.chmod(0)
+        files.fail("open", errno.EACCES)
+        assert found(cache, TOKENS) == 0
+        assert store(cache, TOKENS) == 0
+
+        first.chmod(0o600)
+        assert store(cache, TOKENS[:CHUNK]) == CHUNK
+
+
+def test_too_many_open_files_say_nothing_about_a_chunk(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files)) as cache:
+        store(cache, TOKENS)
+        files.fail("open", errno.EMFILE)
+
+        assert found(cache, TOKENS) == 0
+        assert store(cache, TOKENS) == len(TOKENS)
+
+
 @pytest.mark.parametrize("operation", ["open", "write", "sync"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_writes_that_fail_are_a_short_count_and_leave_nothing(tmp_path: Path, operation: str, number: int) -> None:
@@ -481,6 +541,44 @@ def test_the_capacity_holds_over_files_that_others_wrote(tmp_path: Path) -> None
             assert store(cache, [number] * CHUNK) == CHUNK
             assert len(chunk_paths(tmp_path)) <= 5
         assert [found(cache, [number] * CHUNK) for number in range(100, 103)] == [CHUNK] * 3
+
+
+def test_a_bound_is_for_chunks_of_its_own_shape(tmp_path: Path) -> None:
+    large_bytes = 65536
+    with (
+        closing(open_files(tmp_path, capacity=400, tensor_bytes=large_bytes)) as large,
+        closing(open_files(tmp_path, capacity=400)) as small,
+    ):
+        assert store(large, TOKENS, nbytes=large_bytes) == len(TOKENS)
+        assert store(small, range(40)) == 40
+        for number in range(1000, 1120):
+            assert store(small, [number] * CHUNK) == CHUNK
+        small.collect()
+
+        assert found(large, TOKENS, large_bytes) == len(TOKENS)
+        assert sum(path.stat().st_size == FILE_BYTES for path in chunk_paths(tmp_path)) <= 100
+        assert small.stats()["evicted_chunks"] >= 30
+        assert large.stats()["evicted_chunks"] == 0
+
+
+def test_of_the_bounds_of_open_caches_the_largest_holds(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=2 * CHUNK)) as small:
+        with closing(open_files(tmp_path, capacity=100_000)) as large:
+            assert store(large, range(20 * CHUNK)) == 20 * CHUNK
+            assert store(small, TOKENS) == len(TOKENS)
+            small.collect()
+            assert found(large, range(20 * CHUNK)) == 20 * CHUNK
+            assert small.stats()["evicted_chunks"] == 0
+
+        assert store(small, [5] * CHUNK) == CHUNK
+        assert len(chunk_paths(tmp_path)) == 2, "its own, once it is the only one"
+
+
+def test_chunks_for_which_there_is_no_room_are_counted(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path, capacity=3 * CHUNK)) as cache:
+        store(cache, TOKENS)
+
+        assert cache.stats()["no_room_chunks"] == cache.stats()["refused_chunks"] == 1
 
 
 def test_the_coldest_go_first_and_a_query_is_a_use(tmp_path: Path) -> None:
@@ -573,26 +671,30 @@ def test_temporary_files_go_when_their_writer_is_dead_or_silent_for_long(tmp_pat
     temp.mkdir()
     dead = temp / "0123456789ab.1.1.00000000-0.tmp"
     alive_elsewhere = temp / "0123456789ab.1.1.00000001-0.tmp"
+    slow = temp / "0123456789ab.1.1.00000002-0.tmp"
+    sign_of_life = temp / "0123456789ab.1.1.00000002-123-456.room"
     foreign = temp / "somebody's"
-    for path in (dead, alive_elsewhere, foreign):
+    for path in (dead, alive_elsewhere, slow, sign_of_life, foreign):
         path.write_bytes(b"half a chunk")
-    make_older(dead, 601)
-    make_older(foreign, 601)
+    for path in (dead, slow, foreign):
+        make_older(path, 61)
+    make_older(alive_elsewhere, 50)
     with closing(open_files(tmp_path)) as cache:
         cache.collect()
 
-        assert (dead.exists(), alive_elsewhere.exists(), foreign.exists()) == (False, True, True)
+        assert (dead.exists(), foreign.exists()) == (False, True)
+        assert (alive_elsewhere.exists(), slow.exists(), sign_of_life.exists()) == (True, True, True)
         assert cache.stats()["stale_temps"] == 1
 
 
 def test_what_another_writer_has_announced_counts_until_it_is_dead(tmp_path: Path) -> None:
     (tmp_path / TEMP).mkdir()
-    announced = tmp_path / TEMP / "0123456789ab.1.1.00000000.room"
+    announced = tmp_path / TEMP / f"0123456789ab.1.1.00000000-{FILE_BYTES}-0.room"
     announced.touch()
     os.truncate(announced, 3 * FILE_BYTES)
     with closing(open_files(tmp_path, capacity=4 * CHUNK)) as cache:
         assert store(cache, TOKENS) == CHUNK
-        make_older(announced, 601)
+        make_older(announced, 61)
         assert store(cache, TOKENS) == len(TOKENS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, TierUnavailable
@@ -53,6 +54,24 @@ def test_settings_may_come_by_position_as_in_vineyard() -> None:
 def test_a_wrong_type_or_size_is_a_value_error_that_names_the_setting(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         FileCacheConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_sizes_may_be_numpys(tmp_path: Path) -> None:
+    config = FileCacheConfig(
+        chunk_size=np.int64(4),  # type: ignore[arg-type]
+        split_number=np.uint8(2),  # type: ignore[arg-type]
+        io_workers=np.int32(2),  # type: ignore[arg-type]
+        root=str(tmp_path),
+    )
+    assert config == FileCacheConfig(4, 2, str(tmp_path), io_workers=2)
+    assert {type(size) for size in (config.chunk_size, config.split_number, config.io_workers)} == {int}
+    sizes = np.array([16, 64, 2])
+    with KVCache(config, sizes[0], sizes[1], sizes[2]) as cache:
+        memory = np.arange(16, dtype=np.uint8)
+        tensors = [[(KVTensor(memory.ctypes.data, 16),) * 2] * 2] * 4
+
+        assert cache.update(None, range(4), tensors) == 4  # type: ignore[arg-type]
+        assert (type(cache.layer), cache.layer) == (int, 2)
 
 
 @pytest.mark.parametrize("config", [None, "files", {"chunk_size": 16}, object()])

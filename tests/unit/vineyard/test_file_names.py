@@ -79,3 +79,12 @@ def test_other_shapes_of_the_same_tokens_have_different_files() -> None:
 def test_what_is_no_token_id_is_an_error(token: object) -> None:
     with pytest.raises(ConfigError, match="token ids"):
         names_of([1, token])  # type: ignore[list-item]
+
+
+def test_what_only_equals_token_ids_is_refused_behind_a_known_sequence_too() -> None:
+    names = ChunkNames(IDENTITY, 2, 2)
+    names.remember(names.continued([], [1, 2, 3, 4]))
+
+    with pytest.raises(ConfigError, match="token ids must be whole numbers"):
+        names.continued([1.0, 2.0, 3.0, 4.0], [5, 6])  # type: ignore[list-item]
+    assert len(names.continued([1, 2, 3, 4], [5, 6]).names) == 3
