@@ -66,8 +66,11 @@ def open_cache(
     name: str = "tree",
     replicas: int = 1,
     token: str | None = None,
+    timeout_s: float = 1.0,
 ) -> SharedCache:
-    config = VineyardCacheConfig(socket=socket, llm_cache_object_name=name, replicas=replicas, token=token)
+    config = VineyardCacheConfig(
+        socket=socket, llm_cache_object_name=name, replicas=replicas, token=token, timeout_s=timeout_s
+    )
     return SharedCache(config, tensor_bytes=TENSOR_BYTES, cache_capacity=capacity, layer=LAYERS)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +207,41 @@ def test_kv_of_a_wrong_shape_stores_nothing(server):
                 cache.update(None, [1, 2], wrong)
 
         assert found(cache, [1, 2]) == 0
+
+
+def test_tokens_without_an_order_are_refused(server):
+    with open_cache(server.unix) as cache:
+        source = Source([], [1, 2])
+        for wrong in ({1, 2}, frozenset({1, 2}), {1: 0, 2: 0}, {1: 0, 2: 0}.values(), np.array(3)):
+            with pytest.raises(ConfigError):
+                cache.update(None, wrong, source.kv)
+            with pytest.raises(ConfigError):
+                cache.update(wrong, [1, 2], source.kv)
+            with pytest.raises(ConfigError):
+                cache.query(wrong, empty(2))
+            with pytest.raises(ConfigError):
+                cache.query_addresses(wrong)
+        for right in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), b"\1\2"):
+            assert cache.update(None, right, source.kv) == 2
+
+
+def test_a_query_for_what_are_no_tensors_points_none_of_them_whether_there_is_a_hit_or_not(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2])
+        for tokens in ([1, 2], [8, 9]):
+            for wrong in (
+                [(KVTensor(0, 0), None)],
+                [(KVTensor(0, 0), 5)],
+                [(KVTensor(0, 0),)],
+                [(KVTensor(0, 0),) * 3],
+                [None],
+                [KVTensor(0, 0)],
+            ):
+                kv = [*empty(1), [*empty(1, layers=LAYERS - 1)[0], *wrong]]
+                with pytest.raises(ConfigError):
+                    cache.query(tokens, kv)
+                assert [tensor.nbytes for pair in kv[0] for tensor in pair] == [0] * 2 * LAYERS
+        assert _stat(server, "leases") == 0
 
 
 def test_tensors_are_pointed_at_the_servers_memory_and_aligned(server):
@@ -529,7 +568,11 @@ def test_threads_and_objects_at_once_find_right_bytes_within_the_bound(server):
                 with contextlib.suppress(LeaseError):  # another thread is reading
                     cache.release()
 
-    with open_cache(server.unix, capacity=40) as one, open_cache(server.unix, capacity=40) as other:
+    # However slow the machine: a call that times out is a miss, and prunes nothing.
+    def opened() -> SharedCache:
+        return open_cache(server.unix, capacity=40, timeout_s=60)
+
+    with opened() as one, opened() as other:
         with ThreadPoolExecutor(6) as threads:
             works = [threads.submit(work, one if seed % 2 else other, seed) for seed in range(6)]
             for each in works:
@@ -539,12 +582,115 @@ def test_threads_and_objects_at_once_find_right_bytes_within_the_bound(server):
         assert one.stats()["pruned_tokens"] + other.stats()["pruned_tokens"] > 0
 
 
+def _in_a_child(act: Callable[[], bool]) -> int:
+    """The exit status of a forked child: 0 when `act` says True, that of a signal when it does not end."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.alarm(20)
+            status = 0 if act() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _refuses_a_child(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except TierUnavailable as error:
+        return "after the fork" in str(error)
+    return False
+
+
+def test_a_child_forked_while_a_thread_is_in_a_call_closes_at_once_and_leaves_all_to_its_parent(server):
+    with open_cache(server.unix) as cache:
+        store(cache, [1, 2])
+        kv = empty(2)
+        cache.query([1, 2], kv)
+        is_within, may_end = threading.Event(), threading.Event()
+        copy = cache._copy
+
+        def copy_late(targets: Sequence[int], sources: Sequence[int]) -> None:
+            is_within.set()
+            assert may_end.wait(60)
+            copy(targets, sources)
+
+        def use() -> bool:
+            with cache:
+                return _refuses_a_child(lambda: found(cache, [1, 2])) and cache.stats()["stored_tokens"] == 2
+
+        cache._copy = copy_late
+        with ThreadPoolExecutor(1) as threads:
+            storing = threads.submit(store, cache, [3])
+            try:
+                assert is_within.wait(60)
+                assert _in_a_child(use) == 0
+            finally:
+                may_end.set()
+            assert storing.result() == 1
+        assert _stat(server, "leases") == 1
+        expect([1, 2], kv)
+        assert found(cache, [3]) == 1
+
+
+def test_a_child_waits_for_no_lock_that_was_held_at_the_fork_and_has_a_cache_of_its_own(server):
+    with open_cache(server.unix, capacity=100) as cache:
+        store(cache, [1, 2])
+        found_tokens = cache.query_addresses([1, 2])
+        abandoned = open_cache(server.unix, name="another tree")
+        abandoned_lock = abandoned._bound._recency._lock
+        locks = [cache._lock, cache._chain._lock, cache._seen._lock, cache._bound._lock, cache._bound._recency._lock]
+
+        def use() -> bool:
+            nonlocal abandoned
+            found_tokens.release()
+            cache.release()
+            cache.close()
+            del abandoned
+            gc.collect()
+            with open_cache(server.unix) as own:
+                return _refuses_a_child(lambda: cache.query_addresses([1])) and found(own, [1, 2]) == 2
+
+        with contextlib.ExitStack() as held:
+            for lock in (*locks, abandoned_lock):
+                held.enter_context(lock)
+            status = _in_a_child(use)
+        assert status == 0
+        assert found_tokens.num_tokens == len(found_tokens.addresses) == 2
+        assert found(cache, [1, 2]) == 2
+        found_tokens.release()
+        abandoned.close()
+
+
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_server_construction_fails_and_says_where(tmp_path):
     with pytest.raises(TierUnavailable, match="nobody"):
         open_cache(str(tmp_path / "nobody.sock"))
+
+
+def test_a_server_that_hangs_fails_construction_like_none_and_says_where(tmp_path):
+    with cache_server(memory="4MiB", folder=tmp_path) as server:
+        server.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TierUnavailable, match=r"kvtier\.sock"):
+                open_cache(server.unix, timeout_s=0.2)
+            with pytest.raises(TierUnavailable, match=r"kvtier\.sock.*nobody\.sock"):
+                open_cache([server.unix, str(tmp_path / "nobody.sock")], timeout_s=0.2)
+        finally:
+            server.send_signal(signal.SIGCONT)
+
+
+def test_a_refused_construction_does_not_say_that_the_server_is_down_because_it_was_closed(server, caplog):
+    config = VineyardCacheConfig(socket=server.unix)
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(10):
+            with pytest.raises(TierRefused):
+                SharedCache(config, tensor_bytes=64 << 20, cache_capacity=4, layer=1)
+        _wait_until(lambda: not any(thread.name == "kvtier-client" for thread in threading.enumerate()))
+    assert "client is closed" not in caplog.text
 
 
 def test_sizes_that_cannot_work_are_refused(server):
@@ -558,6 +704,8 @@ def test_sizes_that_cannot_work_are_refused(server):
         {"layer": 0},
         {"layer": True},
         {"layer": 1 << 40},
+        {"layer": np.bool_(True)},
+        {"cache_capacity": np.float64(4)},
     ):
         sizes = {"tensor_bytes": 16, "cache_capacity": 4, "layer": 1, **sizes}
         with pytest.raises(ConfigError):
@@ -683,6 +831,45 @@ def test_a_server_with_a_disk_finds_what_it_had_before_it_was_restarted(tmp_path
         assert found(cache, range(100)) == 100
 
 
+def test_the_capacity_holds_on_a_server_whose_memory_is_less_but_that_has_a_disk(tmp_path):
+    options = ("--folder", str(tmp_path / "kv"), "--disk", "64MiB")
+    with cache_server(*options, memory="4MiB", folder=tmp_path) as server:
+        with (
+            open_cache(server.unix, capacity=2000, timeout_s=60) as cache,
+            open_cache(server.unix, capacity=2000, timeout_s=60) as other,
+        ):
+            starts = range(0, 10_000, 1000)
+            for start, by in zip(starts, itertools.cycle((cache, cache, other)), strict=False):
+                assert store(by, range(start, start + 400)) == 400
+                assert len(cache._writer.list_blocks()) <= 2000
+
+            lengths = [found(cache, range(start, start + 400)) for start in starts]
+            pruned = cache.stats()["pruned_tokens"] + other.stats()["pruned_tokens"]
+            assert 1800 <= sum(lengths) <= 2000
+            assert lengths[-4:] == [400] * 4
+            assert sum(lengths) == 4000 - pruned
+
+
+def test_with_a_disk_the_tree_is_not_listed_for_every_token_that_is_stored(tmp_path, monkeypatch):
+    num_listings = 0
+    list_blocks = SingleClient.list_blocks
+
+    def counted(client: SingleClient) -> list[tuple[BlockHash, int]]:
+        nonlocal num_listings
+        num_listings += 1
+        return list_blocks(client)
+
+    monkeypatch.setattr(SingleClient, "list_blocks", counted)
+    options = ("--folder", str(tmp_path / "kv"), "--disk", "64MiB")
+    with cache_server(*options, memory="4MiB", folder=tmp_path) as server:
+        with open_cache(server.unix, capacity=640, timeout_s=60) as cache:
+            for start in range(0, 4000, 8):
+                assert store(cache, range(start, start + 8)) == 8
+            assert num_listings <= 4000 // 40 + 1
+            assert len(list_blocks(cache._writer)) <= 640
+            assert found(cache, range(3992, 4000)) == 8
+
+
 def test_kvcache_picks_this_half_and_other_tensor_sizes_are_other_trees(server):
     config = VineyardCacheConfig(socket=server.unix)
     with KVCache(config, tensor_bytes=TENSOR_BYTES, cache_capacity=100, layer=LAYERS) as cache:
@@ -691,5 +878,7 @@ def test_kvcache_picks_this_half_and_other_tensor_sizes_are_other_trees(server):
         kv = empty(2)
         assert cache.query([1, 2], kv) == 2
         expect([1, 2], kv)
-    with KVCache(config, tensor_bytes=16, cache_capacity=100, layer=LAYERS) as cache:
+    sizes = {"tensor_bytes": np.int64(16), "cache_capacity": np.uint32(100), "layer": np.int8(LAYERS)}
+    with KVCache(config, **sizes) as cache:
+        assert all(type(getattr(cache, name)) is int for name in sizes)
         assert cache.query([1, 2], [[(KVTensor(0, 0), KVTensor(0, 0))] * LAYERS] * 2) == 0

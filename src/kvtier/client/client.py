@@ -246,6 +246,11 @@ class SingleClient:
         return self._endpoint.is_local
 
     @property
+    def has_disk(self) -> bool:
+        """The server said so when a connection was made; False until then."""
+        return self._endpoint.has_disk
+
+    @property
     def num_returns(self) -> tuple[int, ...]:
         return (self._endpoint.num_returns,)
 

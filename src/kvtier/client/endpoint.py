@@ -353,7 +353,8 @@ class Endpoint:
         try:
             connection = self._connect_counted(time.monotonic() + _CONNECT_S)
         except (TierError, ProtocolError) as error:
-            self._log.warning("down", "cache server %s is still down: %s", self.address, str(error))
+            if not self._is_closed:
+                self._log.warning("down", "cache server %s is still down: %s", self.address, str(error))
             return False
         self.breaker.close()
         self.num_returns += 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-import operator
 import os
-from typing import SupportsIndex
 
 import msgspec
 
 from kvtier.errors import ConfigError
+from kvtier.vineyard.whole_numbers import whole_number
 
 _MAX_INT = 1 << 40
 _MAX_FOLDER_DIGITS = 8
@@ -50,7 +49,7 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
             ("split_number", _MAX_FOLDER_DIGITS),
             ("io_workers", _MAX_IO_WORKERS),
         ):
-            msgspec.structs.force_setattr(self, name, positive_int(name, getattr(self, name), limit))
+            msgspec.structs.force_setattr(self, name, whole_number(name, getattr(self, name), most=limit))
         if not isinstance(self.root, str) or not _is_path(self.root):
             raise ConfigError(f"root must be the path of a folder, not {self.root!r}")
         if not isinstance(self.filesystem_type, FilesystemType):
@@ -59,22 +58,6 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"enable_global_gc must be True or False, not {self.enable_global_gc!r}")
         for name in ("client_gc_interval", "ttl", "global_gc_interval", "global_ttl"):
             _seconds(name, getattr(self, name))
-
-
-def positive_int(name: str, value: SupportsIndex, limit: int = _MAX_INT) -> int:
-    """`value` as an int; any type of whole numbers will do, as numpy's.
-
-    Raises `ConfigError` with a sentence about `name` unless it is a whole number from 1 to `limit`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if not 0 < number <= limit:
-        raise ConfigError(f"{name} must be from 1 to {limit}, not {number}")
-    return number
 
 
 def _is_path(text: str) -> bool:

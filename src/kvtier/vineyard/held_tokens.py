@@ -6,6 +6,7 @@ through an object of ours is neither evicted nor unmapped. Any thread.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ class HeldTokens:
     collector must not wait for a server.
     """
 
-    __slots__ = ("__weakref__", "_forgotten", "_leases", "_mapping", "_windows", "is_over")
+    __slots__ = ("__weakref__", "_forgotten", "_leases", "_mapping", "_pid", "_windows", "is_over")
 
     def __init__(self, leases: Sequence[Lease], mapping: object, forgotten: deque[Lease]) -> None:
         self._leases = leases
         self._mapping = mapping
         self._forgotten = forgotten
+        self._pid = os.getpid()
         self._windows: list[None] = []
         self.is_over = False
 
@@ -44,13 +46,19 @@ class HeldTokens:
         self._windows.pop()
 
     def end(self) -> None:
-        """Release the memory; a second call does nothing. Raises `LeaseError`, and holds on, while it is looked at."""
+        """Release the memory; a second call does nothing. Raises `LeaseError`, and holds on, while it is looked at.
+
+        In a forked child it is over as well, but the memory is the parent's to release.
+        """
         if self.is_over:
             return
         self.is_over = True
         if self._windows:
             self.is_over = False
             raise LeaseError("arrays or views of this cache's tensors are in use: drop those first")
+        if os.getpid() != self._pid:
+            self._forgotten.extend(self._leases)
+            return
         self._mapping = None
         for lease in self._leases:
             lease.release()

@@ -8,12 +8,13 @@ from typing import Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.vineyard.file_cache import FileCache
-from kvtier.vineyard.file_config import FileCacheConfig, positive_int
+from kvtier.vineyard.file_config import FileCacheConfig
 from kvtier.vineyard.held_tokens import FoundTokens
 from kvtier.vineyard.kv_tensor import TokenTensors
 from kvtier.vineyard.scope import ClosedAtExit
 from kvtier.vineyard.shared_cache import MAX_LAYERS, MAX_TOKEN_BYTES, SharedCache
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
+from kvtier.vineyard.whole_numbers import whole_number
 
 
 class _Half(Protocol):
@@ -40,13 +41,10 @@ class KVCache(ClosedAtExit):
         cache_capacity: int = 10,
         layer: int = 1,
     ) -> None:
-        tensor_bytes = positive_int("tensor_bytes", tensor_bytes, MAX_TOKEN_BYTES)
-        cache_capacity = positive_int("cache_capacity", cache_capacity)
-        layer = positive_int("layer", layer, MAX_LAYERS)
-        self.tensor_bytes = tensor_bytes
-        self.cache_capacity = cache_capacity
-        self.layer = layer
-        self._half = _open(cache_config, tensor_bytes, cache_capacity, layer)
+        self.tensor_bytes = whole_number("tensor_bytes", tensor_bytes, most=MAX_TOKEN_BYTES)
+        self.cache_capacity = whole_number("cache_capacity", cache_capacity)
+        self.layer = whole_number("layer", layer, most=MAX_LAYERS)
+        self._half = _open(cache_config, self.tensor_bytes, self.cache_capacity, self.layer)
         if isinstance(self._half, FileCache):
             weakref.finalize(self, self._half.close)  # for programs that never call `close`, as Vineyard's
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from kvtier.errors import ConfigError, LeaseError
+from kvtier.vineyard.whole_numbers import whole_number
+
+_MAX_ADDRESS = 1 << 56
+"""Where the memory of a process ends at the latest, on any processor with 64 bits: x86-64 with five levels of pages."""
 
 
 class Hold(Protocol):
@@ -42,12 +47,10 @@ class KVTensor:
     __slots__ = ("__weakref__", "_address", "_hold", "_nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
-        if not isinstance(address, int) or not isinstance(nbytes, int) or address < 0 or not 0 <= nbytes < 1 << 63:
-            raise ConfigError(f"a tensor is an address and a number of bytes, not {address!r} and {nbytes!r}")
-        if nbytes and not address:
+        self._address = whole_number("a tensor's address", address, least=0, most=_MAX_ADDRESS)
+        self._nbytes = whole_number("a tensor's number of bytes", nbytes, least=0, most=_MAX_ADDRESS - self._address)
+        if self._nbytes and not self._address:
             raise ConfigError(f"{nbytes} bytes at no address")
-        self._address = address
-        self._nbytes = nbytes
         self._hold: Hold | None = None
 
     @property
@@ -113,6 +116,9 @@ TokenTensors: TypeAlias = Sequence[tuple[KVTensor, KVTensor]]
 """A token's K and V, layer by layer."""
 
 
+_NO_PAIRS = "KV is a pair of KVTensors for every token and layer"
+
+
 def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> None:
     """Raises `ConfigError` unless there are tensors of every layer for every token."""
     try:
@@ -122,7 +128,20 @@ def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> Non
             if len(of_token) != layers:
                 raise ConfigError(f"token {position} has KV of {len(of_token)} layers, not {layers}")
     except TypeError as error:
-        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+        raise ConfigError(f"{_NO_PAIRS}: {error}") from error
+
+
+def check_tensors(kv: Sequence[TokenTensors]) -> None:
+    """Raises `ConfigError` unless all there is in `kv`, whose shape has been checked, are pairs of `KVTensor`."""
+    from_iterable = itertools.chain.from_iterable  # nothing is run for each of the tensors, of which there are many
+    try:
+        if set(map(len, from_iterable(kv))) - {2}:
+            raise ConfigError(_NO_PAIRS)
+        for kind in set(map(type, from_iterable(from_iterable(kv)))):
+            if not issubclass(kind, KVTensor):
+                raise ConfigError(f"{_NO_PAIRS}, not of {kind.__name__}")
+    except TypeError as error:
+        raise ConfigError(f"{_NO_PAIRS}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -158,9 +177,9 @@ def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.Exit
                     if tensor._nbytes != nbytes or hold not in holds or tensor._hold is not hold:
                         raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
     except (AttributeError, TypeError) as error:
-        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+        raise ConfigError(f"{_NO_PAIRS}: {error}") from error
     if len(found) != 2 * sum(map(len, kv)):
-        raise ConfigError("KV is a pair of KVTensors for every token and layer")
+        raise ConfigError(_NO_PAIRS)
     return found
 
 
@@ -189,7 +208,7 @@ def point_tensors(
                 value._nbytes = nbytes
                 value._hold = hold
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"KV is a pair of KVTensors for every token and layer: {error}") from error
+        raise ConfigError(f"{_NO_PAIRS}: {error}") from error
 
 
 class _Window(ctypes.Array[ctypes.c_ubyte]):

@@ -8,10 +8,9 @@ have, the one used longest ago is overwritten. Any thread.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
@@ -25,6 +24,7 @@ from kvtier.memory.mapped import MappedArena
 
 _ENTRY_BYTES = 16
 _MAX_TABLE_BYTES = 128 << 20
+_MAX_PART_OF_MEMORY = 16
 _PLACES = 8
 _OPEN_S = 1.0
 _PENDING_S = 0.001
@@ -70,30 +70,37 @@ class SharedRecency:
     """The table of one tree, a block of a namespace beside the tree's; the first process to need it makes it.
 
     Without it (the server is down, or full of what is leased) nothing is noted and nothing is known; it is looked for
-    again after some seconds, or at once on another server.
+    again after some seconds, or at once on another server. A forked child does not use its parent's.
     """
 
-    _tree_arena: MappedArena | None
-    _client: SingleClient | None
-    _retry_at: float
-    _lease: BlockLease | None
-    _entries: memoryview | None
+    def __init__(
+        self,
+        address: str,
+        tree: Namespace,
+        slot_bytes: int,
+        timeout_s: float,
+        disk_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`slot_bytes` is what a token takes of the server's memory and disk, and so how many there can be.
 
-    def __init__(self, address: str, tree: Namespace, slot_bytes: int, timeout_s: float) -> None:
-        """`slot_bytes` is what a token takes of the server's memory, and so how many there can be."""
+        `disk_bytes` may raise a `TierError`.
+        """
         self._address = address
         self._tree = tree
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
+        self._disk_bytes = disk_bytes
         self._hash = BlockHash(b"")
         self._mask = 0
-        self._inherited: object = None
-        self._begin()
+        self._lock = threading.Lock()
+        self._tree_arena: MappedArena | None = None
+        self._retry_at = 0.0
+        self._client: SingleClient | None = None
+        self._lease: BlockLease | None = None
+        self._entries: memoryview | None = None
 
     def follow(self, tree_arena: MappedArena) -> None:
         """The tree is in this arena now: another one after the server was restarted, and then so is the table."""
-        if self._pid != os.getpid():
-            self._leave_to_parent()
         with self._lock:
             if self._tree_arena is tree_arena and (self._entries is not None or time.monotonic() < self._retry_at):
                 return
@@ -105,34 +112,18 @@ class SharedRecency:
 
     def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
         with self._lock:
-            if self._entries is not None and self._pid == os.getpid():
+            if self._entries is not None:
                 _write(self._entries, self._mask, hashes, used_at_ns)
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]:
         with self._lock:
-            if self._entries is None or self._pid != os.getpid():
+            if self._entries is None:
                 return [0] * len(hashes)
             return _read(self._entries, self._mask, hashes)
 
     def close(self) -> None:
-        if self._pid != os.getpid():
-            self._leave_to_parent()
         with self._lock:
             self._let_go()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._tree_arena = None
-        self._retry_at = 0.0
-        self._client = None
-        self._lease = None
-        self._entries = None
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: the parent's lease keeps the table, and ends when the parent likes. Ours is another."""
-        self._inherited = (self._inherited, self._entries, self._lease, self._client)  # not ours to end
-        self._begin()
 
     def _open(self, memory_bytes: int) -> bool:
         client = self._client = self._connect(memory_bytes)
@@ -148,7 +139,8 @@ class SharedRecency:
 
     def _connect(self, memory_bytes: int) -> SingleClient:
         """Every process that shares the tree finds the same table, for its size follows from the server's."""
-        nbytes = min(_MAX_TABLE_BYTES, 2 * _ENTRY_BYTES * (memory_bytes // self._slot_bytes))
+        num_tokens = (memory_bytes + self._disk_bytes()) // self._slot_bytes
+        nbytes = min(_MAX_TABLE_BYTES, memory_bytes // _MAX_PART_OF_MEMORY, 2 * _ENTRY_BYTES * num_tokens)
         nbytes = 1 << (max(SLOT_ALIGN_BYTES, nbytes) - 1).bit_length()
         namespace = Namespace(hashlib.sha256(b"times of last use" + nbytes.to_bytes(8, "little") + self._tree).digest())
         self._hash = BlockHash(namespace)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
@@ -25,17 +25,18 @@ from kvtier.client.client import CacheClient, SingleClient
 from kvtier.client.connecting import connect
 from kvtier.client.replicated import ReplicatedClient
 from kvtier.client.workers import Workers
-from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
+from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierTimeout, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
-from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, held_addresses, point_tensors
+from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, check_tensors, held_addresses, point_tensors
 from kvtier.vineyard.scope import ClosedAtExit
 from kvtier.vineyard.seen_prefixes import SeenPrefixes
 from kvtier.vineyard.token_bound import TokenBound
 from kvtier.vineyard.token_chain import TokenChain
 from kvtier.vineyard.tree_clients import TreeClients, close_abandoned
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
+from kvtier.vineyard.whole_numbers import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,9 @@ class SharedCache(ClosedAtExit):
         """Raises `ConfigError` for bad sizes, `TierUnavailable` when no server answers, `TierRefused` when one will not
         have blocks of this size.
         """
-        for name, value in (("tensor_bytes", tensor_bytes), ("cache_capacity", cache_capacity), ("layer", layer)):
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
-        if layer > MAX_LAYERS:
-            raise ConfigError(f"layer must be at most {MAX_LAYERS}, not {layer}")
+        tensor_bytes = whole_number("tensor_bytes", tensor_bytes, most=MAX_TOKEN_BYTES)
+        cache_capacity = whole_number("cache_capacity", cache_capacity)
+        layer = whole_number("layer", layer, most=MAX_LAYERS)
         stride = -(-tensor_bytes // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
         if 2 * layer * stride > MAX_TOKEN_BYTES:
             raise ConfigError(f"{layer} layers of tensors of {tensor_bytes} bytes are over a tebibyte a token")
@@ -82,6 +81,7 @@ class SharedCache(ClosedAtExit):
         self._capacity = cache_capacity
         self._offsets = tuple(range(0, 2 * layer * stride, stride))
         close_abandoned()
+        self._pid = os.getpid()
         self._holds: weakref.WeakSet[HeldTokens] = weakref.WeakSet()
         self._is_closed = False
         self._num_calls = 0
@@ -162,9 +162,11 @@ class SharedCache(ClosedAtExit):
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Point the tensors of the longest cached prefix into the cache. Returns how many tokens that is.
 
-        The other tensors stay as they are. Raises `ConfigError` for KV of another length.
+        The other tensors stay as they are. Raises `ConfigError`, before any is pointed, for KV of another length or of
+        other objects.
         """
         check_shape(kv, _num_tokens(tokens), self._layer)
+        check_tensors(kv)
         with self._call():
             addresses, hold = self._find(tokens)
             if hold is not None:
@@ -173,6 +175,7 @@ class SharedCache(ClosedAtExit):
 
     def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
         """As `query`, for whoever needs addresses and not an object for each tensor."""
+        _num_tokens(tokens)
         with self._call():
             addresses, hold = self._find(tokens)
             return FoundTokens(addresses, self._offsets, self._tensor_bytes, hold)
@@ -182,14 +185,17 @@ class SharedCache(ClosedAtExit):
 
         `held_queries` is how many queries' tensors hold something now.
         """
-        with self._lock:
+        with contextlib.nullcontext() if self._is_inherited else self._lock:
             return {**self._counts, "held_queries": sum(not hold.is_over for hold in self._holds)}
 
     def release(self) -> None:
         """Give back what queries have found; their tensors point at nothing from now on.
 
-        Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released.
+        Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released. In a
+        forked child nothing happens: all of it is the parent's.
         """
+        if self._is_inherited:
+            return
         in_use: LeaseError | None = None
         with self._lock:
             holds = list(self._holds)
@@ -205,8 +211,11 @@ class SharedCache(ClosedAtExit):
     def close(self) -> None:
         """Wait for calls under way, release everything, disconnect; what is stored stays. A second call does nothing.
 
-        Raises `LeaseError`, and stays open, while arrays or views of tensors are in use.
+        Raises `LeaseError`, and stays open, while arrays or views of tensors are in use. In a forked child nothing
+        happens: all of it is the parent's.
         """
+        if self._is_inherited:
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -371,6 +380,11 @@ class SharedCache(ClosedAtExit):
 
     # --- private: small --------------------------------------------------------------------------------------------
 
+    @property
+    def _is_inherited(self) -> bool:
+        """This is a forked child. Locks may be held by threads that are not here, and calls never end."""
+        return os.getpid() != self._pid
+
     def _release_forgotten(self) -> None:
         """End the leases of queries whose tensors are all gone, and what other caches have left open."""
         close_abandoned()
@@ -382,7 +396,9 @@ class SharedCache(ClosedAtExit):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
+        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed, or the parent's."""
+        if self._is_inherited:
+            raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
         with self._lock:
             if self._is_closed:
                 raise TierUnavailable("this cache is closed")
@@ -397,9 +413,12 @@ class SharedCache(ClosedAtExit):
 
 
 def _num_tokens(tokens: Sequence[int]) -> int:
+    """Raises `ConfigError` for what has no order or no length. Arrays and the like are sequences here."""
+    if not isinstance(tokens, Sized) or not hasattr(tokens, "__getitem__") or isinstance(tokens, Mapping):
+        raise ConfigError(f"tokens are a sequence of token ids, not a {type(tokens).__name__}")
     try:
         return len(tokens)
-    except TypeError as error:
+    except TypeError as error:  # an array of no dimension
         raise ConfigError(f"tokens are a sequence of token ids: {error}") from error
 
 
@@ -418,6 +437,13 @@ def _namespace(name: str, tensor_bytes: int, layer: int) -> Namespace:
 
 
 def _connect(config: VineyardCacheConfig, layout: KvLayout, namespace: Namespace) -> CacheClient:
+    try:
+        return _client(config, layout, namespace)
+    except (TierTimeout, TierUnavailable) as error:
+        raise TierUnavailable(f"no cache server answers at {', '.join(config.addresses)}: {error}") from error
+
+
+def _client(config: VineyardCacheConfig, layout: KvLayout, namespace: Namespace) -> CacheClient:
     addresses = config.addresses
     name = config.llm_cache_object_name[:256]
     if len(addresses) == 1:

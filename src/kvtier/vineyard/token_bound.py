@@ -1,11 +1,15 @@
 """Keeps a tree at `capacity` tokens: when an update has brought more, those used longest ago go, sequences' ends first.
 
 The bound holds whenever no update is under way, for all processes together, as each prunes after its own. A server's
-memory is a bound as well, which the server keeps by itself; where that is the smaller one nothing is done here.
+memory is a bound as well, which the server keeps by itself; where that is the smaller one, and there is no disk,
+nothing is done here.
 
 Whoever prunes lists the tree, orders it by time of use and remembers the colder half, for the next times: what was used
 meanwhile is told by its time, and what has come since is not as cold. So a listing is paid for by as many updates as
 bring half of the tree.
+
+A server with a disk does not say how many blocks it has both there and in memory. So where there may be too many they
+are listed, a sixteenth more are pruned than must be, and nobody lists again before as many were stored.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.blocks.hashing import BlockHash
@@ -27,6 +32,21 @@ from kvtier.vineyard.recency import LocalRecency, SharedRecency
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+_SPARE_PART = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Blocks of the tree as the servers count them: `num_copies` at least, `most_copies` at most.
+
+    `returns` and `num_stored` are how often the servers came back, and how many blocks they have stored since.
+    """
+
+    num_copies: int
+    most_copies: int
+    returns: tuple[tuple[int, ...], ...]
+    num_stored: int
 
 
 class TokenBound:
@@ -48,12 +68,19 @@ class TokenBound:
         self._slot_bytes = servers[0].layout.slot_bytes
         self._lock = threading.Lock()
         self._cold: deque[tuple[BlockHash, int]] = deque()
+        self._last_listed: tuple[_Counts, int] | None = None  # and how many more there could be since
         self._local = next((server for server in servers if server.is_local), None)
         self._recency: SharedRecency | LocalRecency
         if self._local is None:
             self._recency = LocalRecency(capacity)
         else:
-            self._recency = SharedRecency(str(self._local.address), namespace, self._slot_bytes, timeout_s)
+            self._recency = SharedRecency(
+                str(self._local.address),
+                namespace,
+                self._slot_bytes,
+                timeout_s,
+                functools.partial(_disk_bytes, self._local),
+            )
 
     def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
         """These tokens, which follow each other, were used at that time of `time.monotonic_ns`."""
@@ -69,9 +96,16 @@ class TokenBound:
         if not self._can_be_reached():
             return 0
         num_pruned = 0
-        while (excess := self._num_tokens() - self._capacity) > 0:
+        while True:
+            counts = self._counts()
+            if self._num_distinct(counts.most_copies) <= self._capacity:
+                break
             with self._lock:
-                num_gone = self._prune(excess, set(hashes[:num_kept]))
+                if counts.most_copies > counts.num_copies:
+                    num_gone = self._prune_listed(counts, set(hashes[:num_kept]))
+                else:
+                    excess = self._num_distinct(counts.num_copies) - self._capacity
+                    num_gone = self._prune(excess, set(hashes[:num_kept]))
             num_pruned += num_gone
             if not num_gone or len(self._servers) == 1:
                 break  # of several, some tokens may have fewer copies than was reckoned with
@@ -81,8 +115,8 @@ class TokenBound:
         self._recency.close()
 
     def _can_be_reached(self) -> bool:
-        """The servers have memory for more tokens than may be there. One that never answered has none yet."""
-        if not all(server.is_local for server in self._servers):
+        """The servers have room for more tokens than may be there. One that never answered has none yet."""
+        if not all(server.is_local and not server.has_disk for server in self._servers):
             return True
         memory_bytes: list[int] = []
         for server in self._servers:
@@ -99,16 +133,20 @@ class TokenBound:
             except TierError as error:
                 logger.debug("times of use are not noted: %s", error)
 
-    def _num_tokens(self) -> int:
-        """Those being written count. Of a server with a disk, which has most blocks twice, the larger number counts."""
+    def _counts(self) -> _Counts:
+        """Those being written count."""
         digest = self._namespace.hex()
-        num_copies = 0
-        for described in self._of_those_that_answer(SingleClient.info):
+        num_copies = most_copies = num_stored = 0
+        returns = tuple(server.num_returns for server in self._servers)
+        for described in self._of_those_that_answer(SingleClient.stats):
+            num_stored += int(str(described["stored_blocks"]))
             spaces = described.get("namespaces")
             for space in spaces if isinstance(spaces, list) else []:
                 if space["namespace"] == digest:
-                    num_copies += max(int(space["blocks"]), int(space["disk_blocks"]))
-        return self._num_distinct(num_copies)
+                    in_memory, on_disk = int(space["blocks"]), int(space["disk_blocks"])
+                    num_copies += max(in_memory, on_disk)
+                    most_copies += in_memory + on_disk
+        return _Counts(num_copies, most_copies, returns, num_stored)
 
     def _num_distinct(self, num_copies: int) -> int:
         num_replicas = min(self._replicas, sum(server.is_up for server in self._servers))
@@ -123,6 +161,29 @@ class TokenBound:
                 logger.debug("the bound is kept without a server: %s", error)
         return answers
 
+    def _prune_listed(self, counts: _Counts, kept: Collection[BlockHash]) -> int:
+        """Prune by a listing, and to less than the capacity; or not at all if it is known that there are not too many.
+
+        `counts` are from before.
+        """
+        if self._last_listed is not None:
+            before, num_more = self._last_listed
+            if counts.returns == before.returns and counts.num_stored - before.num_stored <= num_more:
+                return 0
+        self._last_listed = None
+        hashes = self._listed()
+        num_pruned = 0
+        if len(hashes) > self._capacity:
+            excess = len(hashes) - self._capacity + self._capacity // _SPARE_PART
+            self._remember_cold(hashes, excess + len(kept))
+            while num_pruned < excess and (victims := self._still_cold(excess - num_pruned, kept)):
+                # A server says how many it had in memory or on disk, whichever is more, and not how many in all.
+                self._of_those_that_answer(functools.partial(SingleClient.drop, hashes=victims))
+                num_pruned += len(victims)
+        if len(hashes) >= self._num_distinct(counts.num_copies):  # else a server did not answer, or others pruned
+            self._last_listed = (counts, self._capacity - len(hashes) + num_pruned)
+        return num_pruned
+
     def _prune(self, excess: int, kept: Collection[BlockHash]) -> int:
         num_pruned = 0
         has_listed = False
@@ -134,7 +195,7 @@ class TokenBound:
             elif has_listed:
                 break
             else:
-                self._look_for_cold(excess + len(kept))
+                self._remember_cold(self._listed(), excess + len(kept))
                 has_listed = True
         return num_pruned
 
@@ -151,13 +212,20 @@ class TokenBound:
             ]
         return found
 
-    def _look_for_cold(self, count: int) -> None:
+    def _listed(self) -> list[BlockHash]:
+        """The tree, the last stored first."""
+        listings = self._of_those_that_answer(SingleClient.list_blocks)
+        return list(dict.fromkeys(block_hash for listing in listings for block_hash, _ in listing))[::-1]
+
+    def _remember_cold(self, hashes: Sequence[BlockHash], count: int) -> None:
         """Remember the colder half of the tree, or `count` if that is more.
 
         First are those of an unknown time, of them the last stored first: no end is left without its beginning.
         """
-        listings = self._of_those_that_answer(SingleClient.list_blocks)
-        hashes = list(dict.fromkeys(block_hash for listing in listings for block_hash, _ in listing))[::-1]
         times = self._recency.times(hashes)
         order = sorted(range(len(hashes)), key=times.__getitem__)[: max(count, len(hashes) // 2)]
         self._cold = deque((hashes[position], times[position]) for position in order)
+
+
+def _disk_bytes(server: SingleClient) -> int:
+    return int(str(server.stats().get("disk_file_space_bytes", 0))) if server.has_disk else 0

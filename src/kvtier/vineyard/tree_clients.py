@@ -2,12 +2,14 @@
 
 A cache and the holds of its queries refer to them. When the last of those is gone and nobody has closed the cache, they
 are put aside, and the next cache or call of this process closes them: the garbage collector must not wait for a server.
+A forked child closes nothing of its parent's: another thread may have had its locks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import deque
 from typing import TypeAlias
 
@@ -28,6 +30,7 @@ class TreeClients:
     def __init__(self, reader: CacheClient, writer: CacheClient, bound: TokenBound) -> None:
         self._open = (reader, writer, bound)
         self._is_closed = False
+        self._pid = os.getpid()
         self.forgotten: deque[Lease] = deque()
 
     def release_forgotten(self) -> None:
@@ -40,19 +43,24 @@ class TreeClients:
 
     def __del__(self) -> None:
         if not self._is_closed:
-            _abandoned.append((self._open, self.forgotten))
+            _abandoned.append((self._pid, self._open, self.forgotten))
 
 
 _Open: TypeAlias = tuple[CacheClient, CacheClient, TokenBound]
 
-_abandoned: deque[tuple[_Open, deque[Lease]]] = deque()
+_abandoned: deque[tuple[int, _Open, deque[Lease]]] = deque()
+_left_to_parent: list[object] = []
+"""Kept for ever: leases that are collected would be ended."""
 
 
 def close_abandoned() -> None:
     """Close what caches of this process have left open."""
     while _abandoned:
         with contextlib.suppress(IndexError):  # another thread took the last
-            clients, forgotten = _abandoned.popleft()
+            pid, clients, forgotten = _abandoned.popleft()
+            if pid != os.getpid():
+                _left_to_parent.append((clients, forgotten))
+                continue
             try:
                 _close(clients, forgotten)
             except KvtierError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_address
+from kvtier.vineyard.whole_numbers import whole_number
 
 _MAX_TIMEOUT_S = 3600.0
 
@@ -36,15 +38,14 @@ class VineyardCacheConfig(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name in ("block_size", "sync_interval", "replicas"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+            msgspec.structs.force_setattr(self, name, whole_number(name, getattr(self, name)))
         for name in ("llm_cache_sync_lock", "llm_cache_object_name", "llm_ref_cnt_object_name"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+            if not _is_text(getattr(self, name)):
                 raise ConfigError(f"{name} must be a name, not {getattr(self, name)!r}")
         if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
             raise ConfigError(f"timeout_s must be from 0 to {_MAX_TIMEOUT_S} seconds, not {self.timeout_s!r}")
-        if self.token is not None and (not isinstance(self.token, str) or not self.token):
+        msgspec.structs.force_setattr(self, "timeout_s", float(self.timeout_s))
+        if self.token is not None and not _is_text(self.token):
             raise ConfigError("token must be a text that is not empty, or None")
         if self.ca_file is not None and not isinstance(self.ca_file, str | Path):
             raise ConfigError(f"ca_file must be the path of a file, not {self.ca_file!r}")
@@ -58,11 +59,22 @@ class VineyardCacheConfig(msgspec.Struct, frozen=True):
         """The servers as kvtier writes them. Raises `ConfigError` for what is no path and no address."""
         sockets = (self.socket,) if isinstance(self.socket, str) else self.socket
         is_sequence = isinstance(sockets, Sequence) and not isinstance(sockets, bytes | bytearray)
-        if not is_sequence or not sockets or not all(isinstance(each, str) and each for each in sockets):
+        if not is_sequence or not sockets or not all(map(_is_text, sockets)):
             raise ConfigError(f"socket must be the path of a cache server's socket, not {self.socket!r}")
         addresses = [each if each.startswith(("unix:", "tcp://")) else f"unix:{each}" for each in sockets]
         return tuple(str(parse_address(address)) for address in addresses)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """A text that is not empty and that can be sent: half of a surrogate pair cannot."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
@@ -43,6 +44,10 @@ def test_a_path_is_a_unix_address():
         {"socket": "/a", "timeout_s": True},
         {"socket": "/a", "timeout_s": float("nan")},
         {"socket": "/a", "timeout_s": float("inf")},
+        {"socket": "/a", "llm_cache_object_name": "\ud800"},
+        {"socket": "/a", "llm_cache_sync_lock": "\ud800"},
+        {"socket": "/\ud800"},
+        {"socket": "tcp://host:1", "token": "\ud800"},
         {"socket": None},
         {"socket": 3},
         {"socket": b"/a"},
@@ -56,3 +61,10 @@ def test_a_path_is_a_unix_address():
 def test_what_cannot_work_is_refused(fields):
     with pytest.raises(ConfigError):
         VineyardCacheConfig(**fields)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = VineyardCacheConfig(socket="/a", block_size=np.int64(4), replicas=np.uint8(1), timeout_s=np.float32(0.5))
+
+    assert (config.block_size, config.replicas, config.timeout_s) == (4, 1, 0.5)
+    assert [type(value) for value in (config.block_size, config.replicas, config.timeout_s)] == [int, int, float]

@@ -15,7 +15,7 @@ import pytest
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.vineyard import KVTensor
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
-from kvtier.vineyard.kv_tensor import check_shape, held_addresses, point_tensors, source_addresses
+from kvtier.vineyard.kv_tensor import check_shape, check_tensors, held_addresses, point_tensors, source_addresses
 
 _REFUSED = (BufferError, SystemError, TypeError)
 
@@ -70,7 +70,30 @@ def test_vineyards_names_say_the_same(memory):
     assert (tensor.data, tensor.length) == (tensor.address, tensor.nbytes) == (memory.ctypes.data, 16)
 
 
-@pytest.mark.parametrize(("address", "nbytes"), [(-1, 4), (4, -1), (0, 4), ("a", 4), (4, None)])
+def test_numbers_of_numpy_make_a_tensor(memory):
+    tensor = KVTensor(np.uint64(memory.ctypes.data), np.int64(16))
+
+    assert bytes(memoryview(tensor)) == memory.tobytes()[:16]
+    assert type(tensor.address) is type(tensor.nbytes) is int
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes"),
+    [
+        (-1, 4),
+        (4, -1),
+        (0, 4),
+        ("a", 4),
+        (4, None),
+        (1 << 70, 1000),
+        ((1 << 64) - 4096, 1000),  # the kernel's
+        ((1 << 56) - 999, 1000),
+        (4096, 1 << 60),
+        (True, 1),
+        (4096, True),
+        (np.float64(4096), 4),
+    ],
+)
 def test_what_is_no_memory_is_refused(address, nbytes):
     with pytest.raises(ConfigError):
         KVTensor(address, nbytes)
@@ -181,6 +204,9 @@ def test_kv_of_another_shape_is_refused(memory):
     for kv in ([[(pair[0],)]], [[pair[0]]], [[(pair[0], memory)]], [[None]], [[(*pair, pair[0])]]):
         with pytest.raises(ConfigError):
             source_addresses(kv, 16)
+        with pytest.raises(ConfigError):
+            check_tensors(kv)
+    check_tensors([[pair]])
     with pytest.raises(ConfigError, match="not a tensor of 8"):
         source_addresses([[pair]], 8)
     with pytest.raises(ConfigError):
