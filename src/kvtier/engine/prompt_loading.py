@@ -81,8 +81,8 @@ class PromptLoading:
             if self.has_unmatched:
                 return
             fetch = self._match(request)
-            is_promising = fetch.is_matching or bool(fetch.parts)
-            self.has_unmatched = is_promising and self._clock() - started_at >= allowed_s
+            may_stop = not is_idle or fetch.is_matching or bool(fetch.parts)
+            self.has_unmatched = may_stop and self._clock() - started_at >= allowed_s
         self.has_unmatched = False
 
     # --- matching --------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ class FileCache:
         `refused_chunks` were not stored; `no_room_chunks` of them, as the capacity was in use by others.
         """
         removed = self._room.counts
-        with self._lock:
+        # In a forked child a thread of the parent's may have the lock for ever.
+        with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
             return {
                 **self._counts,
                 "evicted_chunks": removed.evicted_chunks,
@@ -200,7 +201,11 @@ class FileCache:
             if threading.get_ident() in self._callers.values():
                 self._is_closed_within_a_call = True
                 return
-            self._lock.wait_for(lambda: not self._callers)
+            try:
+                self._lock.wait_for(lambda: not self._callers)
+            except BaseException:  # Ctrl-C
+                self._is_closed = False
+                raise
         self._release()
 
     @contextlib.contextmanager
@@ -269,9 +274,7 @@ class FileCache:
         granted = num_without_room = 0
         error = None
         try:
-            granted = self._room.reserve(
-                len(absent) * file_bytes, lambda: {self._store.path_of(name) for name in chunks.names}
-            )
+            granted = self._room.reserve(len(absent) * file_bytes, lambda: self._paths_to_keep(chunks, absent))
             num_without_room = len(absent) - granted // file_bytes
             if granted:
                 with sources:
@@ -289,6 +292,11 @@ class FileCache:
             stored_chunks=num_written, refused_chunks=len(absent) - num_written, no_room_chunks=num_without_room
         )
         return num_written
+
+    def _paths_to_keep(self, chunks: NamedChunks, absent: Sequence[tuple[ChunkName, int]]) -> set[str]:
+        """Of a sequence nothing goes to make room for its rest, but for what is in the rest's place and unreadable."""
+        path_of = self._store.path_of
+        return {path_of(name) for name in chunks.names} - {path_of(name) for name, _ in absent}
 
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
         """All chunks of the prefix are there.

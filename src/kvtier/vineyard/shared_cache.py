@@ -220,10 +220,11 @@ class SharedCache(ClosedAtExit):
             if self._is_closed:
                 return
             self._is_closed = True
-            self._lock.wait_for(lambda: not self._num_calls)
         try:
+            with self._lock:
+                self._lock.wait_for(lambda: not self._num_calls)
             self.release()
-        except LeaseError:
+        except BaseException:  # arrays are in use, or Ctrl-C came
             self._is_closed = False
             raise
         self._copiers.close()

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -34,19 +35,35 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _SPARE_PART = 16
+_SAME_START_S = 1.0
+"""A server says how long it has been running; an answer takes some of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
     """Blocks of the tree as the servers count them: `num_copies` at least, `most_copies` at most.
 
-    `returns` and `num_stored` are how often the servers came back, and how many blocks they have stored since.
+    `returns` is how often the servers came back. `stored` tells of those that answered which it is, when it was started
+    and how many blocks it has stored since.
     """
 
     num_copies: int
     most_copies: int
     returns: tuple[tuple[int, ...], ...]
-    num_stored: int
+    stored: tuple[tuple[int, float, int], ...]
+
+    def num_stored_since(self, before: _Counts) -> int | None:
+        """How many blocks were stored since; None when other servers answered then, or one was started anew."""
+        if self.returns != before.returns or len(self.stored) != len(before.stored):
+            return None
+        num_stored = 0
+        for (number, began_at, count), (old_number, old_began_at, old_count) in zip(
+            self.stored, before.stored, strict=True
+        ):
+            if number != old_number or abs(began_at - old_began_at) > _SAME_START_S or count < old_count:
+                return None
+            num_stored += count - old_count
+        return num_stored
 
 
 class TokenBound:
@@ -136,17 +153,21 @@ class TokenBound:
     def _counts(self) -> _Counts:
         """Those being written count."""
         digest = self._namespace.hex()
-        num_copies = most_copies = num_stored = 0
+        num_copies = most_copies = 0
+        stored: list[tuple[int, float, int]] = []
         returns = tuple(server.num_returns for server in self._servers)
-        for described in self._of_those_that_answer(SingleClient.stats):
-            num_stored += int(str(described["stored_blocks"]))
+        for number, described in self._of_those_that_answer(
+            lambda server: (self._servers.index(server), server.stats())
+        ):
+            began_at = time.monotonic() - float(str(described["uptime_s"]))
+            stored.append((number, began_at, int(str(described["stored_blocks"]))))
             spaces = described.get("namespaces")
             for space in spaces if isinstance(spaces, list) else []:
                 if space["namespace"] == digest:
                     in_memory, on_disk = int(space["blocks"]), int(space["disk_blocks"])
                     num_copies += max(in_memory, on_disk)
                     most_copies += in_memory + on_disk
-        return _Counts(num_copies, most_copies, returns, num_stored)
+        return _Counts(num_copies, most_copies, returns, tuple(stored))
 
     def _num_distinct(self, num_copies: int) -> int:
         num_replicas = min(self._replicas, sum(server.is_up for server in self._servers))
@@ -168,7 +189,8 @@ class TokenBound:
         """
         if self._last_listed is not None:
             before, num_more = self._last_listed
-            if counts.returns == before.returns and counts.num_stored - before.num_stored <= num_more:
+            num_stored = counts.num_stored_since(before)
+            if num_stored is not None and num_stored <= num_more:
                 return 0
         self._last_listed = None
         hashes = self._listed()

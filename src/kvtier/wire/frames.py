@@ -17,7 +17,7 @@ from kvtier.errors import RemoteProtocolError
 from kvtier.sizes import format_size
 
 MAGIC = 0x7469_766B  # "kvit" in the stream
-VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<IHHIIQ")
 HEADER_BYTES = _HEADER.size
 

@@ -437,6 +437,20 @@ def test_a_chunk_that_cannot_be_read_is_stored_anew(tmp_path: Path, number: int)
         assert found(cache, TOKENS) == len(TOKENS)
 
 
+def test_unreadable_chunks_of_a_sequence_that_fills_the_capacity_are_stored_anew(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with closing(open_files(tmp_path, files=files, capacity=len(TOKENS))) as cache:
+        assert store(cache, TOKENS) == len(TOKENS)
+        files.fail("read_into", errno.EIO)
+        assert found(cache, TOKENS) == 0
+        files.heal()
+
+        for _ in range(len(TOKENS) // CHUNK):
+            store(cache, TOKENS)
+        assert cache.stats()["no_room_chunks"] == 0
+        assert found(cache, TOKENS) == len(TOKENS)
+
+
 def test_a_chunk_that_can_neither_be_read_nor_replaced_does_not_count(tmp_path: Path) -> None:
     files = FaultyFiles()
     with closing(open_files(tmp_path, files=files)) as cache:

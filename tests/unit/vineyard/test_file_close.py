@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -143,6 +144,24 @@ def test_a_forked_child_has_no_use_of_the_cache_and_leaves_it_alone(tmp_path: Pa
         assert left.startswith(f"{cache._store.owner}-")
         assert left.endswith(".room")
         assert found(cache, TOKENS) == len(TOKENS)
+
+
+def test_a_child_forked_within_a_call_reads_the_counts_and_waits_for_nobody(tmp_path: Path) -> None:
+    with closing(open_files(tmp_path)) as cache:
+        store(cache, TOKENS)
+        with cache._lock:
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    signal.alarm(10)  # ends a child that waits
+                    threads = [threading.Thread(target=cache.stats)]  # the lock is another thread's
+                    threads[0].start()
+                    threads[0].join()
+                    status = 0
+                finally:
+                    os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 _INTERRUPTED = """

@@ -97,7 +97,7 @@ def test_a_stream_of_single_bytes_gives_the_same_frames() -> None:
 def test_a_frame_has_the_bytes_it_is_documented_to_have() -> None:
     assert (
         encode_frame(0x01020304, b"ab", 5)
-        == b"kvit" + bytes.fromhex("0200 0000 04030201 02000000 0500000000000000") + b"ab"
+        == b"kvit" + bytes.fromhex("0300 0000 04030201 02000000 0500000000000000") + b"ab"
     )
 
 
@@ -154,7 +154,7 @@ def test_a_reader_knows_that_it_is_between_frames(stream: bytes) -> None:
         (header(magic=0x5054_5448), "bad magic"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"[:HEADER_BYTES], "bad magic"),
         (header(zero=1), "bad magic"),
-        (header(version=1), "speaks version 1 of the protocol; this is version 2"),
+        (header(version=1), "speaks version 1 of the protocol; this is version 3"),
         (header(version=0), "speaks version 0"),
         (header(body=0), "without a body"),
         (header(body=65), "over the limit"),
