@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from benchmarks.bars import missed
-from benchmarks.harness import Result, print_figures
+from benchmarks.harness import Result, finish
 from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
 
 GPU_SHAPE = "Qwen2.5-7B"
@@ -64,10 +63,10 @@ def conclude(result: Result, arguments: argparse.Namespace, bars: Mapping[str, s
     result.settings = {**result.settings, "bars": dict(bars)}
     try:
         act()
-        print_figures(result.figures, bars)
-    finally:
+    except BaseException:
         result.write(arguments.json)
-    return 1 if missed(result.figures, bars) else 0
+        raise
+    return finish(result, bars, arguments.json)
 
 
 def _version(name: str) -> str:

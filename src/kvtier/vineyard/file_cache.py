@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
 
 _MAX_CHUNK_BYTES = 1 << 40
-_BEAT_S = BEAT_S
 _MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
 _ALWAYS_LOOKED_CHUNKS = 128
@@ -260,7 +259,6 @@ class FileCache:
         """Write chunks, named with their position in `kv`; returns how many leading ones are in place."""
         file_bytes, tensor_bytes = self._store.file_bytes, self._tensor_bytes
         writers: list[ChunkWriter] = []
-
         sources = contextlib.ExitStack()  # another cache's tensors among them stay where they are meanwhile
 
         def make(number: int) -> ChunkWriter:
@@ -399,7 +397,7 @@ class FileCache:
             self._room.sweep()  # chunks stay: a client with a small capacity that only reads must not empty the folder
         except OSError as error:
             self._note_failure("collect", error)
-        beat_s = max(_MIN_BEAT_S, min(_BEAT_S, config.client_gc_interval, config.global_gc_interval))
+        beat_s = max(_MIN_BEAT_S, min(BEAT_S, config.client_gc_interval, config.global_gc_interval))
         while not self._closing.wait(beat_s):
             now = time.monotonic()
             self._store.staging.trim()

@@ -154,12 +154,6 @@ def held_addresses(kv: Sequence[TokenTensors], nbytes: int) -> Iterator[list[int
         yield _addresses(kv, nbytes, entered)
 
 
-def source_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
-    """As `held_addresses`, of tensors that the caller keeps where they are."""
-    with contextlib.ExitStack() as entered:
-        return _addresses(kv, nbytes, entered)
-
-
 def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.ExitStack) -> list[int]:
     found: list[int] = []
     add = found.append
@@ -184,10 +178,10 @@ def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.Exit
 
 
 def target_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
-    """As `source_addresses`, of memory to be filled: raises `ConfigError` also for a tensor that is a cache's."""
-    found = source_addresses(kv, nbytes)
-    if any(key._hold is not None or value._hold is not None for of_token in kv for key, value in of_token):
-        raise ConfigError("a tensor that points into a cache cannot be filled; make KVTensors of your own memory")
+    """As `held_addresses`, of memory to be filled: raises `ConfigError` also for a tensor that is a cache's."""
+    with held_addresses(kv, nbytes) as found:
+        if any(key._hold is not None or value._hold is not None for of_token in kv for key, value in of_token):
+            raise ConfigError("a tensor that points into a cache cannot be filled; make KVTensors of your own memory")
     return found
 
 

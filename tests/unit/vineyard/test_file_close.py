@@ -241,7 +241,7 @@ def test_many_threads_have_no_more_segments_on_their_way_than_three_for_each_wor
 
 
 def test_memory_that_is_idle_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_cache, "_BEAT_S", 0.05)
+    monkeypatch.setattr(file_cache, "BEAT_S", 0.05)
     with closing(open_files(tmp_path)) as cache:
         assert store(cache, TOKENS) == len(TOKENS)
         wait_until(lambda: not cache._store.staging.idle_bytes, timeout_s=30)

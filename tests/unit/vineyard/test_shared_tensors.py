@@ -15,7 +15,7 @@ import pytest
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.vineyard import KVTensor
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
-from kvtier.vineyard.kv_tensor import check_shape, check_tensors, held_addresses, point_tensors, source_addresses
+from kvtier.vineyard.kv_tensor import check_shape, check_tensors, held_addresses, point_tensors
 
 _REFUSED = (BufferError, SystemError, TypeError)
 
@@ -32,6 +32,11 @@ class _Lease:
 @pytest.fixture
 def memory() -> np.ndarray:
     return np.arange(64, dtype=np.uint8)
+
+
+def _addresses_of(kv, nbytes):
+    with held_addresses(kv, nbytes) as addresses:
+        return addresses
 
 
 def _held(
@@ -203,14 +208,14 @@ def test_kv_of_another_shape_is_refused(memory):
         check_shape([[pair]], 1, 2)
     for kv in ([[(pair[0],)]], [[pair[0]]], [[(pair[0], memory)]], [[None]], [[(*pair, pair[0])]]):
         with pytest.raises(ConfigError):
-            source_addresses(kv, 16)
+            _addresses_of(kv, 16)
         with pytest.raises(ConfigError):
             check_tensors(kv)
     check_tensors([[pair]])
     with pytest.raises(ConfigError, match="not a tensor of 8"):
-        source_addresses([[pair]], 8)
+        _addresses_of([[pair]], 8)
     with pytest.raises(ConfigError):
-        source_addresses([[(KVTensor(0, 0), KVTensor(0, 0))]], 16)
+        _addresses_of([[(KVTensor(0, 0), KVTensor(0, 0))]], 16)
 
 
 def test_a_released_tensor_is_no_source(memory):
@@ -218,7 +223,7 @@ def test_a_released_tensor_is_no_source(memory):
     hold.end()
 
     with pytest.raises(ConfigError, match="released"):
-        source_addresses([[(tensor, tensor)]], 32)
+        _addresses_of([[(tensor, tensor)]], 32)
 
 
 def test_a_hold_does_not_end_while_its_tensors_are_copied_from(memory):
@@ -263,7 +268,7 @@ class _PointsElsewhere:
         self.num_entered -= 1
 
 
-@pytest.mark.parametrize("use", [memoryview, lambda tensor: source_addresses([[(tensor, tensor)]], 32)])
+@pytest.mark.parametrize("use", [memoryview, lambda tensor: _addresses_of([[(tensor, tensor)]], 32)])
 def test_a_tensor_that_is_pointed_elsewhere_meanwhile_is_not_read(memory, use):
     tensor = KVTensor(0, 0)
     hold = _PointsElsewhere(tensor, memory)
