@@ -292,7 +292,8 @@ class Engine:
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
                     self._count_end(request)
-        self._under_way.clear()
+        while self._under_way:
+            self._under_way.popleft().close()
         if self.traffic is not None:
             self.traffic.drain()
         self.scheduler = self._make_scheduler()

@@ -24,7 +24,7 @@ from kvtier.engine.step import Step, StepRow
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import PagedBatch, PagedRow
-from kvtier.kernels.upload import upload
+from kvtier.kernels.upload import Download, upload
 from kvtier.models.model import Model
 
 _MAX_TOKENS_AFTER_ARRIVALS = 256
@@ -42,36 +42,30 @@ class TokenResult:
 class Submitted:
     """A step on its way. `rows` are those that sample."""
 
-    def __init__(self, rows: list[StepRow], sampled: SampledTokens | None, device: torch.device) -> None:
+    def __init__(self, rows: list[StepRow], sampled: SampledTokens | None) -> None:
         self.rows = rows
-        self._device = device
-        self._tensors: list[torch.Tensor] = []
-        self._event: torch.cuda.Event | None = None
+        self._results: Download | None = None
         if sampled is None:
             return
         tensors = [sampled.token_ids]
         if sampled.logprobs is not None:
             tensors += [sampled.logprobs.sampled, sampled.logprobs.top_token_ids, sampled.logprobs.top]
-        if device.type == "cuda":
-            self._tensors = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
-            ]
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._tensors = tensors
+        self._results = Download(tensors)
+
+    def close(self) -> None:
+        """Nobody asks for its tokens any more."""
+        if self._results is not None:
+            self._results.close()
 
     def wait(self) -> list[TokenResult]:
-        """The tokens of `rows`, once the device has them."""
-        if not self._tensors:
+        """The tokens of `rows`, once the device has them. Call it once."""
+        if self._results is None:
             return []
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids = self._tensors[0].tolist()
-        if len(self._tensors) == 1:
+        tensors = self._results.wait()
+        token_ids = tensors[0].tolist()
+        if len(tensors) == 1:
             return [TokenResult(token_id, None) for token_id in token_ids]
-        _, own, top_ids, top = (tensor.tolist() for tensor in self._tensors)
+        _, own, top_ids, top = (tensor.tolist() for tensor in tensors)
         results = []
         for position, (row, token_id) in enumerate(zip(self.rows, token_ids, strict=True)):
             wanted = row.request.params.logprobs
@@ -184,12 +178,12 @@ class Runner:
             tokens, last_places, slots = self._upload_tokens(step, sampling)
             hidden = self._hidden_states(step, tokens)
             if not sampling:
-                return Submitted([], None, self._device)
+                return Submitted([], None)
             if hidden.shape[0] != len(sampling):
                 hidden = hidden[last_places]
             sampled = self._sampler.sample(self.model.logits(hidden), self._sampling_batch(sampling))
             self._last_tokens[slots] = sampled.token_ids
-            return Submitted(sampling, sampled, self._device)
+            return Submitted(sampling, sampled)
 
     def forget(self, request: Request) -> None:
         """The request is over."""

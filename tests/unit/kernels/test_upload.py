@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kernels.upload import pack, unpack, upload
+from kvtier.kernels.upload import Download, pack, unpack, upload
 from tests.unit.kernels.batches import DEVICE
 
 ARRAYS: list[npt.NDArray[np.generic]] = [
@@ -47,3 +47,19 @@ def test_parts_are_views_of_the_buffer() -> None:
     first[0] = 1
 
     assert buffer[0] == 1
+
+
+def test_results_come_back_with_their_shapes_and_dtypes() -> None:
+    tensors = [
+        torch.tensor([5, -(2**40), 7], device=DEVICE),
+        torch.tensor([0.25], device=DEVICE),
+        torch.empty((0, 3), dtype=torch.int64, device=DEVICE),
+        torch.arange(6, dtype=torch.float32, device=DEVICE).view(2, 3).T,
+    ]
+
+    found = Download(tensors).wait()
+
+    for one, tensor in zip(found, tensors, strict=True):
+        assert one.device.type == "cpu"
+        assert one.dtype == tensor.dtype
+        assert torch.equal(one, tensor.cpu())
