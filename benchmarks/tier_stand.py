@@ -182,7 +182,10 @@ def _wait_for_registration(stand: EngineStand) -> None:
     if traffic is None or not isinstance(copier, CudaCopier):
         return
     for guard in traffic.hierarchy.guards:
-        arena = getattr(guard.tier, "arena", None) or getattr(getattr(guard.tier, "client", None), "arena", None)
+        client = getattr(guard.tier, "client", None)
+        if client is not None and not client.is_local:
+            continue  # its blocks pass through the host's tier
+        arena = getattr(guard.tier if client is None else client, "arena", None)
         registration = None if arena is None else copier.registration(arena)
         if registration is not None and not registration.wait(_PATIENCE_S):
             console.print(f"[yellow]the memory of {guard.tier.name} could not be registered: copies are slow")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,13 @@ NUM_GROUPS = 4
 
 _MIN_PART_BYTES = 128 << 10
 """Copies of less than this leave the bus idle."""
-_CALL_BLOCKS = 64
-"""Blocks handed over in a call. That costs a microsecond each, and only then does the device begin on them."""
+_FIRST_CALL_BLOCKS = 64
+_MAX_CALL_BLOCKS = 1024
+"""Blocks handed over in a call: a microsecond each, and only then does the device begin on them. So few at first, and
+twice as many each time, since a thread that has to wait for the interpreter between two calls may wait long."""
+
+_SWITCH_INTERVAL_S = 0.0005
+"""By default a thread that computes keeps the interpreter for ten times as long from those that hand copies over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,10 @@ class CudaCopier:
     """A `Copier` for an arena on a GPU. Closed after all who copy, and before the arenas that it adopted."""
 
     def __init__(self, kv: KvArena, num_groups: int = NUM_GROUPS, piece_bytes: int = PIECE_BYTES) -> None:
-        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found."""
+        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found.
+
+        Threads of this process take turns more often from now on.
+        """
         self._kv = kv
         self._device = kv.blocks.device
         self._base = kv.blocks.data_ptr()
@@ -114,6 +123,7 @@ class CudaCopier:
         self._cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._loads = torch.cuda.Stream(self._device, priority=-1)  # a request waits for them; for stores nobody does
         self._stores = torch.cuda.Stream(self._device, priority=0)
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._condition = threading.Condition()
         self._is_closed = False
         self._num_submitting = 0
@@ -176,10 +186,14 @@ class CudaCopier:
             try:
                 with torch.cuda.device(self._device):
                     stream.wait_event(after)
+                    num_blocks = _FIRST_CALL_BLOCKS
                     for group in groups:
-                        for first in range(0, len(block_ids), _CALL_BLOCKS):
-                            part = slice(first, first + _CALL_BLOCKS)
+                        first = 0
+                        while first < len(block_ids):
+                            part = slice(first, first + num_blocks)
                             self._submit(direction, stream, group, arena, offsets[part], block_ids[part])
+                            first += num_blocks
+                            num_blocks = min(2 * num_blocks, _MAX_CALL_BLOCKS)
                         transfer.submitted(stream)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):

@@ -14,7 +14,7 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.engine.load import Load, Order, Part, Plan
 from kvtier.tiers.speeds import Speeds
 
-_UNIT_BYTES = 8 << 20
+_UNIT_BYTES = 32 << 20
 _CLEARLY_FASTER = 0.5
 """A load that takes at most this share of computing is left alone: the device has other things to compute."""
 

@@ -183,6 +183,11 @@ class PromptLoading:
         self.settle(request)
         return True
 
+    @property
+    def has_arrivals(self) -> bool:
+        """The next step waits for something that is on its way."""
+        return bool(self._arrivals)
+
     def take_arrivals(self) -> list[Transfer]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals

@@ -161,7 +161,10 @@ class Scheduler:
         return is_clear
 
     def _start_early(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
-        """Nothing else is to be done: compute each layer of a prompt as soon as that layer of its prefix is there."""
+        """Nothing else is to be done: compute each layer of a prompt as soon as that layer of its prefix is there.
+
+        The step waits for one prompt at most; those that come after it are for the next ones.
+        """
         assert self._loading is not None
         for request in list(self.running):
             if budget and request.load is not None and self._loading.start_early(request):
@@ -169,6 +172,8 @@ class Scheduler:
                 if row is not None:
                     (decodes if row.count == 1 else prefills).append(row)
                     budget -= row.count
+                if self._loading.has_arrivals:
+                    return
 
     def _row(self, request: Request, budget: int) -> StepRow | None:
         """The next chunk of a prompt, with blocks for it; None when the request had to give way."""

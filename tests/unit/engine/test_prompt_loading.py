@@ -241,6 +241,30 @@ def test_a_step_that_is_started_early_comes_after_the_arrival(manager: BlockMana
 
 
 @every_manager
+def test_a_step_waits_for_the_first_of_several_loads_only(manager: BlockManagerName) -> None:
+    engine = TieredEngine(manager)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    prompts = [prompt_of(9, seed=number) for number in range(3)]
+    for prompt in prompts:
+        engine.traffic.remember(prompt, HOST)
+    requests = [engine.submit(prompt) for prompt in prompts]
+    while engine.scheduler.has_unmatched or any(request.load is None for request in requests):
+        engine.step()
+    engine.traffic.submit_loads()
+    num_steps = len(engine.steps)
+
+    while len(engine.steps) == num_steps:
+        engine.step()
+
+    assert [row.request for row in engine.steps[-1].rows] == requests[:1]
+    assert engine.steps[-1].arrivals
+    engine.run()
+    assert all(request.status is Status.FINISHED for request in requests)
+
+
+@every_manager
 def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(manager: BlockManagerName) -> None:
     """The first part is handed to the device, the second is lost: the step that computes it reads the first."""
     engine = TieredEngine(manager)
