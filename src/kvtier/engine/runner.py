@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,7 @@ _MAX_TOKENS_AFTER_ARRIVALS = 256
 """So few are computed sooner by a graph once all layers of a prefix are there than layer by layer as they arrive."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenResult:
+class TokenResult(NamedTuple):
     """A sampled token, and the log-probabilities of it and its likeliest alternatives when they were asked for."""
 
     token_id: int

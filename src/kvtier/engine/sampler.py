@@ -54,8 +54,11 @@ class Sampler:
     def open(
         self, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
     ) -> SamplingRow:
-        """Take in a request; `close` what this returns. A request without a seed gets one of its own."""
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        """Take in a request; `close` what this returns. A request without a seed gets one of its own.
+
+        Of a greedy one nothing is drawn.
+        """
+        seed = 0 if params.is_greedy else secrets.randbits(64) if params.seed is None else params.seed
         slot = self._penalties.open(prompt_token_ids, output_token_ids) if params.has_penalties else None
         return SamplingRow(params, _as_signed(seed), slot)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,7 @@ from kvtier.kernels.tuning import GATHER_TOKENS
 from kvtier.kernels.upload import upload
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRow:
+class PagedRow(NamedTuple):
     """A request's part of a step: its last `query_tokens` of `kv_tokens` are computed, the rest is in its blocks.
 
     `block_ids` holds at least enough ids for `kv_tokens`. Of long contexts pass an int32 array, not a list.
