@@ -289,7 +289,9 @@ class Runner:
     def _sampling_row(self, request: Request) -> SamplingRow:
         row = self._sampling_rows.get(request)
         if row is None:
-            row = self._sampling_rows[request] = self._sampler.open(
-                request.params, request.tokens[: request.prompt_tokens], request.output_tokens
-            )
+            # Only penalties look at the tokens, of which there may be a million.
+            tokens = request.tokens if request.params.has_penalties else []
+            num_prompt = request.prompt_tokens
+            row = self._sampler.open(request.params, tokens[:num_prompt], tokens[num_prompt:])
+            self._sampling_rows[request] = row
         return row
