@@ -8,10 +8,11 @@ process, restart and machine.
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NewType
+from typing import NewType, cast
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
@@ -37,12 +38,13 @@ def block_hashes(
     data = _token_bytes(tokens)
     sha256 = hashlib.sha256
     last: bytes = namespace if parent is None else parent
-    step = 4 * block_tokens
-    hashes = []
-    for start in range(0, len(data) - step + 1, step):
-        last = sha256(last + data[start : start + step]).digest()
-        hashes.append(BlockHash(last))
-    return hashes
+    block_bytes = 4 * block_tokens
+    full = memoryview(data)[: len(data) // block_bytes * block_bytes]
+    hashes: list[bytes] = []
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", full):
+        last = sha256(last + block).digest()
+        hashes.append(last)
+    return cast("list[BlockHash]", hashes)
 
 
 def salted_root(namespace: Namespace, salt: str) -> Namespace:

@@ -10,14 +10,17 @@ last reference returns. The owner of the pool calls everything from one thread o
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.space import Region, Space, TakenRegion
 
+_START = operator.attrgetter("start")
 _MAX_HOPELESS = 1 << 14
 """How many blocks are looked at in vain before room is said not to be there: the owner's lock is held meanwhile."""
 
@@ -50,7 +53,9 @@ class Block(TakenRegion):
     __slots__ = ("hash", "index", "is_pinned", "num_holds", "num_refs", "state")
 
     def __init__(self, start: int, size: int) -> None:
-        super().__init__(start, size)
+        self.start = start  # here and not by the base: thousands are made for one prompt
+        self.size = size
+        self.left = self.right = None
         self.hash: BlockHash
         self.index: PrefixIndex
         self.num_refs = 1
@@ -139,32 +144,24 @@ class BlockPool:
 
     def match(self, index: PrefixIndex, hashes: Sequence[BlockHash], max_blocks: int | None = None) -> Match:
         """Reference the longest prefix of `hashes` that is READY or LOADING, at most `max_blocks` of it."""
-        matched: list[Block] = []
-        fresh: list[Block] = []
-        ended = Presence.READY
-        get = index.blocks.get
+        wanted = hashes if max_blocks is None else hashes[:max_blocks]
+        get = cast("Callable[[BlockHash], Block]", index.blocks.get)  # its None ends the run
+        matched = list(itertools.takewhile(operator.truth, map(get, wanted)))
         ready, loading = BlockState.READY, BlockState.LOADING
-        for block_hash in hashes if max_blocks is None else hashes[:max_blocks]:
-            block = get(block_hash)
-            if block is None:
-                ended = Presence.MISS
-                break
+        remove = self._policy.remove
+        num_fresh = 0
+        for position, block in enumerate(matched):
             state = block.state
             if state is not ready and state is not loading:
-                ended = Presence.PENDING
+                del matched[position:]
                 break
             if not block.num_refs:
-                fresh.append(block)
+                num_fresh += 1
+                if not block.is_pinned:
+                    remove(block)
             block.num_refs += 1
-            matched.append(block)
-        else:
-            if len(matched) < len(hashes):
-                ended = index.presence(hashes[len(matched)])
-        self.referenced_units += len(fresh) * index.block_units
-        remove = self._policy.remove
-        for block in fresh:
-            if not block.is_pinned:
-                remove(block)
+        self.referenced_units += num_fresh * index.block_units
+        ended = Presence.READY if len(matched) == len(hashes) else index.presence(hashes[len(matched)])
         return Match(matched, ended)
 
     def reserve(
@@ -193,10 +190,7 @@ class BlockPool:
             else:
                 num_pending += 1
         count = len(wanted) if max_blocks is None else min(len(wanted), max_blocks)
-        blocks = self._space.take(count, index.block_units, self._make)
-        if len(blocks) < count:
-            self._make_room(count - len(blocks), index.block_units)
-            blocks += self._space.take(count - len(blocks), index.block_units, self._make)
+        blocks = self._take_room(count, index.block_units)
         positions = []
         for block, (block_hash, position) in zip(blocks, wanted.items(), strict=False):
             block.hash = block_hash
@@ -210,13 +204,11 @@ class BlockPool:
 
     def take(self, count: int, size: int) -> list[Block]:
         """`count` PRIVATE blocks with one reference each, evicting as needed, or none of them."""
-        blocks = self._space.take(count, size, self._make)
-        if len(blocks) < count:
-            self._make_room(count - len(blocks), size)
-            blocks += self._space.take(count - len(blocks), size, self._make)
+        blocks = self._take_room(count, size)
         self.referenced_units += len(blocks) * size
+        private = BlockState.PRIVATE
         for block in blocks:
-            block.state = BlockState.PRIVATE
+            block.state = private
         if len(blocks) < count:
             self.free(blocks)
             return []
@@ -232,6 +224,36 @@ class BlockPool:
         block.state = BlockState.READY if is_ready else BlockState.PENDING
         index.blocks[block_hash] = block
         return True
+
+    def name_pending(self, blocks: Sequence[Block], index: PrefixIndex, hashes: Sequence[BlockHash]) -> None:
+        """As `name` for each of `blocks` that is PRIVATE, under the hash at its place in `hashes`."""
+        known = index.blocks
+        private, pending = BlockState.PRIVATE, BlockState.PENDING
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block.state is private and known.setdefault(block_hash, block) is block:
+                block.hash = block_hash
+                block.index = index
+                block.state = pending
+
+    def show(self, blocks: Sequence[Block], index: PrefixIndex, hashes: Sequence[BlockHash]) -> list[int]:
+        """READY from now on: those that are PENDING, and the PRIVATE ones whose hash in `hashes` is not taken.
+
+        Returns their positions.
+        """
+        known = index.blocks
+        pending, ready = BlockState.PENDING, BlockState.READY
+        shown = []
+        for position, block in enumerate(blocks):
+            if block.state is not pending:
+                assert block.state is BlockState.PRIVATE, "a block has one name"
+                block_hash = hashes[position]
+                if known.setdefault(block_hash, block) is not block:
+                    continue
+                block.hash = block_hash
+                block.index = index
+            block.state = ready
+            shown.append(position)
+        return shown
 
     def unname(self, block: Block) -> None:
         """A PENDING block is private again: nobody need wait for it."""
@@ -263,15 +285,17 @@ class BlockPool:
 
         A PENDING block without references was never finished: it leaves, as does a PRIVATE one.
         """
+        ready, add = BlockState.READY, self._policy.add
         for block in reversed(blocks):
-            assert block.num_refs > 0, "a reference was returned twice"
-            block.num_refs -= 1
-            if block.num_refs:
+            num_refs = block.num_refs - 1
+            assert num_refs >= 0, "a reference was returned twice"
+            block.num_refs = num_refs
+            if num_refs:
                 continue
             self.referenced_units -= block.size
-            if block.state is BlockState.READY:
+            if block.state is ready:
                 if not block.is_pinned:
-                    self._policy.add(block)
+                    add(block)
                 continue
             if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
                 self._forget(block)
@@ -399,6 +423,38 @@ class BlockPool:
             self.pinned_units -= block.size
         block.state = BlockState.GONE
         del block.index.blocks[block.hash]
+
+    def _take_room(self, count: int, size: int) -> list[Block]:
+        """Up to `count` new blocks of `size`, evicting as needed."""
+        blocks = self._space.take(count, size, self._make)
+        if len(blocks) < count:
+            blocks += self._replace_coldest(count - len(blocks), size)
+        if len(blocks) < count:
+            self._make_room(count - len(blocks), size)
+            blocks += self._space.take(count - len(blocks), size, self._make)
+        return blocks
+
+    def _replace_coldest(self, count: int, size: int) -> list[Block]:
+        """New blocks in the places of the coldest, as long as those have the right size and nothing else is free.
+
+        What `_make_room` would evict then too, without joining and splitting regions: prompts take thousands.
+        """
+        blocks: list[Block] = []
+        if self._space.free_units:
+            return blocks
+        pop_coldest, on_evict, replace, make = self._policy.pop_coldest, self._on_evict, self._space.replace, self._make
+        gone = BlockState.GONE
+        while len(blocks) < count and (victim := pop_coldest()) is not None:
+            if victim.size != size or victim.num_holds:
+                self._policy.put_back([victim])
+                break
+            on_evict(victim)
+            victim.state = gone
+            del victim.index.blocks[victim.hash]
+            blocks.append(replace(victim, make))
+        self.num_evicted += len(blocks)
+        blocks.sort(key=_START)
+        return blocks
 
     def _make_room(self, count: int, size: int) -> None:
         """Evict the coldest blocks until `count` more regions of `size` fit, or nothing more can be evicted.

@@ -109,6 +109,22 @@ class Space:
             self._split(region, min(count - len(taken), region.size // size), size, make, taken)
         return taken
 
+    def replace(self, region: TakenRegion, make: Callable[[int, int], _Taken]) -> _Taken:
+        """Give back `region` and take the same units again, for somebody else. `region` is dead afterwards."""
+        taken = make(region.start, region.size)
+        left, right = region.left, region.right
+        taken.left, taken.right = left, right
+        if left is None:
+            self._first = taken
+        else:
+            left.right = taken
+        if right is None:
+            self._last = taken
+        else:
+            right.left = taken
+        region.left = region.right = None
+        return taken
+
     def give_back(self, region: TakenRegion) -> None:
         """Free `region` and join it with free neighbours. `region` is dead afterwards."""
         start, size, left, right = region.start, region.size, region.left, region.right
@@ -149,16 +165,19 @@ class Space:
         self, region: Region, count: int, size: int, make: Callable[[int, int], _Taken], into: list[_Taken]
     ) -> None:
         self._remove(region)
-        left, start = region.left, region.start
-        for _ in range(count):
+        left, end = region.left, region.start + count * size
+        for start in range(region.start, end, size):
             taken = make(start, size)
-            self._link(left, taken)
+            taken.left = left
+            if left is None:
+                self._first = taken
+            else:
+                left.right = taken
             into.append(taken)
             left = taken
-            start += size
-        rest = region.start + region.size - start
+        rest = region.start + region.size - end
         if rest:
-            remainder = Region(start, rest)
+            remainder = Region(end, rest)
             self._link(left, remainder)
             self._link(remainder, region.right)
             self._put(remainder)

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import torch
@@ -111,6 +112,7 @@ class Engine:
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
+        self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]]
         self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
         try:
             self.arena = KvArena(num_blocks, layout, device)
@@ -469,17 +471,19 @@ class Engine:
             self._texts.pop(request, None)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's tokens. Without a loop over them: there may be a million."""
+        """The prompt's tokens. Without a loop over those of a list of ints: there may be a million."""
         vocab_size = self.loaded.config.vocab_size
         given: object = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
             raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}")
-        tokens = list(given)
-        if tokens and set(map(type, tokens)) != {int}:
-            tokens = [token_id.item() if hasattr(token_id, "item") else token_id for token_id in tokens]
-            for token_id in tokens:
-                if type(token_id) is not int:
-                    raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
+        try:
+            return msgspec.convert(given, self._token_ids)
+        except msgspec.ValidationError:
+            pass  # numbers of another kind may do; of others, say which
+        tokens = [token_id.item() if hasattr(token_id, "item") else token_id for token_id in given]
+        for token_id in tokens:
+            if type(token_id) is not int:
+                raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
         for token_id in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {vocab_size}")

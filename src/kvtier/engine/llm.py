@@ -147,6 +147,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
     several: list[Any] = list(prompts)
-    if several and all(hasattr(one, "__index__") and not isinstance(one, bool) for one in several):
+    kinds = set(map(type, several))
+    if kinds and all(hasattr(kind, "__index__") and not issubclass(kind, bool) for kind in kinds):
         return [several]
     return several

@@ -136,7 +136,7 @@ class PromptLoading:
         assert request.fetch is not None
         hashes = request.blocks.hashes[plan.first : plan.end]
         ids = request.blocks.ids[plan.first : plan.end]
-        after_step = max(self._last_steps[block_id] for block_id in ids)
+        after_step = max(map(self._last_steps.__getitem__, ids))
         request.load = self._traffic.load(request.fetch, plan, hashes, ids, after_step)
 
     def may_compute_beside(self, request: Request) -> bool:

@@ -7,9 +7,12 @@ the block leaves, and the next who asks computes it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block, BlockPool, BlockState, PrefixIndex, Presence
+from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
 from kvtier.engine.held import Held
 from kvtier.engine.naive_blocks import extend_hashes
 from kvtier.engine.request import Request
@@ -85,20 +88,15 @@ class SharedBlocks:
         if num_full <= blocks.num_shown:
             return
         extend_hashes(request, self._namespace, self.block_tokens)
-        for position in range(blocks.num_shown, num_full):
-            block = blocks.blocks[position]
-            if block.state is BlockState.PENDING:
-                self._pool.commit([block])
-                self._note_shown(request, position)
-            elif self._pool.name(block, self._index, blocks.hashes[position], is_ready=True):
-                self._note_shown(request, position)
+        first = blocks.num_shown
+        shown = self._pool.show(blocks.blocks[first:num_full], self._index, blocks.hashes[first:num_full])
+        self._note_shown(request, [first + position for position in shown])
         blocks.num_shown = num_full
 
     def num_known_blocks(self, request: Request) -> int:
         extend_hashes(request, self._namespace, self.block_tokens)
-        known = self._index.blocks
         hashes = request.blocks.hashes[: (len(request.tokens) - 1) // self.block_tokens]
-        return next((position for position, found in enumerate(hashes) if found not in known), len(hashes))
+        return len(list(itertools.takewhile(self._index.blocks.__contains__, hashes)))
 
     def unclaim(self, request: Request) -> None:
         for block in request.blocks.blocks[-(-request.num_computed // self.block_tokens) :]:
@@ -130,10 +128,8 @@ class SharedBlocks:
         """Others wait for the full blocks of known tokens that the scheduled chunk fills."""
         blocks = request.blocks
         end = min(num_tokens // self.block_tokens, len(blocks.hashes))
-        for position in range(blocks.num_shown, end):
-            block = blocks.blocks[position]
-            if block.state is BlockState.PRIVATE:
-                self._pool.name(block, self._index, blocks.hashes[position], is_ready=False)
+        claimed = slice(blocks.num_shown, max(blocks.num_shown, end))
+        self._pool.name_pending(blocks.blocks[claimed], self._index, blocks.hashes[claimed])
 
     def _put_back(self, request: Request, position: int) -> None:
         """Blocks that were taken for tokens which turn out to be cached."""
@@ -144,8 +140,8 @@ class SharedBlocks:
             del blocks.ids[position:]
             blocks.version += 1
 
-    def _note_shown(self, request: Request, position: int) -> None:
-        """A block of the request has been shown."""
+    def _note_shown(self, request: Request, positions: Sequence[int]) -> None:
+        """Blocks of the request have been shown."""
 
     def _note_evicted(self, block: Block) -> None:
         """A cached block is gone."""

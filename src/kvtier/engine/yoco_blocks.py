@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
@@ -143,9 +144,9 @@ class YocoBlocks(SharedBlocks):
     def _parent(self, request: Request, position: int) -> bytes:
         return request.blocks.hashes[position - 1] if position else root_of(request, self._namespace)
 
-    def _note_shown(self, request: Request, position: int) -> None:
-        block = request.blocks.blocks[position]
-        self._note(block, request, position, self.block_tokens, is_ready=True)
+    def _note_shown(self, request: Request, positions: Sequence[int]) -> None:
+        for position in positions:
+            self._note(request.blocks.blocks[position], request, position, self.block_tokens, is_ready=True)
 
     def _note(self, block: Block, request: Request, position: int, count: int, *, is_ready: bool) -> None:
         self._forget(block)
