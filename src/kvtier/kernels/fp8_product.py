@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvtier.kernels import elementwise, tuning
+from kvtier.kernels import elementwise, overlap, tuning
 from kvtier.kernels.paged_attention import shared_bytes_of
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
@@ -85,13 +84,6 @@ def _tile(hidden: torch.Tensor, weight: torch.Tensor) -> tuning.ProductTile:
     return tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
 
 
-def _overlap(tile: tuning.ProductTile, device: torch.device) -> dict[str, bool]:
-    """For a kernel that starts while the one before it ends, as GPUs of the Hopper generation and later can."""
-    if not tile.overlaps or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAPS": False}
-    return {"OVERLAPS": True, "launch_pdl": True}
-
-
 def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_value, min_scale, tile) -> None:
     num_tokens, inputs = hidden.shape
     if not num_tokens:
@@ -137,8 +129,8 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         TOKENS=tokens,
         ROWS=tile.rows,
         STEP=tile.step,
-        LINES_AHEAD=0 if triton.knobs.runtime.interpret else tile.lines_ahead,
-        **_overlap(tile, hidden.device),
+        AHEAD=tile.bytes_ahead if overlap.can_overlap(hidden.device) else 0,
+        **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
@@ -173,7 +165,7 @@ def _product_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    LINES_AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs. A gated tile is half of gate's outputs, half of up's."""
@@ -188,20 +180,8 @@ def _product_kernel(
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
     weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS
-    if LINES_AHEAD > 0:
-        # On their way into the cache while scales are found, and while the kernel before ends.
-        places = tl.minimum(begin + tl.arange(0, LINES_AHEAD) * 128, INPUTS - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(weight_row_ptrs + places[None, :]).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
+    overlap.wait(OVERLAPS)
     if IS_QUANTIZED:
         token_scales = tl.load(peaks_ptr + tokens, mask=is_token, other=1.0)
     else:
