@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
     """As GPUs of the Hopper generation and later can. Those also have the instruction of `fetch_ahead`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def launch_options(device: torch.device, *, is_wanted: bool) -> dict[str, bool]:

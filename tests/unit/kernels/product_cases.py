@@ -7,7 +7,7 @@ import torch
 import triton
 
 from kvtier.kernels import fp8_product, int4_product, plain_product, tuning
-from kvtier.models import fp8, gptq, operations
+from kvtier.models import fp8, gptq, linear, operations
 from tests.unit.kernels.batches import DEVICE
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -218,6 +218,21 @@ def test_other_products_in_sixteen_bits_are_left_to_libraries() -> None:
     assert layer.product(many[:1].bfloat16()) is None
     assert layer.product(many[:0]).shape == (0, 64)
     assert wide.product(many[:1, :16]) is None, "it needs no splitting"
+
+
+@pytest.mark.parametrize("num_tokens", [1, tuning.MAX_PLAIN_TOKENS + 1])
+def test_layers_of_models_multiply_so_and_as_before(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "plain_product_for", lambda tensor: plain_product)
+    shape = linear.LinearShape(
+        inputs=160, parts=(linear.Part("part", 48),), has_bias=True, dtype=torch.float16, device=DEVICE
+    )
+    layer = linear.PlainLinear(shape)
+    plain = Plain(160, 48, torch.float16, has_bias=True)
+    for slot, tensor in zip(layer.slots("layer"), (plain.weight, plain.bias), strict=True):
+        slot.write(tensor)
+    hidden = torch.randn(num_tokens, 160, generator=random(22)).to(DEVICE, torch.float16)
+
+    assert_same(layer(hidden), plain.expected(hidden))
 
 
 class Packed:
