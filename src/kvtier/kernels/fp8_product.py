@@ -101,6 +101,7 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
     num_tiles = triton.cdiv(outputs, columns)
     parts = make_parts(num_tiles=num_tiles, splits=tile.splits, rows=tile.rows, tokens=tokens, device=hidden.device)
     assert num_tiles <= counters.shape[0], "the counters are those of another layer"
+    assert (tile.splits - 1) * triton.cdiv(inputs, tile.step * tile.splits) * tile.step < inputs, "a share is empty"
     peak_rows = tuning.peak_rows(num_tokens)
     _product_kernel[(num_tiles, tile.splits)](
         hidden,
@@ -185,9 +186,8 @@ def _product_kernel(
     if IS_QUANTIZED:
         token_scales = tl.load(peaks_ptr + tokens, mask=is_token, other=1.0)
     else:
-        peaks = _row_peaks(peaks_ptr, peaks_stride, num_tokens, PEAKS, PEAK_ROWS, PEAK_COLUMNS, TOKENS)
-        token_scales = tl.maximum(tl.div_rn(peaks, max_value), min_scale)
-    inverses = tl.div_rn(1.0, token_scales)
+        token_scales = tl.zeros((TOKENS,), dtype=tl.float32)
+        inverses = tl.zeros((TOKENS,), dtype=tl.float32)
 
     inputs = tl.arange(0, STEP)
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
@@ -202,6 +202,10 @@ def _product_kernel(
             weight = tl.load(weight_ptrs + start, mask=is_input, other=0.0)
             hidden = tl.load(hidden_ptrs + start, mask=is_token[:, None] & is_input, other=0.0)
         if not IS_QUANTIZED:
+            if start == begin:  # not before the loop: here, weights of several steps are on their way already
+                peaks = _row_peaks(peaks_ptr, peaks_stride, num_tokens, PEAKS, PEAK_ROWS, PEAK_COLUMNS, TOKENS)
+                token_scales = tl.maximum(tl.div_rn(peaks, max_value), min_scale)
+                inverses = tl.div_rn(1.0, token_scales)
             hidden = (hidden.to(tl.float32) * inverses[:, None]).to(weight_ptr.dtype.element_ty)
         part = tl.dot(weight, hidden.T, part, max_num_imprecise_acc=_EXACT_INPUTS)
 
