@@ -95,21 +95,21 @@ class Setting:
 FP8_SETTINGS = [
     Setting(rows, step, warps, stages, programs, ahead)
     for (rows, step, warps, stages), all_programs, all_ahead in [
-        ((64, 128, 4, 3), (2, 4), (0, 512)),
+        ((64, 128, 4, 3), (4,), (0, 512)),
         ((64, 128, 4, 4), (2, 3, 4), (0, 512)),
-        ((64, 128, 4, 6), (2, 3), (512,)),
-        ((64, 256, 4, 2), (4,), (0, 512)),
-        ((64, 256, 4, 3), (2, 3, 4), (512,)),
-        ((64, 256, 4, 4), (2,), (0, 512)),
-        ((128, 128, 4, 2), (4, 5), (512,)),
-        ((128, 128, 4, 3), (2, 3), (512,)),
-        ((128, 128, 8, 3), (2, 3), (512,)),
-        ((64, 128, 4, 3), (4,), (1024,)),
         ((64, 128, 4, 4), (4,), (1024,)),
+        ((64, 128, 4, 5), (3, 4), (0, 512)),
+        ((64, 128, 4, 6), (2, 4), (0, 512)),
+        ((64, 256, 4, 2), (4,), (0, 512)),
+        ((64, 256, 4, 3), (2, 4), (512,)),
+        ((64, 256, 4, 4), (2,), (0, 512)),
+        ((128, 128, 4, 3), (2,), (0, 512)),
+        ((128, 128, 4, 4), (2, 3), (512,)),
+        ((128, 128, 8, 4), (2,), (512,)),
     ]
     for programs, ahead in itertools.product(all_programs, all_ahead)
 ]
-FP8_SETTINGS.append(Setting(64, 128, 4, 3, 4, overlaps=False))
+FP8_SETTINGS.append(Setting(64, 128, 4, 4, 4, overlaps=False))
 PLAIN_SETTINGS = [
     Setting(rows, step, 4, stages, programs, ahead)
     for (rows, step, stages), programs, all_ahead in [

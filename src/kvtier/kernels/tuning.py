@@ -68,7 +68,8 @@ MAX_FEW_TOKENS = 64
 MAX_OWN_PEAKS = 4 * 4096
 """Up to so many inputs, every program looks for the largest of each row. More are quantised by a kernel before."""
 
-PEAKS_AT_ONCE = 4096
+PEAKS_AT_ONCE = 2048
+"""More would take registers of which the others have need: gate and up have five programs on a multiprocessor."""
 
 MULTIPROCESSORS = 132
 
@@ -200,20 +201,27 @@ def few_tokens(num_tokens: int) -> int:
     return max(_power_of_two(num_tokens), MIN_DOT_ROWS)
 
 
+def copied_tokens(num_tokens: int) -> int:
+    """Of how many tokens a product copies the inputs ahead of their use. Fewer than four are not copied so."""
+    return 4 if num_tokens <= 4 else few_tokens(num_tokens)
+
+
 def peak_rows(num_tokens: int) -> int:
     """For how many rows looking for the largest numbers is compiled."""
     return 1 if num_tokens == 1 else 4 if num_tokens <= 4 else few_tokens(num_tokens)
 
 
-def fp8_tile(*, num_tokens: int, inputs: int, outputs: int) -> ProductTile:
-    """The tile of a product of `num_tokens` with a weight (outputs, inputs) in 8 bits."""
+def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) -> ProductTile:
+    """The tile of a product of `num_tokens`, of numbers of `input_bytes`, with a weight (outputs, inputs) in 8 bits."""
     rows, step = (64 if num_tokens <= MIN_DOT_ROWS else 128), 128
-    stage_bytes = step * (rows + 2 * few_tokens(num_tokens))
+    copied = few_tokens(num_tokens) if input_bytes == 1 else copied_tokens(num_tokens)
+    stage_bytes = step * (rows + input_bytes * copied)
     num_tiles = _ceil_div(outputs, rows)
     num_programs = min(FP8_PROGRAMS, programs_at_once(3 * stage_bytes))
     splits = product_splits(num_tiles, _ceil_div(inputs, step), num_programs)
     # Where a few programs are left over, they take as long again as all the others together.
-    num_stages = 4 if num_tiles * splits <= programs_at_once(4 * stage_bytes) else 3
+    fitting = (stages for stages in (6, 5, 4) if num_tiles * splits <= programs_at_once(stages * stage_bytes))
+    num_stages = next(fitting, 3)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, overlaps=True)
 
 

@@ -128,11 +128,13 @@ def compiled(kernel, tile, special=None, **constants):
 
 def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None):
     rows = tuning.peak_rows(num_tokens)
+    sizes = {"inputs": inputs, "outputs": outputs, "input_bytes": 1 if is_quantized else 2}
     return compiled(
-        fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs), special,
+        fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, **sizes), special,
         INPUTS=inputs, OUTPUTS=outputs // 2 if is_gated else outputs, PEAKS=peaks, PEAK_ROWS=rows,
         PEAK_COLUMNS=min(triton.next_power_of_2(peaks), tuning.PEAKS_AT_ONCE // rows),
         IS_QUANTIZED=is_quantized, IS_GATED=is_gated, TOKENS=tuning.few_tokens(num_tokens),
+        COPIED=tuning.few_tokens(num_tokens) if is_quantized else tuning.copied_tokens(num_tokens),
     )
 
 def plain(num_tokens, inputs, outputs):
