@@ -219,7 +219,7 @@ def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) ->
     num_tiles = _ceil_div(outputs, rows)
     num_programs = min(FP8_PROGRAMS, programs_at_once(3 * stage_bytes))
     splits = product_splits(num_tiles, _ceil_div(inputs, step), num_programs)
-    # Where a few programs are left over, they take as long again as all the others together.
+    # Programs that are left over run after the others, alone: 64 of them cost 15 us.
     fitting = (stages for stages in (6, 5, 4) if num_tiles * splits <= programs_at_once(stages * stage_bytes))
     num_stages = next(fitting, 3)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, overlaps=True)
