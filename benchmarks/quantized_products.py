@@ -1,14 +1,15 @@
-"""How fast are the products of a few tokens with weights in 8 and 4 bits, and how should `kernels/tuning` cut them?
+"""How fast are the products of a few tokens with weights in 16, 8 and 4 bits, and how should `kernels/tuning` cut them?
 
-    python -m benchmarks.quantized_products [--json FILE] [--seconds 60] [--tokens 1 2 4 8 16]
+    python -m benchmarks.quantized_products [--json FILE] [--seconds 60] [--tokens 1 2 4 8 16] [--search fp8 ...]
 
 Needs a GPU. Each product of a layer of Qwen2.5-7B is timed as a CUDA graph over the weights of all layers, which are
-more than the cache holds, beside cuBLAS in bfloat16 (with our kernel for gate and up) and `torch._scaled_mm` with our
-kernel that quantises. First with the tiles that `kernels/tuning` chooses, for every number of tokens; then, for the
-first number, with as many others as there is time for, and the best of those for the other numbers. The settings of the
-first line are for `fp8_tile` and `FP8_PROGRAMS`, or `int4_tile` and `INT4_PROGRAMS`; the last line says what would be
-gained if each product had its own. All results are compared with the twins; ends with 1 when one is wrong, or when a
-bar is not met.
+more than the cache holds: cuBLAS in bfloat16 and our kernel beside it (gate and up are ours in both),
+`torch._scaled_mm` with our kernel that quantises, and our kernels for weights in 8 and 4 bits. First with the tiles
+that `kernels/tuning` chooses, for every number of tokens. Then all that a layer does besides attending, in its order,
+with and without launches that overlap (`tuning.OVERLAPS_LAUNCHES`). At last, for the first number of tokens, other
+tiles, as many as there is time for, and the best of each product for the other numbers. Settings are for `fp8_tile`,
+`plain_tile` and `int4_tile`. All results are compared with the twins; ends with 1 when one is wrong, or when a bar is
+not met.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import Result, console, print_figures, print_table
-from kvtier.kernels import elementwise, fp8_product, int4_product, tuning
+from kvtier.kernels import elementwise, fp8_product, int4_product, plain_product, tuning
 from kvtier.models import fp8
 from kvtier.models.operations import silu_mul
 
@@ -40,7 +42,7 @@ DTYPE = torch.bfloat16
 REPEATS = 7
 MAX_ERROR = 0.01
 FP8_LIMITS = {"max_value": 448.0, "min_scale": 1e-12}
-NUM_FINALISTS = 3
+EPS = 1e-6
 FIRST_SHARE = 0.75  # of a kind's time goes into the first number of tokens
 COMPILING_SHARE = 0.8
 
@@ -78,38 +80,59 @@ class Setting:
     num_stages: int
     programs: int
     """For each multiprocessor."""
-    lines_ahead: int = 0
-    overlaps: bool = False
+    bytes_ahead: int = 0
+    overlaps: bool = True
 
     def tile(self, shape: Shape) -> tuning.ProductTile:
         splits = tuning.product_splits(
             -(-shape.outputs // self.rows), -(-shape.inputs // self.step), self.programs * tuning.MULTIPROCESSORS
         )
         return tuning.ProductTile(
-            self.rows, self.step, splits, self.num_warps, self.num_stages, self.lines_ahead, self.overlaps
+            self.rows, self.step, splits, self.num_warps, self.num_stages, self.bytes_ahead, self.overlaps
         )
 
 
 FP8_SETTINGS = [
-    Setting(rows, step, 4, stages, programs, lines_ahead=4)
-    for (rows, step, stages), programs in itertools.product(
-        [(64, 128, 3), (64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 3), (128, 128, 4)], [2, 4, 6]
-    )
+    Setting(rows, step, warps, stages, programs, ahead)
+    for (rows, step, warps, stages), all_programs, all_ahead in [
+        ((64, 128, 4, 3), (4,), (0, 512)),
+        ((64, 128, 4, 4), (2, 3, 4), (0, 512)),
+        ((64, 128, 4, 4), (4,), (1024,)),
+        ((64, 128, 4, 5), (3, 4), (0, 512)),
+        ((64, 128, 4, 6), (2, 4), (0, 512)),
+        ((64, 256, 4, 2), (4,), (0, 512)),
+        ((64, 256, 4, 3), (2, 4), (512,)),
+        ((64, 256, 4, 4), (2,), (0, 512)),
+        ((128, 128, 4, 3), (2,), (0, 512)),
+        ((128, 128, 4, 4), (2, 3), (512,)),
+        ((128, 128, 8, 4), (2,), (512,)),
+    ]
+    for programs, ahead in itertools.product(all_programs, all_ahead)
 ]
-FP8_SETTINGS += [
-    Setting(64, step, 4, stages, 4, lines_ahead, overlaps)
-    for (step, stages), (lines_ahead, overlaps) in itertools.product(
-        [(128, 4), (256, 3)], [(0, False), (8, False), (0, True), (4, True), (8, True)]
-    )
+FP8_SETTINGS.append(Setting(64, 128, 4, 4, 4, overlaps=False))
+PLAIN_SETTINGS = [
+    Setting(rows, step, 4, stages, programs, ahead)
+    for (rows, step, stages), programs, all_ahead in [
+        ((64, 128, 3), 3, (0, 512, 1024)),
+        ((64, 128, 4), 2, (0, 512)),
+        ((64, 128, 3), 2, (512,)),
+        ((64, 128, 2), 4, (512,)),
+        ((64, 128, 2), 5, (512,)),
+        ((64, 64, 6), 3, (0, 512)),
+        ((64, 64, 8), 2, (512,)),
+        ((64, 256, 2), 2, (512,)),
+        ((128, 64, 4), 3, (512,)),
+    ]
+    for ahead in all_ahead
 ]
+PLAIN_SETTINGS.append(Setting(64, 128, 4, 3, 3, overlaps=False))
 INT4_SETTINGS = [
-    Setting(rows, 128, warps, stages, programs)
-    for (rows, warps), stages, programs in itertools.product([(128, 4), (256, 8)], [3, 4, 6], [3, 5, 8])
+    Setting(128, 128, 4, stages, programs, overlaps=False) for stages, programs in itertools.product([3, 4], [3, 5, 8])
 ]
 
 
 class Stand:
-    """The weights of one shape for all layers, in all three kinds, and what their products must be."""
+    """The weights of one shape for all layers, in all kinds, and what their products must be."""
 
     def __init__(self, shape: Shape, max_tokens: int) -> None:
         self.shape = shape
@@ -145,6 +168,10 @@ class Stand:
         product = (values.float() @ weight.float().t()) * value_scales * scales.t()
         return silu_mul(product) if self.shape.is_gated else product
 
+    def expected_plain(self, hidden: Tensor) -> Tensor:
+        product = hidden.float() @ self.plain[0].float().t()
+        return silu_mul(product) if self.shape.is_gated else product
+
     def expected_int4(self, hidden: Tensor) -> Tensor:
         weight = int4_product.dequantize(self.words[0], self.zeros[0], self.scales[0], DTYPE)
         return hidden.float() @ weight.float().t()
@@ -161,49 +188,84 @@ class Inputs:
 class Kind(enum.Enum):
     """What multiplies."""
 
-    PLAIN = "bfloat16"
+    CUBLAS = "bfloat16"
+    PLAIN = "bfloat16, ours"
     SCALED_MM = "_scaled_mm"
     FP8 = "fp8"
     INT4 = "int4"
 
 
-def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Tensor:
-    """One product; `setting` is for our kernels, which choose for themselves unless told."""
+SEARCHED = {Kind.FP8: (FP8_SETTINGS, 0.5), Kind.PLAIN: (PLAIN_SETTINGS, 0.3), Kind.INT4: (INT4_SETTINGS, 0.2)}
+"""What is tried, and the share of the time that there is for it."""
+
+
+def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Inputs:
+    """One product, and what is noted of it; `setting` is for our kernels, which choose for themselves unless told."""
     hidden, is_gated = inputs.hidden, stand.shape.is_gated
     tile = None if setting is None else setting.tile(stand.shape)
+    found: Tensor | None
     match kind:
+        case Kind.CUBLAS | Kind.PLAIN if is_gated:
+            found = elementwise.linear_silu_mul(hidden, stand.plain[layer])
+            if found is None:
+                found = silu_mul(functional.linear(hidden, stand.plain[layer]))
+        case Kind.CUBLAS:
+            found = functional.linear(hidden, stand.plain[layer])
         case Kind.PLAIN:
-            weight = stand.plain[layer]
-            gated = elementwise.linear_silu_mul(hidden, weight) if is_gated else None
-            if gated is None:
-                gated = functional.linear(hidden, weight)
-                return silu_mul(gated) if is_gated else gated
-            return gated
+            found = plain_product.linear(hidden, stand.plain[layer], None, stand.counters, tile=tile)
+            if found is None:
+                found = functional.linear(hidden, stand.plain[layer])
         case Kind.SCALED_MM:
             product = fp8.scaled_matmul(*fp8.quantize_rows(hidden), *stand.fp8[layer], DTYPE)
-            return silu_mul(product) if is_gated else product
+            found = silu_mul(product) if is_gated else product
         case Kind.FP8:
             settled = (hidden, *stand.fp8[layer], None, stand.counters)
             if is_gated:
                 both = fp8_product.linear_silu_mul(*settled, **FP8_LIMITS, tile=tile)
                 assert both is not None
-                return both[0]
+                return Inputs(*both)
             found = fp8_product.linear(*settled, **FP8_LIMITS, peaks=inputs.peaks, tile=tile)
         case Kind.INT4:
             packed = (stand.words[layer], stand.zeros[layer], stand.scales[layer])
             found = int4_product.linear(hidden, *packed, None, stand.counters, tile=tile)
     assert found is not None
-    return found
+    return Inputs(found, None)
+
+
+def run_layers(kind: Kind, stands: Sequence[Stand], hidden: Tensor, norm_weight: Tensor) -> Tensor:
+    """Everything that the layers of a model do with `hidden`, but attention."""
+    qkv, output, gate_up, down = stands
+    residual = hidden
+    for layer in range(LAYERS):
+        normed, residual = elementwise.add_rms_norm(hidden, residual, norm_weight, EPS)
+        attended = multiply(kind, qkv, Inputs(normed, None), layer).hidden[:, : output.shape.inputs]
+        hidden = multiply(kind, output, Inputs(attended, None), layer).hidden
+        normed, residual = elementwise.add_rms_norm(hidden, residual, norm_weight, EPS)
+        gated = multiply(kind, gate_up, Inputs(normed, None), layer)
+        hidden = multiply(kind, down, gated, layer).hidden
+    return hidden + residual
 
 
 def seconds_of(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> float:
     """Of one product, in a graph over all layers."""
+
+    def multiply_all() -> None:
+        for layer in range(LAYERS):
+            multiply(kind, stand, inputs, layer, setting)
+
     multiply(kind, stand, inputs, 0, setting)
+    return seconds_of_graph(captured(multiply_all)) / LAYERS
+
+
+def captured(act: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
-            multiply(kind, stand, inputs, layer, setting)
+        act()
+    return graph
+
+
+def seconds_of_graph(graph: torch.cuda.CUDAGraph) -> float:
     times = []
     for _ in range(REPEATS):
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -211,20 +273,21 @@ def seconds_of(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None
         graph.replay()
         ended.record()
         ended.synchronize()
-        times.append(started.elapsed_time(ended) / 1e3 / LAYERS)
+        times.append(started.elapsed_time(ended) / 1e3)
     median: float = statistics.median(times[1:])
     return median
 
 
 def check(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> None:
     """Raise when the numbers are others than the twin's, or others the second time."""
-    expected = stand.expected_int4(inputs.hidden) if kind is Kind.INT4 else stand.expected_fp8(inputs.hidden)
-    found = multiply(kind, stand, inputs, 0, setting)
+    expects = {Kind.PLAIN: stand.expected_plain, Kind.FP8: stand.expected_fp8, Kind.INT4: stand.expected_int4}
+    expected = expects[kind](inputs.hidden)
+    found = multiply(kind, stand, inputs, 0, setting).hidden
     error = float((found.float() - expected).norm() / expected.norm())
     where = f"{kind.value}, {stand.shape.name}, {inputs.hidden.shape[0]} tokens, {setting}"
     if not error < MAX_ERROR:
         raise AssertionError(f"{where}: off by {error:.4f} of the norm")
-    if not torch.equal(multiply(kind, stand, inputs, 0, setting), found):
+    if not torch.equal(multiply(kind, stand, inputs, 0, setting).hidden, found):
         raise AssertionError(f"{where}: another result the second time")
 
 
@@ -234,7 +297,7 @@ def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[s
     for num_tokens in token_counts:
         for stand in stands:
             inputs = stand.inputs(num_tokens)
-            for kind in (Kind.FP8, Kind.INT4):
+            for kind in SEARCHED:
                 check(kind, stand, inputs)
             times = {kind.value: 1e6 * seconds_of(kind, stand, inputs) for kind in Kind}
             weights = stand.shape.inputs * stand.shape.outputs
@@ -242,11 +305,50 @@ def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[s
                 "fp8 TB/s": weights / times["fp8"] / 1e6,
                 "int4 TB/s": weights * (0.5 + 2.5 / GROUP_SIZE) / times["int4"] / 1e6,
             }
-            rows.append({"product": stand.shape.name, "tokens": num_tokens, **times, **rates})
+            faster = min((Kind.CUBLAS, Kind.PLAIN), key=lambda kind: times[kind.value])
+            wins = {} if stand.shape.is_gated else {"wins in 16 bits": "ours" if faster is Kind.PLAIN else "cuBLAS"}
+            rows.append({"product": stand.shape.name, "tokens": num_tokens, **times, **rates, **wins})
         last = rows[-len(stands) :]
         sums = {kind.value: sum(float(str(row[kind.value])) for row in last) for kind in Kind}
         rows.append({"product": "layer", "tokens": num_tokens, **sums})
     return rows
+
+
+def compare_layers(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[str, object]]:
+    """Microseconds of a layer without its attention, with launches that overlap and without.
+
+    Raises when the numbers differ: it is the same kernels.
+    """
+    rows: list[dict[str, object]] = []
+    for num_tokens, kind in itertools.product(token_counts, (Kind.CUBLAS, Kind.PLAIN, Kind.FP8)):
+        one_by_one, expected = time_layers(kind, stands, num_tokens, is_overlapping=False)
+        overlapped, found = time_layers(kind, stands, num_tokens, is_overlapping=True)
+        if not torch.equal(found, expected):
+            raise AssertionError(f"{kind.value}, {num_tokens} tokens: other numbers when launches overlap")
+        times = {"one by one": one_by_one, "overlapping": overlapped, "x": one_by_one / overlapped}
+        rows.append({"layer of": kind.value, "tokens": num_tokens, **times})
+    return rows
+
+
+def time_layers(kind: Kind, stands: Sequence[Stand], num_tokens: int, *, is_overlapping: bool) -> tuple[float, Tensor]:
+    """Microseconds of one of the layers, and what comes out of all."""
+    norm_weight = torch.ones(stands[0].shape.inputs, dtype=DTYPE, device="cuda")
+    hidden = stands[0].hidden[:num_tokens]
+    out = torch.empty_like(hidden)
+    with overlapping(is_overlapping):
+        run_layers(kind, stands, hidden, norm_weight)
+        graph = captured(lambda: out.copy_(run_layers(kind, stands, hidden, norm_weight)))
+    return 1e6 * seconds_of_graph(graph) / LAYERS, out
+
+
+@contextmanager
+def overlapping(is_wanted: bool) -> Iterator[None]:
+    before = tuning.OVERLAPS_LAUNCHES
+    tuning.OVERLAPS_LAUNCHES = is_wanted
+    try:
+        yield
+    finally:
+        tuning.OVERLAPS_LAUNCHES = before
 
 
 def search(
@@ -286,15 +388,48 @@ def search(
 
 
 def settings_table(kind: Kind, num_tokens: int, found: dict[Setting, dict[str, float]]) -> list[dict[str, object]]:
-    """The best settings by their sum over the products of a layer, and the best of each product."""
+    """The settings by their sum over the products of a layer, then the best one of each product."""
     rows: list[dict[str, object]] = [
         {"kind": kind.value, "tokens": num_tokens, **asdict(setting), **times, "layer": sum(times.values())}
         for setting, times in sorted(found.items(), key=lambda item: sum(item[1].values()))
     ]
-    names = [shape.name for shape in SHAPES]
-    best = {name: min(times[name] for times in found.values()) for name in names} if found else {}
+    best = best_of_each(found)
+    for name, setting in best.items():
+        rows.append(
+            {"kind": f"{kind.value}, best", "tokens": num_tokens, **asdict(setting), name: found[setting][name]}
+        )
     if best:
-        rows.append({"kind": f"{kind.value}, each its own", "tokens": num_tokens, **best, "layer": sum(best.values())})
+        times = {name: found[setting][name] for name, setting in best.items()}
+        rows.append(
+            {"kind": f"{kind.value}, each its own", "tokens": num_tokens, **times, "layer": sum(times.values())}
+        )
+    return rows
+
+
+def best_of_each(found: dict[Setting, dict[str, float]]) -> dict[str, Setting]:
+    """The setting with which each product takes the least time."""
+    best: dict[str, Setting] = {}
+    for setting, times in found.items():
+        for name, time_us in times.items():
+            if name not in best or time_us < found[best[name]][name]:
+                best[name] = setting
+    return best
+
+
+def search_all(
+    kind: Kind, stands: Sequence[Stand], token_counts: Sequence[int], until: float
+) -> list[dict[str, object]]:
+    """`search` for the first number of tokens, and the best of each product for the others."""
+    settings, _ = SEARCHED[kind]
+    stands = [stand for stand in stands if not (kind is Kind.PLAIN and stand.shape.is_gated)]
+    shuffled = random.Random(0).sample(settings, len(settings))  # so that those without a turn are any
+    now = time.monotonic()
+    first = search(kind, shuffled, stands, token_counts[0], now + FIRST_SHARE * (until - now))
+    rows = settings_table(kind, token_counts[0], first)
+    finalists = list(dict.fromkeys(best_of_each(first).values()))
+    for num_tokens in token_counts[1:]:
+        rows += settings_table(kind, num_tokens, search(kind, finalists, stands, num_tokens, until))
+    print_table(f"{kind.value}: microseconds by setting; {len(first)} of {len(settings)} were tried", rows)
     return rows
 
 
@@ -303,6 +438,13 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
     parser.add_argument("--seconds", type=float, default=60.0, help="after so long, no more tiles are tried (60)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of tokens")
+    parser.add_argument(
+        "--search",
+        nargs="*",
+        choices=[kind.value.replace(", ours", "") for kind in SEARCHED],
+        default=[kind.value.replace(", ours", "") for kind in SEARCHED],
+        help="whose tiles are looked for (all)",
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU", file=sys.stderr)
@@ -312,18 +454,15 @@ def main() -> int:
     result = Result("quantized_products", {"layers": LAYERS, "group_size": GROUP_SIZE, "tokens": arguments.tokens})
     result.rows = compare(stands, arguments.tokens)
     print_table("microseconds, tiles as kernels/tuning chooses them", result.rows)
-    left_s = arguments.seconds - (time.monotonic() - started_at)
-    for number, (kind, settings) in enumerate([(Kind.FP8, FP8_SETTINGS), (Kind.INT4, INT4_SETTINGS)]):
-        until = started_at + arguments.seconds - (0.4 * left_s if number == 0 else 0.0)
-        shuffled = random.Random(0).sample(settings, len(settings))  # so that those without a turn are any
+    layers = compare_layers(stands, arguments.tokens)
+    print_table("microseconds of a layer without its attention", layers)
+    result.rows += layers
+    kinds = [kind for kind in SEARCHED if kind.value.replace(", ours", "") in arguments.search]
+    for number, kind in enumerate(kinds):
         now = time.monotonic()
-        first = search(kind, shuffled, stands, arguments.tokens[0], now + FIRST_SHARE * (until - now))
-        finalists = sorted(first, key=lambda setting: sum(first[setting].values()))[:NUM_FINALISTS]
-        rows = settings_table(kind, arguments.tokens[0], first)
-        for num_tokens in arguments.tokens[1:]:
-            rows += settings_table(kind, num_tokens, search(kind, finalists, stands, num_tokens, until))
-        print_table(f"{kind.value}: microseconds by setting; {len(first)} of {len(settings)} were tried", rows)
-        result.rows += rows
+        share = SEARCHED[kind][1] / sum(SEARCHED[other][1] for other in kinds[number:])
+        until = now + share * (started_at + arguments.seconds - now)
+        result.rows += search_all(kind, stands, arguments.tokens, until)
     layer = next(row for row in result.rows if row["product"] == "layer")
     for name in ("fp8", "int4"):
         result.figures[f"{name}_products_x"] = float(str(layer["bfloat16"])) / float(str(layer[name]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtier.kernels import tuning
 from kvtier.models.fp8 import Fp8Linear, quantize_rows, scaled_matmul
 from kvtier.models.gptq import GptqLinear
-from kvtier.models.linear import LinearShape, Part
+from kvtier.models.linear import LinearShape, Part, PlainLinear
 from kvtier.models.loading import load_model
 from kvtier.models.operations import silu_mul
 from kvtier.models.quantization_config import GptqConfig
@@ -79,6 +79,7 @@ def test_the_hardware_multiplies_what_the_twin_multiplies(num_tokens: int, dtype
 def has_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels for a few tokens, whether models use them yet or not."""
     monkeypatch.setattr(tuning, "HAS_QUANTIZED_PRODUCTS", True)
+    monkeypatch.setattr(tuning, "HAS_FEW_TOKEN_PRODUCTS", True)
 
 
 def layer_shape(inputs: int, *outputs: int, has_bias: bool, dtype: torch.dtype) -> LinearShape:
@@ -106,6 +107,51 @@ def test_a_few_tokens_are_multiplied_as_many_are(
     product = (values.float() @ layer.weight.float().t()) * value_scales * layer.scales.t() + layer.bias.float()
     torch.testing.assert_close(found.float(), product, rtol=0.02, atol=0.01)
     assert all(torch.equal(layer(hidden), found) for _ in range(20)), "a sum does not depend on timing"
+
+
+@pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 10, 16, 17])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(3584, 4608), (3584, 3584), (18944, 3584), (1000, 208), (50, 7), (512, 40000)]
+)
+def test_plain_layers_multiply_a_few_tokens(inputs: int, outputs: int, num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = PlainLinear(layer_shape(inputs, outputs, has_bias=True, dtype=dtype))
+    for slot in layer.slots("layer"):
+        slot.write(torch.randn(slot.shape, device="cuda") / inputs**0.5)
+    hidden = torch.randn(num_tokens, inputs, device="cuda").to(dtype)
+
+    found = layer(hidden)
+
+    expected = hidden.float() @ layer.weight.float().t() + layer.bias.float()
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.01)
+    assert all(torch.equal(layer(hidden), found) for _ in range(20)), "a sum does not depend on timing"
+
+
+@pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("num_tokens", [1, 10, 64])
+def test_launches_that_overlap_change_no_number(
+    num_tokens: int, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that read too early, or wrote over what another still reads, would now and then show."""
+    config = SEVEN_B | {"num_hidden_layers": 6}
+    model = load_model(config, device="cuda", load_format="dummy", max_model_len=4096, quantization=quantization).model  # type: ignore[arg-type]
+    tokens, positions = torch.arange(num_tokens, device="cuda"), torch.arange(num_tokens, device="cuda")
+    expected = model(tokens, positions, own_values)
+
+    monkeypatch.setattr(tuning, "OVERLAPS_LAUNCHES", True)
+
+    assert torch.equal(model(tokens, positions, own_values), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        captured = model(tokens, positions, own_values)
+    with torch.inference_mode():
+        for _ in range(50):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)
 
 
 @pytest.mark.usefixtures("has_products")

@@ -102,6 +102,16 @@ class Elementwise(Protocol):
     ) -> torch.Tensor: ...
 
 
+class PlainProduct(Protocol):
+    """Products of a few tokens with weights in 16 bits; see `plain_product`."""
+
+    def make_counters(self, outputs: int, device: torch.device) -> torch.Tensor: ...
+
+    def linear(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counters: torch.Tensor
+    ) -> torch.Tensor | None: ...
+
+
 class Fp8Product(Protocol):
     """Products of a few tokens with weights in 8-bit floats; see `fp8_product`."""
 
@@ -160,6 +170,12 @@ class Int4Product(Protocol):
 def elementwise_for(tensor: torch.Tensor) -> Elementwise | None:
     """The fused operations for tensors like this one; none where plain torch has to do."""
     return cast("Elementwise | None", _triton_kernels("elementwise")) if tensor.is_cuda else None
+
+
+def plain_product_for(tensor: torch.Tensor) -> PlainProduct | None:
+    """The same for products of a few tokens in 16 bits."""
+    is_used = tuning.HAS_FEW_TOKEN_PRODUCTS and tensor.is_cuda
+    return cast("PlainProduct | None", _triton_kernels("plain_product")) if is_used else None
 
 
 def fp8_product_for(tensor: torch.Tensor) -> Fp8Product | None:

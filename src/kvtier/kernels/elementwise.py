@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvtier.kernels import overlap, tuning
 from kvtier.kernels.paged_attention import operand
 
 _GATE_COLUMNS = 2048
@@ -47,7 +48,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gated = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         _gate_kernel[(num_tokens, triton.cdiv(size, _GATE_COLUMNS))](
-            gate_up, gated, gate_up.stride(0), SIZE=size, COLUMNS=_GATE_COLUMNS, num_warps=8
+            gate_up,
+            gated,
+            gate_up.stride(0),
+            SIZE=size,
+            COLUMNS=_GATE_COLUMNS,
+            **_overlap(gate_up.device),
+            num_warps=8,
         )
     return gated
 
@@ -73,6 +80,8 @@ def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor 
             COLUMNS=_FEW_COLUMNS,
             STEP=_FEW_INPUTS,
             OPERAND=operand(hidden.dtype),
+            AHEAD=tuning.BYTES_AHEAD,
+            **_overlap(hidden.device),
             num_warps=4,
             num_stages=4,
         )
@@ -96,6 +105,7 @@ def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> 
             min_scale,
             SIZE=size,
             COLUMNS=columns,
+            **_overlap(rows.device),
             num_warps=min(max(columns // 512, 1), 8),
         )
     return values, scales
@@ -155,8 +165,13 @@ def _norm(hidden, residual, weight, eps, normed, total) -> None:
             SIZE=size,
             COLUMNS=columns,
             HAS_RESIDUAL=residual is not None,
+            **_overlap(hidden.device),
             num_warps=min(max(columns // 512, 1), 16),
         )
+
+
+def _overlap(device: torch.device) -> dict[str, bool]:
+    return overlap.launch_options(device, is_wanted=tuning.OVERLAPS_LAUNCHES)
 
 
 @triton.jit
@@ -172,7 +187,9 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    overlap.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
@@ -189,7 +206,10 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_kernel(
+    gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    overlap.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < SIZE
@@ -214,6 +234,8 @@ def _linear_gate_kernel(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     OPERAND: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Some columns of gate and of up, and their product: a stream of weights, each read once."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -221,8 +243,13 @@ def _linear_gate_kernel(
     inputs = tl.arange(0, STEP)
     is_token = (tokens < num_tokens)[:, None]
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
-    gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
+    gate_row_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS
+    gate_ptrs = gate_row_ptrs + inputs[None, :]
     up_ptrs = gate_ptrs + SIZE * INPUTS
+    if OVERLAPS:
+        overlap.fetch_ahead(gate_row_ptrs, 0, INPUTS, AHEAD)
+        overlap.fetch_ahead(gate_row_ptrs + SIZE * INPUTS, 0, INPUTS, AHEAD)
+    overlap.wait(OVERLAPS)
     gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     for start in range(0, INPUTS, STEP):
@@ -238,9 +265,18 @@ def _linear_gate_kernel(
 
 @triton.jit
 def _quantize_kernel(
-    rows_ptr, values_ptr, scales_ptr, row_stride, max_value, min_scale, SIZE: tl.constexpr, COLUMNS: tl.constexpr
+    rows_ptr,
+    values_ptr,
+    scales_ptr,
+    row_stride,
+    max_value,
+    min_scale,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One row, in parts: once for its largest number, and once more, from the cache, to be divided by the scale."""
+    overlap.wait(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = rows_ptr + row * row_stride
     largest = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvtier.kernels import elementwise, tuning
+from kvtier.kernels import elementwise, overlap, tuning
 from kvtier.kernels.paged_attention import shared_bytes_of
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
@@ -45,7 +44,7 @@ def linear(
     """
     if not _takes(hidden):
         return None
-    tile = _tile(hidden, weight) if tile is None else tile
+    tile = _tile(hidden, weight, peaks) if tile is None else tile
     out = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
     _launch(hidden, weight, scales, bias, counters, peaks, out, None, max_value, min_scale, tile)
     return out
@@ -65,7 +64,7 @@ def linear_silu_mul(
     """`operations.silu_mul` of `linear`'s product, and `peaks` of that; None for more than a few tokens."""
     if not _takes(hidden):
         return None
-    tile = _tile(hidden, weight) if tile is None else tile
+    tile = _tile(hidden, weight, None) if tile is None else tile
     num_tokens, size = hidden.shape[0], weight.shape[0] // 2
     gated = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
     peaks = torch.empty((num_tokens, triton.cdiv(size, tile.rows // 2)), dtype=torch.float32, device=hidden.device)
@@ -78,18 +77,18 @@ def _takes(hidden: torch.Tensor) -> bool:
     return num_tokens <= tuning.MAX_FEW_TOKENS and hidden.dtype in (torch.float16, torch.bfloat16)
 
 
-def _tile(hidden: torch.Tensor, weight: torch.Tensor) -> tuning.ProductTile:
+def _is_quantized_before(hidden: torch.Tensor, peaks: torch.Tensor | None) -> bool:
+    num_inputs: int = hidden.numel()
+    return peaks is None and num_inputs > tuning.MAX_OWN_PEAKS
+
+
+def _tile(hidden: torch.Tensor, weight: torch.Tensor, peaks: torch.Tensor | None) -> tuning.ProductTile:
     num_tokens = hidden.shape[0]
-    tile = tuning.fp8_tile(num_tokens=num_tokens, inputs=weight.shape[1], outputs=weight.shape[0])
-    stage_bytes = tile.step * (tile.rows + hidden.element_size() * tuning.few_tokens(num_tokens))
+    outputs, inputs = weight.shape
+    input_bytes = 1 if _is_quantized_before(hidden, peaks) else hidden.element_size()
+    tile = tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs, input_bytes=input_bytes)
+    stage_bytes = tile.step * (tile.rows + input_bytes * tuning.few_tokens(num_tokens))
     return tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
-
-
-def _overlap(tile: tuning.ProductTile, device: torch.device) -> dict[str, bool]:
-    """For a kernel that starts while the one before it ends, as GPUs of the Hopper generation and later can."""
-    if not tile.overlaps or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAPS": False}
-    return {"OVERLAPS": True, "launch_pdl": True}
 
 
 def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_value, min_scale, tile) -> None:
@@ -98,7 +97,7 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         return
     assert hidden.stride(1) == 1 and weight.is_contiguous(), "rows must be dense"  # noqa: PT018
     is_gated = out_peaks is not None
-    is_quantized = peaks is None and num_tokens * inputs > tuning.MAX_OWN_PEAKS
+    is_quantized = _is_quantized_before(hidden, peaks)
     if is_quantized:
         hidden, peaks = elementwise.quantize_rows(hidden, max_value=max_value, min_scale=min_scale)
     elif peaks is None:
@@ -109,6 +108,7 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
     num_tiles = triton.cdiv(outputs, columns)
     parts = make_parts(num_tiles=num_tiles, splits=tile.splits, rows=tile.rows, tokens=tokens, device=hidden.device)
     assert num_tiles <= counters.shape[0], "the counters are those of another layer"
+    assert (tile.splits - 1) * triton.cdiv(inputs, tile.step * tile.splits) * tile.step < inputs, "a share is empty"
     peak_rows = tuning.peak_rows(num_tokens)
     _product_kernel[(num_tiles, tile.splits)](
         hidden,
@@ -135,10 +135,11 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         HAS_BIAS=bias is not None,
         SPLITS=tile.splits,
         TOKENS=tokens,
+        COPIED=tokens if is_quantized else tuning.copied_tokens(num_tokens),
         ROWS=tile.rows,
         STEP=tile.step,
-        LINES_AHEAD=0 if triton.knobs.runtime.interpret else tile.lines_ahead,
-        **_overlap(tile, hidden.device),
+        AHEAD=tile.bytes_ahead if overlap.can_overlap(hidden.device) else 0,
+        **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
@@ -171,9 +172,10 @@ def _product_kernel(
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
+    COPIED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    LINES_AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs. A gated tile is half of gate's outputs, half of up's."""
@@ -188,41 +190,35 @@ def _product_kernel(
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
     weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS
-    if LINES_AHEAD > 0:
-        # On their way into the cache while scales are found, and while the kernel before ends.
-        places = tl.minimum(begin + tl.arange(0, LINES_AHEAD) * 128, INPUTS - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(weight_row_ptrs + places[None, :]).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
+    overlap.wait(OVERLAPS)
     if IS_QUANTIZED:
         token_scales = tl.load(peaks_ptr + tokens, mask=is_token, other=1.0)
     else:
-        peaks = _row_peaks(peaks_ptr, peaks_stride, num_tokens, PEAKS, PEAK_ROWS, PEAK_COLUMNS, TOKENS)
-        token_scales = tl.maximum(tl.div_rn(peaks, max_value), min_scale)
-    inverses = tl.div_rn(1.0, token_scales)
+        token_scales = tl.zeros((TOKENS,), dtype=tl.float32)
+        inverses = tl.zeros((TOKENS,), dtype=tl.float32)
 
     inputs = tl.arange(0, STEP)
-    hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
+    copied = tl.arange(0, COPIED)
+    is_copied = (copied < num_tokens)[:, None]
+    hidden_ptrs = hidden_ptr + (copied * hidden_stride)[:, None] + inputs[None, :]
     weight_ptrs = weight_row_ptrs + inputs[None, :]
     part = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + SHARE, INPUTS), STEP):
         if INPUTS % STEP == 0:
             weight = tl.load(weight_ptrs + start)
-            hidden = tl.load(hidden_ptrs + start, mask=is_token[:, None], other=0.0)
+            hidden = tl.load(hidden_ptrs + start, mask=is_copied, other=0.0)
         else:
             is_input = (start + inputs < INPUTS)[None, :]
             weight = tl.load(weight_ptrs + start, mask=is_input, other=0.0)
-            hidden = tl.load(hidden_ptrs + start, mask=is_token[:, None] & is_input, other=0.0)
+            hidden = tl.load(hidden_ptrs + start, mask=is_copied & is_input, other=0.0)
         if not IS_QUANTIZED:
-            hidden = (hidden.to(tl.float32) * inverses[:, None]).to(weight_ptr.dtype.element_ty)
+            if start == begin:  # not before the loop: here, weights of several steps are on their way already
+                peaks = _row_peaks(peaks_ptr, peaks_stride, num_tokens, PEAKS, PEAK_ROWS, PEAK_COLUMNS, TOKENS)
+                token_scales = tl.maximum(tl.div_rn(peaks, max_value), min_scale)
+                inverses = tl.where(is_token, tl.div_rn(1.0, token_scales), 0.0)
+            hidden = _repeated(hidden, COPIED, TOKENS, STEP).to(tl.float32) * inverses[:, None]
+            hidden = hidden.to(weight_ptr.dtype.element_ty)
         part = tl.dot(weight, hidden.T, part, max_num_imprecise_acc=_EXACT_INPUTS)
 
     total, num_joined = joined(part, parts_ptr, counters_ptr, num_tokens, tile, split, SPLITS, ROWS, TOKENS)
@@ -244,6 +240,12 @@ def _product_kernel(
     else:
         is_written = (columns < OUTPUTS)[:, None] & is_joined[None, :]
     tl.store(out_ptr + (tokens * OUTPUTS)[None, :] + columns[:, None], total, mask=is_written)
+
+
+@triton.jit
+def _repeated(rows, COPIED: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr):
+    """All rows again and again, until there are TOKENS of them."""
+    return tl.broadcast_to(rows[None, :, :], (TOKENS // COPIED, COPIED, STEP)).reshape(TOKENS, STEP)
 
 
 @triton.jit

@@ -51,18 +51,39 @@ HAS_QUANTIZED_PRODUCTS = False
 
 They compile, and are right in Triton's interpreter, but no GPU has run them yet."""
 
+HAS_FEW_TOKEN_PRODUCTS = False
+"""Whether models multiply a few tokens with weights in 16 bits by a kernel of ours. No GPU has run it yet."""
+
+OVERLAPS_LAUNCHES = False
+"""Whether norms, gates and what quantises start while the kernel before them ends, and let the next one start early.
+
+No GPU has run that yet. Which products do so, their tiles say."""
+
+BYTES_AHEAD = 512
+"""So much of each row of its weight a product in 16 bits fetches while the kernel before it ends."""
+
 MAX_FEW_TOKENS = 64
 """Products of up to so many tokens with quantised weights read each weight once, in a kernel of ours."""
 
 MAX_OWN_PEAKS = 4 * 4096
 """Up to so many inputs, every program looks for the largest of each row. More are quantised by a kernel before."""
 
-PEAKS_AT_ONCE = 4096
+PEAKS_AT_ONCE = 2048
+"""More would take registers of which the others have need: gate and up have five programs on a multiprocessor."""
 
 MULTIPROCESSORS = 132
 
+SHARED_BYTES = 228 << 10
+"""Of a multiprocessor. Each program takes a KB besides its own."""
+
 FP8_PROGRAMS = 4 * MULTIPROCESSORS
-"""Into about so many programs a product with weights in 8 bits is split: all of them run at once."""
+"""Into about so many programs a product with weights in 8 bits is split, if all of them run at once."""
+
+PLAIN_PROGRAMS = 3 * MULTIPROCESSORS
+"""The same for 16 bits."""
+
+MAX_PLAIN_TOKENS = 16
+"""Products of up to so many tokens with weights in 16 bits are a kernel of ours."""
 
 INT4_PROGRAMS = 5 * MULTIPROCESSORS
 """The same for 4 bits. These are bound by their instructions, so they have to be spread more evenly."""
@@ -164,8 +185,8 @@ class ProductTile:
     splits: int
     num_warps: int
     num_stages: int
-    lines_ahead: int = 0
-    """So many lines of 128 bytes of each row are asked for before the inputs are looked at: a power of two, or none."""
+    bytes_ahead: int = 0
+    """Of each row, fetched into the cache before the inputs are looked at: 256 times a power of two, or none."""
     overlaps: bool = False
     """Whether the kernel may start while the one before it ends."""
 
@@ -180,16 +201,41 @@ def few_tokens(num_tokens: int) -> int:
     return max(_power_of_two(num_tokens), MIN_DOT_ROWS)
 
 
+def copied_tokens(num_tokens: int) -> int:
+    """Of how many tokens a product copies the inputs ahead of their use. Fewer than four are not copied so."""
+    return 4 if num_tokens <= 4 else few_tokens(num_tokens)
+
+
 def peak_rows(num_tokens: int) -> int:
     """For how many rows looking for the largest numbers is compiled."""
     return 1 if num_tokens == 1 else 4 if num_tokens <= 4 else few_tokens(num_tokens)
 
 
-def fp8_tile(*, num_tokens: int, inputs: int, outputs: int) -> ProductTile:
-    """The tile of a product of `num_tokens` with a weight (outputs, inputs) in 8 bits."""
+def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) -> ProductTile:
+    """The tile of a product of `num_tokens`, of numbers of `input_bytes`, with a weight (outputs, inputs) in 8 bits."""
     rows, step = (64 if num_tokens <= MIN_DOT_ROWS else 128), 128
-    splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), FP8_PROGRAMS)
-    return ProductTile(rows, step, splits, num_warps=4, num_stages=4, lines_ahead=4)
+    copied = few_tokens(num_tokens) if input_bytes == 1 else copied_tokens(num_tokens)
+    stage_bytes = step * (rows + input_bytes * copied)
+    num_tiles = _ceil_div(outputs, rows)
+    num_programs = min(FP8_PROGRAMS, programs_at_once(3 * stage_bytes))
+    splits = product_splits(num_tiles, _ceil_div(inputs, step), num_programs)
+    # Programs that are left over run after the others, alone: 64 of them cost 15 us.
+    fitting = (stages for stages in (6, 5, 4) if num_tiles * splits <= programs_at_once(stages * stage_bytes))
+    num_stages = next(fitting, 3)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, overlaps=True)
+
+
+def plain_tile(*, inputs: int, outputs: int) -> ProductTile | None:
+    """The tile of a product of a few tokens with a weight (outputs, inputs) in 16 bits.
+
+    None where there are tiles enough without splitting them: libraries stream such a weight as fast as memory allows.
+    """
+    rows, step = 64, 128
+    num_tiles = _ceil_div(outputs, rows)
+    if num_tiles > PLAIN_PROGRAMS // 2:
+        return None
+    splits = product_splits(num_tiles, _ceil_div(inputs, step), PLAIN_PROGRAMS)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=3, bytes_ahead=BYTES_AHEAD, overlaps=True)
 
 
 def int4_tile(*, inputs: int, outputs: int) -> ProductTile:
@@ -197,6 +243,11 @@ def int4_tile(*, inputs: int, outputs: int) -> ProductTile:
     rows, step = 128, 128  # with fewer rows, Triton takes each weight through shared memory
     splits = product_splits(_ceil_div(outputs, rows), _ceil_div(inputs, step), INT4_PROGRAMS)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=4)
+
+
+def programs_at_once(program_bytes: int) -> int:
+    """How many programs with so much shared memory a GPU runs at the same time."""
+    return MULTIPROCESSORS * (SHARED_BYTES // (program_bytes + 1024))
 
 
 def product_splits(num_tiles: int, num_steps: int, num_programs: int) -> int:

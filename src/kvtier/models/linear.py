@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtier.kernels.backend import plain_product_for
 from kvtier.models.layer import Layer, empty_parameter
 from kvtier.models.slot import Slot, SlotKind
 
@@ -77,10 +78,17 @@ class PlainLinear(Linear):
     def __init__(self, shape: LinearShape) -> None:
         super().__init__(shape)
         self.weight = empty_parameter((shape.outputs, shape.inputs), shape.dtype, shape.device)
+        product = plain_product_for(self.weight)
+        self.counters = None if product is None else product.make_counters(shape.outputs, shape.device)
 
     def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
         rows = self.weight[outputs]
         yield Slot(f"{name}.weight", tuple(rows.shape), SlotKind.WEIGHT, rows.copy_)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        product = plain_product_for(hidden)
+        if product is not None and self.counters is not None:
+            out = product.linear(hidden, self.weight, self.bias, self.counters)
+            if out is not None:
+                return out
         return functional.linear(hidden, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""Products of a few tokens with quantised weights compute what their twins do. `test_triton.py` runs this file too."""
+"""Products of a few tokens compute what their twins do. `test_triton.py` runs this file too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 
-from kvtier.kernels import fp8_product, int4_product, tuning
-from kvtier.models import fp8, gptq, operations
+from kvtier.kernels import fp8_product, int4_product, plain_product, tuning
+from kvtier.models import fp8, gptq, linear, operations
 from tests.unit.kernels.batches import DEVICE
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -156,6 +156,85 @@ def test_more_tokens_are_left_to_others() -> None:
     assert fp8_product.linear_silu_mul(many, *layer, **LIMITS) is None
 
 
+class Plain:
+    """A layer in 16 bits."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool = False) -> None:
+        self.weight = (torch.randn(outputs, inputs, generator=random(20)) / inputs**0.5).to(DEVICE, dtype)
+        self.bias = torch.randn(outputs, generator=random(21)).to(DEVICE, dtype) if has_bias else None
+        self.counters = plain_product.make_counters(outputs, DEVICE)
+
+    def product(self, hidden: torch.Tensor, tile: tuning.ProductTile | None = None) -> torch.Tensor | None:
+        return plain_product.linear(hidden, self.weight, self.bias, self.counters, tile=tile)
+
+    def expected(self, hidden: torch.Tensor) -> torch.Tensor:
+        product = hidden.float() @ self.weight.float().t()
+        return product if self.bias is None else product + self.bias.float()
+
+
+@dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs", "outputs"),
+    [(1, 512, 128), (3, 304, 80), (16, 256, 64), (16, 1040, 16), (7, 16, 208), (10, 1000, 7), (2, 100, 50)],
+)
+def test_products_in_sixteen_bits(
+    num_tokens: int, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    layer = Plain(inputs, outputs, dtype, has_bias=has_bias)
+    hidden = torch.randn(num_tokens, inputs, generator=random(22)).to(DEVICE, dtype)
+
+    found = layer.product(hidden)
+
+    assert found is not None
+    assert_same(found, layer.expected(hidden))
+    assert not layer.counters.any(), "the counters are left at zero"
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_product_in_sixteen_bits_is_the_same_however_it_is_cut(splits: int, overlaps: bool) -> None:
+    layer = Plain(640, 144, torch.float16)
+    hidden = torch.randn(9, 640, generator=random(22)).to(DEVICE, torch.float16)
+    tile = tuning.ProductTile(64, 128, splits, num_warps=4, num_stages=3, bytes_ahead=1024, overlaps=overlaps)
+
+    assert_same(layer.product(hidden, tile), layer.expected(hidden))
+
+
+def test_rows_of_sixteen_bits_may_lie_apart() -> None:
+    layer = Plain(160, 48, torch.float16)
+    wide = torch.randn(4, 320, generator=random(22)).to(DEVICE, torch.float16)
+
+    assert_same(layer.product(wide[:, :160]), layer.expected(wide[:, :160]))
+
+
+def test_other_products_in_sixteen_bits_are_left_to_libraries() -> None:
+    layer = Plain(128, 64, torch.float16)
+    many = torch.ones((tuning.MAX_PLAIN_TOKENS + 1, 128), dtype=torch.float16, device=DEVICE)
+    wide = Plain(16, 64 * tuning.PLAIN_PROGRAMS, torch.float16)
+
+    assert layer.product(many) is None
+    assert layer.product(many[:1].float()) is None
+    assert layer.product(many[:1].bfloat16()) is None
+    assert layer.product(many[:0]).shape == (0, 64)
+    assert wide.product(many[:1, :16]) is None, "it needs no splitting"
+
+
+@pytest.mark.parametrize("num_tokens", [1, tuning.MAX_PLAIN_TOKENS + 1])
+def test_layers_of_models_multiply_so_and_as_before(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "plain_product_for", lambda tensor: plain_product)
+    shape = linear.LinearShape(
+        inputs=160, parts=(linear.Part("part", 48),), has_bias=True, dtype=torch.float16, device=DEVICE
+    )
+    layer = linear.PlainLinear(shape)
+    plain = Plain(160, 48, torch.float16, has_bias=True)
+    for slot, tensor in zip(layer.slots("layer"), (plain.weight, plain.bias), strict=True):
+        slot.write(tensor)
+    hidden = torch.randn(num_tokens, 160, generator=random(22)).to(DEVICE, torch.float16)
+
+    assert_same(layer(hidden), plain.expected(hidden))
+
+
 class Packed:
     """A weight in 4 bits as a checkpoint has it, and as the kernels take it."""
 
@@ -247,11 +326,13 @@ def test_more_tokens_are_left_to_the_dequantised_weight() -> None:
 def test_a_sum_is_the_same_every_time() -> None:
     packed = Packed(4096, 64, 128)
     layer = make_layer(64, 4096, has_bias=False, dtype=torch.float16)
+    plain = Plain(4096, 64, torch.float16)
     hidden = torch.randn(4, 4096, generator=random(7)).to(DEVICE, torch.float16)
     assert tuning.int4_tile(inputs=4096, outputs=64).splits > 1
 
-    first = packed.product(hidden), fp8_product.linear(hidden, *layer, **LIMITS)
+    first = packed.product(hidden), fp8_product.linear(hidden, *layer, **LIMITS), plain.product(hidden)
 
     for _ in range(1 if triton.knobs.runtime.interpret else 200):
         assert torch.equal(packed.product(hidden), first[0])
         assert torch.equal(fp8_product.linear(hidden, *layer, **LIMITS), first[1])
+        assert torch.equal(plain.product(hidden), first[2])

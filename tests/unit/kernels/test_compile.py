@@ -12,7 +12,20 @@ import pytest
 
 SHARED_MEMORY_BYTES = 227 * 1024
 
-# In a process of its own: where these tests run, Triton interprets.
+# All of this in a process of its own: where these tests run, Triton interprets.
+STARTS_EARLY = """
+import re
+
+def starts_early(compiled):
+    \"\"\"Whether a kernel may start before the one before it ends; such a one waits before it touches memory.\"\"\"
+    ptx = compiled.asm["ptx"]
+    if "griddepcontrol" not in ptx:
+        return False
+    touched = re.search("(ld|st|atom)[.]global|cp[.]async[.]c[ag]", ptx)
+    assert ptx.index("griddepcontrol.wait") < touched.start()
+    return True
+"""
+
 COMPILE = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
@@ -31,7 +44,7 @@ sizes = {
     "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 4,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
-    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS,
+    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "OVERLAPS": True,
 }
 
 def compiled(kernel, tiles, is_split=False, **more):
@@ -79,14 +92,16 @@ if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, querie
     gathered = tuning.gathered_tiles(group=group, head_dim=head_dim)
     kernels["gathered"] = compiled(gathered_attention._attend_kernel, gathered)
     kernels["gather"] = compiled(gathered_attention._gather_kernel, gathered)
-print(json.dumps({name: [one.metadata.shared, "wgmma" in one.asm["ptx"]] for name, one in kernels.items()}))
+print(json.dumps({
+    name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one)] for name, one in kernels.items()
+}))
 """
 
 COMPILE_PRODUCTS = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtier.kernels import fp8_product, int4_product, tuning
+from kvtier.kernels import fp8_product, int4_product, plain_product, tuning
 
 types = {
     "scales_ptr": "*fp32", "out_peaks_ptr": "*fp32", "parts_ptr": "*fp32", "counters_ptr": "*i32",
@@ -95,7 +110,7 @@ types = {
 
 def compiled(kernel, tile, special=None, **constants):
     known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True,
-             "LINES_AHEAD": tile.lines_ahead, **constants}
+             "AHEAD": tuning.BYTES_AHEAD, "OVERLAPS": tile.overlaps, **constants}
     known["OPERAND"] = triton.language.bfloat16
     types_now = {**types, **(special or {})}
     signature = {
@@ -111,14 +126,21 @@ def compiled(kernel, tile, special=None, **constants):
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None, overlaps=False):
+def fp8(num_tokens, inputs, outputs, *, peaks, is_quantized=False, is_gated=False, special=None):
     rows = tuning.peak_rows(num_tokens)
+    sizes = {"inputs": inputs, "outputs": outputs, "input_bytes": 1 if is_quantized else 2}
     return compiled(
-        fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs), special,
+        fp8_product._product_kernel, tuning.fp8_tile(num_tokens=num_tokens, **sizes), special,
         INPUTS=inputs, OUTPUTS=outputs // 2 if is_gated else outputs, PEAKS=peaks, PEAK_ROWS=rows,
         PEAK_COLUMNS=min(triton.next_power_of_2(peaks), tuning.PEAKS_AT_ONCE // rows),
         IS_QUANTIZED=is_quantized, IS_GATED=is_gated, TOKENS=tuning.few_tokens(num_tokens),
-        OVERLAPS=overlaps,
+        COPIED=tuning.few_tokens(num_tokens) if is_quantized else tuning.copied_tokens(num_tokens),
+    )
+
+def plain(num_tokens, inputs, outputs):
+    return compiled(
+        plain_product._product_kernel, tuning.plain_tile(inputs=inputs, outputs=outputs), {"weight_ptr": "*bf16"},
+        INPUTS=inputs, OUTPUTS=outputs, TOKENS=tuning.few_tokens(num_tokens),
     )
 
 def int4(kernel, num_tokens, inputs, outputs, group):
@@ -132,14 +154,19 @@ kernels = {
     "qkv": fp8(1, 3584, 4608, peaks=3584),
     "gate": fp8(4, 3584, 37888, peaks=3584, is_gated=True),
     "down": fp8(16, 18944, 3584, peaks=592, special=wide),
-    "odd": fp8(2, 1040, 208, peaks=1040, overlaps=True),
+    "odd": fp8(2, 1040, 208, peaks=1040),
     "many": fp8(64, 3584, 4608, peaks=1, is_quantized=True, special={**wide, "hidden_ptr": "*fp8e4nv"}),
+    "plain": plain(1, 3584, 4608),
+    "plain_odd": plain(10, 1000, 72),
     "int4": int4(int4_product._product_kernel, 1, 3584, 4608, 128),
     "int4_many": int4(int4_product._product_kernel, 64, 18944, 3584, 32),
     "dequantize": int4(int4_product._dequantize_kernel, 1, 3584, 4608, 128),
 }
 print(json.dumps({
-    name: [one.metadata.shared, *(word in one.asm["ptx"] for word in ("wgmma", "e4m3.e4m3", "cp.async.cg"))]
+    name: [
+        one.metadata.shared, starts_early(one),
+        *(word in one.asm["ptx"] for word in ("wgmma", "e4m3.e4m3", "cp.async.cg"))
+    ]
     for name, one in kernels.items()
 }))
 """
@@ -152,26 +179,29 @@ print(json.dumps({
 def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, window: int, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     sizes = map(str, (itemsize, head_dim, window))
-    command = [sys.executable, "-W", "error", "-c", COMPILE, dtype, *sizes]
+    command = [sys.executable, "-W", "error", "-c", STARTS_EARLY + COMPILE, dtype, *sizes]
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert all(shared_bytes <= SHARED_MEMORY_BYTES for shared_bytes, _ in compiled.values())
+    assert all(shared_bytes <= SHARED_MEMORY_BYTES for shared_bytes, *_ in compiled.values())
+    assert all(compiled[name][2] for name in ("norm", "gate", "quantize"))
+    assert compiled.get("linear_gate", [0, False, True])[2]
     assert compiled.get("gathered", [0, True])[1], "long chunks run on the tensor cores' widest products"
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"
 
 
 def test_products_compile_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "error", "-c", COMPILE_PRODUCTS]
+    command = [sys.executable, "-W", "error", "-c", STARTS_EARLY + COMPILE_PRODUCTS]
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    for name, (shared_bytes, is_wide, is_eight_bits, is_ahead) in compiled.items():
+    for name, (shared_bytes, is_early, is_wide, is_eight_bits, is_ahead) in compiled.items():
         assert shared_bytes <= SHARED_MEMORY_BYTES / 2, "at least two programs share a multiprocessor"
+        assert is_early == (not name.startswith(("int4", "dequantize"))), name
         assert is_wide == is_ahead == (name != "dequantize"), name
-        assert is_eight_bits == (not name.startswith(("int4", "dequantize"))), name
+        assert is_eight_bits == (not name.startswith(("int4", "dequantize", "plain"))), name
