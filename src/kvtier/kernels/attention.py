@@ -81,6 +81,7 @@ def _attend_rows(
         batch.block_tables[rows],
         batch.query_starts[rows.start : rows.stop + 1],
         batch.kv_lengths[rows],
+        batch.counters,
         scale=scale,
         window=window,
         max_query_tokens=max_query_tokens,

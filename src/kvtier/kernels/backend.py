@@ -38,7 +38,7 @@ class WriteKv(Protocol):
 
 
 class PagedAttention(Protocol):
-    """Attends over the cache; see `reference.paged_attention`."""
+    """Attends over the cache; see `paged_attention`."""
 
     def __call__(
         self,
@@ -47,6 +47,7 @@ class PagedAttention(Protocol):
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         kv_lengths: torch.Tensor,
+        counters: torch.Tensor,
         *,
         scale: float,
         window: int | None,
@@ -193,8 +194,7 @@ def write_kv_of(backend: Backend) -> WriteKv:
 
 @functools.cache
 def paged_attention_of(backend: Backend) -> PagedAttention:
-    if backend is Backend.TORCH:
-        return reference.paged_attention
+    assert backend is Backend.TRITON, "plain torch attends by groups of rows"
     return cast(PagedAttention, importlib.import_module("kvtier.kernels.paged_attention").paged_attention)
 
 

@@ -23,15 +23,16 @@ dtype, itemsize, head_dim, group = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 dim = triton.next_power_of_2(head_dim)
 types = {
     "tables_ptr": "*i32", "starts_ptr": "*i32", "lengths_ptr": "*i32", "gather_starts_ptr": "*i32",
-    "slots_ptr": "*i64", "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32", "cos_sin_ptr": "*fp32",
-    "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "log2_scale": "fp32", "eps": "fp32", "max_value": "fp32",
-    "min_scale": "fp32", "block_stride": "i64",
+    "counters_ptr": "*i32", "slots_ptr": "*i64", "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32",
+    "cos_sin_ptr": "*fp32", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "log2_scale": "fp32", "eps": "fp32",
+    "max_value": "fp32", "min_scale": "fp32", "block_stride": "i64",
 }
 sizes = {
     "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 4,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
-    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS,
+    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False, "OVERLAPS": False,
+    "SHARED_PROGRAMS": 0, "MAX_ROWS": tuning.MAX_SPLIT_DECODES,
 }
 
 def compiled(kernel, tiles, is_split=False, **more):
@@ -60,7 +61,10 @@ kernels = {
     "prefill": compiled(attend, tiles(4096), HAS_ROW_TILES=False),
     "chunk": compiled(attend, tiles(64), True, HAS_ROW_TILES=False),
     "few": compiled(attend, tiles(2), True, HAS_ROW_TILES=True),
-    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True),
+    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264),
+    "overlapping": compiled(
+        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264, OVERLAPS=True
+    ),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
     "write": compiled(kv_write._write_kernel, tiles(1)),
     "norm": compiled(elementwise._norm_kernel, tiles(1), SIZE=3000, COLUMNS=4096, HAS_RESIDUAL=True),

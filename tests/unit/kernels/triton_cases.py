@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.kernels import tuning
+from kvtier.kernels import reference, tuning
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
 from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
@@ -22,11 +23,19 @@ MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
 DECODES = [(1, 21), (0, 5), (1, 1), (0, 0), (1, 40)]
 
 
-@pytest.fixture
-def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 8], ids=["joined by a kernel", "joined by the last"])
+def _many_splits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Contexts of a few tokens are split too."""
     monkeypatch.setattr(tuning, "MIN_SPLIT_TOKENS", 4)
     monkeypatch.setattr(tuning, "MAX_SPLITS", 8)
+    monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", request.param)
+
+
+@pytest.fixture
+def _garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written to holds NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
 
 
 @pytest.fixture
@@ -99,6 +108,47 @@ def test_a_few_queries_behind_a_long_prefix_equal_the_whole(lengths: list[tuple[
     found, expected = both(make_case(lengths, Shape(heads=6, kv_heads=2, block_tokens=16)), window)
 
     assert_close(found, expected, torch.float32)
+
+
+@pytest.mark.usefixtures("_garbage")
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("splits", "shared_programs", "lengths"),
+    [
+        (1, 264, [(1, 70), (1, 3)]),
+        (2, 264, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 0, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 5, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 264, [(3, 150), (2, 2)]),
+        (64, 264, [(1, 2048)]),
+    ],
+)
+def test_the_program_that_ends_last_joins_the_parts(
+    lengths: list[tuple[int, int]],
+    window: int | None,
+    splits: int,
+    shared_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "SHARED_DECODE_PROGRAMS", shared_programs)
+    monkeypatch.setattr(tuning, "splits", lambda **_: splits)
+    monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", 64)
+    padding = [length for length in lengths if length == (1, 0)]
+    case = make_case([length for length in lengths if length not in padding], Shape(heads=3, kv_heads=1, head_dim=80))
+    batch = case.batch(Backend.TRITON, num_padding_rows=len(padding))
+    query = torch.cat((case.query, case.query[: len(padding)]))
+    write_kv_of(Backend.TRITON)(case.key, case.value, case.cache, batch.slots[: len(case.key)])
+    places = (query, case.cache, batch.block_tables, batch.query_starts, batch.kv_lengths)
+    wanted = {"scale": case.scale, "window": window, "max_query_tokens": batch.max_query_tokens}
+
+    first, *others = (
+        paged_attention_of(Backend.TRITON)(*places, batch.counters, **wanted)
+        for _ in range(2 if triton.knobs.runtime.interpret else 200)
+    )
+
+    assert_close(first, reference.paged_attention(*places, **wanted), torch.float32)
+    assert all(torch.equal(first, other) for other in others), "the order of the parts is always the same"
+    assert not batch.counters.any(), "the counters are left at zero"
 
 
 @pytest.mark.usefixtures("_gathering")
@@ -210,11 +260,13 @@ def test_a_block_beyond_2_to_the_31_elements_is_reached(max_query_tokens: int, t
     )
 
     write_kv_of(Backend.TRITON)(key, value, cache, slots)
+    places = (query[:1], cache, table, starts, lengths)
+    counters = torch.zeros(tuning.MAX_SPLIT_TILES, dtype=torch.int32, device=DEVICE)
     attended = [
-        paged_attention_of(backend)(
-            query[:1], cache, table, starts, lengths, scale=0.2, window=None, max_query_tokens=max_query_tokens
-        )
-        for backend in Backend
+        paged_attention_of(Backend.TRITON)(
+            *places, counters, scale=0.2, window=None, max_query_tokens=max_query_tokens
+        ),
+        reference.paged_attention(*places, scale=0.2, window=None, max_query_tokens=max_query_tokens),
     ]
 
     assert torch.equal(cache[block_id, 0, :2], torch.cat((key, value), -1)[:, 0])
@@ -230,3 +282,20 @@ def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not(max_quer
     assert splits(256 * 8, 1 << 20) == 1
     assert splits(1, 100) == 1
     assert splits(1, 1 << 20) == tuning.MAX_SPLITS
+
+
+def test_only_few_small_parts_are_left_to_the_program_that_ends_last() -> None:
+    assert tuning.joins_last(splits=9, rows=16)
+    assert not tuning.joins_last(splits=tuning.MAX_SPLITS, rows=16)
+    assert not tuning.joins_last(splits=2, rows=128)
+
+
+@pytest.mark.parametrize("max_query_tokens", [1, 16])
+def test_there_is_a_counter_for_every_tile_that_may_be_split(max_query_tokens: int) -> None:
+    split = [
+        count
+        for count in range(1, 2 * tuning.FULL_PROGRAMS)
+        if tuning.splits(num_programs=count, max_query_tokens=max_query_tokens, max_kv_tokens=1 << 20) > 1
+    ]
+
+    assert 0 < max(split) <= tuning.MAX_SPLIT_TILES
