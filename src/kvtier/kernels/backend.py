@@ -13,6 +13,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import reference, tuning
+from kvtier.kernels.rotation import Rotation
 
 
 class Backend(enum.Enum):
@@ -35,6 +36,20 @@ class WriteKv(Protocol):
     """Copies new keys and values into the cache; see `reference.write_kv`."""
 
     def __call__(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None: ...
+
+
+class RotateAndWrite(Protocol):
+    """The same of keys that are rotated on the way, as queries are; see `reference.rotate_and_write`."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rotation: Rotation,
+    ) -> torch.Tensor: ...
 
 
 class PagedAttention(Protocol):
@@ -90,17 +105,6 @@ class Elementwise(Protocol):
     def quantize_rows(
         self, rows: torch.Tensor, *, max_value: float, min_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def rotate(
-        self,
-        heads: torch.Tensor,
-        cos_sin: torch.Tensor,
-        *,
-        is_interleaved: bool,
-        num_query_heads: int,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-    ) -> torch.Tensor: ...
 
 
 class Fp8Product(Protocol):
@@ -190,6 +194,13 @@ def write_kv_of(backend: Backend) -> WriteKv:
     if backend is Backend.TORCH:
         return reference.write_kv
     return cast(WriteKv, importlib.import_module("kvtier.kernels.kv_write").write_kv)
+
+
+@functools.cache
+def rotate_and_write_of(backend: Backend) -> RotateAndWrite:
+    if backend is Backend.TORCH:
+        return reference.rotate_and_write
+    return cast(RotateAndWrite, importlib.import_module("kvtier.kernels.kv_write").rotate_and_write)
 
 
 @functools.cache

@@ -28,10 +28,11 @@ types = {
     "max_value": "fp32", "min_scale": "fp32", "block_stride": "i64",
 }
 sizes = {
-    "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 4,
+    "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 8,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
     "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False, "OVERLAPS": False,
+    "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False, "HAS_NORMS": False,
     "SHARED_PROGRAMS": 0, "MAX_ROWS": tuning.MAX_SPLIT_DECODES,
 }
 
@@ -66,14 +67,12 @@ kernels = {
         attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264, OVERLAPS=True
     ),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
-    "write": compiled(kv_write._write_kernel, tiles(1)),
+    "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),
+    "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, OVERLAPS=True),
+    "rotate a part": compiled(kv_write._write_kernel, tiles(1), PAIRS=head_dim // 4),
     "norm": compiled(elementwise._norm_kernel, tiles(1), SIZE=3000, COLUMNS=4096, HAS_RESIDUAL=True),
     "gate": compiled(elementwise._gate_kernel, tiles(1), SIZE=3000, COLUMNS=2048),
     "quantize": compiled(elementwise._quantize_kernel, tiles(1), SIZE=3000, COLUMNS=4096),
-    "rotate": compiled(
-        elementwise._rotate_kernel, tiles(1), QUERY_HEADS=3, PAIRS=head_dim // 2, COLUMNS=dim // 2,
-        IS_INTERLEAVED=True, HAS_NORMS=True, HEADS_AT_ONCE=8,
-    ),
 }
 if itemsize == 2:
     kernels["linear_gate"] = compiled(

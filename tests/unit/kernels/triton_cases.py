@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 from kvtier.kernels import reference, tuning
 from kvtier.kernels.attention import attend
-from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
+from kvtier.kernels.backend import Backend, paged_attention_of, rotate_and_write_of, write_kv_of
+from kvtier.kernels.rotation import Rotation
 from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
 
 HALF = Shape(heads=6, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16)
 MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
+ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DECODES = [(1, 21), (0, 5), (1, 1), (0, 0), (1, 40)]
 
 
@@ -35,7 +38,12 @@ def _many_splits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 def _garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nobody has written to holds NaN."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = empty(*args, **kwargs)
+        return memory.fill_(NAN) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 @pytest.fixture
@@ -217,6 +225,47 @@ def test_queries_and_keys_may_be_parts_of_one_projection() -> None:
     found = attend(query, key, value, cache, case.batch(Backend.TRITON), scale=case.scale)
 
     assert_close(found, both(case, None)[1], torch.float32)
+
+
+# The interpreter cuts float32 off to bfloat16 where a GPU rounds.
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, *([] if triton.knobs.runtime.interpret else [torch.bfloat16])]
+)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(4, 2, 64, 64), (28, 4, 128, 128), (8, 1, 128, 64), (2, 1, 80, 80), (20, 10, 80, 40)],
+)
+def test_keys_are_rotated_on_their_way_into_the_cache(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    has_norms: bool,
+    is_interleaved: bool,
+    dtype: torch.dtype,
+) -> None:
+    if has_norms and rotary_dim != head_dim:
+        pytest.skip("no model has both")
+    case = make_case([(1, 9), (3, 5)], Shape(heads, kv_heads, head_dim, dtype=dtype))
+    fused = torch.cat((case.query, case.key, case.value), dim=1)
+    query, key, value = fused.split((heads, kv_heads, kv_heads), dim=1)
+    random = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, head_dim, generator=random).to(DEVICE, dtype)
+    cos_sin = torch.randn(len(query), rotary_dim, generator=random).to(DEVICE)
+    rotation = Rotation(cos_sin, is_interleaved, (weights[0], weights[1]) if has_norms else None, 1e-6)
+    slots = case.batch(Backend.TRITON).slots
+    slots[1] = -1
+    expected_cache, cache = case.cache.clone(), case.cache.clone()
+    expected = rotate_and_write_of(Backend.TORCH)(query.clone(), key, value, expected_cache, slots, rotation)
+
+    found = rotate_and_write_of(Backend.TRITON)(query, key, value, cache, slots, rotation)
+
+    tolerance = {"atol": ROTATION_TOLERANCE[dtype], "rtol": ROTATION_TOLERANCE[dtype]}
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(cache, expected_cache, **tolerance, equal_nan=True)
+    assert torch.equal(value, case.value), "what is beside query and key stays"
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
