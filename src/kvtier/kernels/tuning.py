@@ -23,6 +23,13 @@ FULL_DECODE_PROGRAMS = 576
 MIN_UNSPLIT_DECODES = 192
 """From so many programs on, joining parts costs a decode more than an uneven load."""
 
+DECODE_KEYS = 128
+"""How many keys a decode of heads of up to 128 numbers takes at a time."""
+
+DECODE_STAGES = 3
+"""Of a decode's loop. Triton looks up block ids ahead of the keys, which takes every second stage: with 3 or 4, keys
+are asked for when those before are done, and only other programs fill the gap; with 5 or 6, one tile ahead."""
+
 MAX_SPLIT_DECODES = 256
 """A power of two above the number of rows of any decode that is split."""
 
@@ -135,8 +142,9 @@ def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_token
         keys = 32 if head_dim <= 128 else 16
         return Tiles(one if wanted <= one else max(one, 32), keys, num_warps=4, num_stages=2)
     if wanted <= one:
-        keys = 128 if head_dim <= 128 else 32
-        return Tiles(one, keys if one <= 32 else 64, num_warps=4, num_stages=3, num_split_stages=3)
+        keys = DECODE_KEYS if head_dim <= 128 else 32
+        stages = DECODE_STAGES
+        return Tiles(one, keys if one <= 32 else min(keys, 64), num_warps=4, num_stages=stages, num_split_stages=stages)
     if head_dim > 128:
         return Tiles(max(one, 64), keys=32, num_warps=8, num_stages=2)
     if wanted <= 64:
