@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import tuning
+from kvtier.kernels.rotation import Rotation, rotate
 from kvtier.models.fp8 import Fp8Linear, quantize_rows, scaled_matmul
 from kvtier.models.gptq import GptqLinear
 from kvtier.models.linear import LinearShape, Part, PlainLinear
@@ -36,9 +37,10 @@ SEVEN_B = {
 }
 
 
-def own_values(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """An attention in which each token sees itself only: enough to run every other operation."""
-    return (query * 0 + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)).flatten(1)
+def own_values(layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    """An attention in which each token sees itself only, and its position: enough to run every other operation."""
+    turned, _ = rotate(query, key, rotation)
+    return (turned + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)).flatten(1)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

@@ -25,6 +25,7 @@ from kvtier.engine.step import Step, StepRow
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import PagedBatch, PagedRow
+from kvtier.kernels.rotation import Rotation
 from kvtier.kernels.upload import Download, upload
 from kvtier.models.model import Model
 
@@ -103,11 +104,20 @@ class _PagedAttention:
         self._windows = windows
         self._arrivals = arrivals
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
         for transfer in self._arrivals:
             transfer.precede(layer)
         out = attend(
-            query, key, value, self._caches[layer], self._batch, scale=self._scale, window=self._windows[layer]
+            query,
+            key,
+            value,
+            self._caches[layer],
+            self._batch,
+            scale=self._scale,
+            window=self._windows[layer],
+            rotation=rotation,
         )
         return out.reshape(out.shape[0], -1)
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 from kvtier.kernels import reference, tuning
-from kvtier.kernels.backend import Backend, gathered_attention_of, paged_attention_of, write_kv_of
+from kvtier.kernels.backend import (
+    Backend,
+    gathered_attention_of,
+    paged_attention_of,
+    rotate_and_write_of,
+    write_kv_of,
+)
 from kvtier.kernels.paged_batch import PagedBatch
+from kvtier.kernels.rotation import Rotation
 
 
 def attend(
@@ -18,14 +25,19 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    rotation: Rotation | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write `key` and `value` of the batch's tokens into a layer's `cache`, then attend; `out`, or one as `query`.
 
     `query` is `(tokens, heads, head_dim)`, `key` and `value` are `(tokens, kv_heads, head_dim)`; each may be a part
-    of a larger tensor as long as its last dimension is dense. Waits for nothing on a GPU, so a graph can hold it.
+    of a larger tensor as long as its last dimension is dense. With a `rotation`, query and key are rotated first, and
+    what was in `query` may be gone. Waits for nothing on a GPU, so a graph can hold it.
     """
-    write_kv_of(batch.backend)(key, value, cache, batch.slots)
+    if rotation is None:
+        write_kv_of(batch.backend)(key, value, cache, batch.slots)
+    else:
+        query = rotate_and_write_of(batch.backend)(query, key, value, cache, batch.slots, rotation)
     if batch.backend is Backend.TORCH:
         return reference.attend_groups(query, cache, batch.plan(window), scale=scale, out=out)
     if out is None:
@@ -81,6 +93,7 @@ def _attend_rows(
         batch.block_tables[rows],
         batch.query_starts[rows.start : rows.stop + 1],
         batch.kv_lengths[rows],
+        batch.counters,
         scale=scale,
         window=window,
         max_query_tokens=max_query_tokens,

@@ -13,6 +13,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import reference, tuning
+from kvtier.kernels.rotation import Rotation
 
 
 class Backend(enum.Enum):
@@ -37,8 +38,22 @@ class WriteKv(Protocol):
     def __call__(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None: ...
 
 
+class RotateAndWrite(Protocol):
+    """The same of keys that are rotated on the way, as queries are; see `reference.rotate_and_write`."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        rotation: Rotation,
+    ) -> torch.Tensor: ...
+
+
 class PagedAttention(Protocol):
-    """Attends over the cache; see `reference.paged_attention`."""
+    """Attends over the cache; see `paged_attention`."""
 
     def __call__(
         self,
@@ -47,6 +62,7 @@ class PagedAttention(Protocol):
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         kv_lengths: torch.Tensor,
+        counters: torch.Tensor,
         *,
         scale: float,
         window: int | None,
@@ -89,17 +105,6 @@ class Elementwise(Protocol):
     def quantize_rows(
         self, rows: torch.Tensor, *, max_value: float, min_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def rotate(
-        self,
-        heads: torch.Tensor,
-        cos_sin: torch.Tensor,
-        *,
-        is_interleaved: bool,
-        num_query_heads: int,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-    ) -> torch.Tensor: ...
 
 
 class PlainProduct(Protocol):
@@ -208,9 +213,15 @@ def write_kv_of(backend: Backend) -> WriteKv:
 
 
 @functools.cache
-def paged_attention_of(backend: Backend) -> PagedAttention:
+def rotate_and_write_of(backend: Backend) -> RotateAndWrite:
     if backend is Backend.TORCH:
-        return reference.paged_attention
+        return reference.rotate_and_write
+    return cast(RotateAndWrite, importlib.import_module("kvtier.kernels.kv_write").rotate_and_write)
+
+
+@functools.cache
+def paged_attention_of(backend: Backend) -> PagedAttention:
+    assert backend is Backend.TRITON, "plain torch attends by groups of rows"
     return cast(PagedAttention, importlib.import_module("kvtier.kernels.paged_attention").paged_attention)
 
 

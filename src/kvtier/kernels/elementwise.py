@@ -17,7 +17,6 @@ from kvtier.kernels import overlap, tuning
 from kvtier.kernels.paged_attention import operand
 
 _GATE_COLUMNS = 2048
-_HEADS_AT_ONCE = 8
 _FEW_TOKENS = 16
 _FEW_COLUMNS = 32
 _FEW_INPUTS = 128
@@ -109,43 +108,6 @@ def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> 
             num_warps=min(max(columns // 512, 1), 8),
         )
     return values, scales
-
-
-def rotate(
-    heads: torch.Tensor,
-    cos_sin: torch.Tensor,
-    *,
-    is_interleaved: bool,
-    num_query_heads: int,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-) -> torch.Tensor:
-    """As `operations.rotate`, in place: `heads` themselves are returned, rotated."""
-    num_tokens, num_heads, head_dim = heads.shape
-    rotary_dim = cos_sin.shape[1]
-    assert heads.stride(2) == cos_sin.stride(1) == 1, "the last dimension must be dense"
-    assert norms is None or rotary_dim == head_dim, "heads that are normalised rotate whole"
-    query_weight, key_weight = norms if norms is not None else (heads, heads)
-    if num_tokens:
-        _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_AT_ONCE))](
-            heads,
-            cos_sin,
-            query_weight,
-            key_weight,
-            heads.stride(0),
-            heads.stride(1),
-            cos_sin.stride(0),
-            eps,
-            HEADS=num_heads,
-            QUERY_HEADS=num_query_heads,
-            PAIRS=rotary_dim // 2,
-            COLUMNS=triton.next_power_of_2(rotary_dim // 2),
-            IS_INTERLEAVED=is_interleaved,
-            HAS_NORMS=norms is not None,
-            HEADS_AT_ONCE=_HEADS_AT_ONCE,
-            num_warps=4,
-        )
-    return heads
 
 
 def _norm(hidden, residual, weight, eps, normed, total) -> None:
@@ -292,53 +254,3 @@ def _quantize_kernel(
         values = tl.minimum(tl.maximum(wide * inverse, -max_value), max_value)
         tl.store(values_ptr + row * SIZE + columns, values.to(values_ptr.dtype.element_ty), mask=columns < SIZE)
     tl.store(scales_ptr + row, scale)
-
-
-@triton.jit
-def _rotate_kernel(
-    heads_ptr,
-    cos_sin_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
-    token_stride,
-    head_stride,
-    cos_sin_stride,
-    eps,
-    HEADS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
-):
-    """Some heads of one token. A thread loads both numbers of a pair and stores both, so it can work in place."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
-    pairs = tl.arange(0, COLUMNS)
-    dtype = heads_ptr.dtype.element_ty
-    is_pair = pairs < PAIRS
-    is_kept = (heads < HEADS)[:, None] & is_pair[None, :]
-    if IS_INTERLEAVED:
-        firsts = 2 * pairs
-        seconds = 2 * pairs + 1
-    else:
-        firsts = pairs
-        seconds = pairs + PAIRS
-    head_ptrs = heads_ptr + token * token_stride + (heads * head_stride)[:, None]
-    first = tl.load(head_ptrs + firsts[None, :], mask=is_kept, other=0.0).to(tl.float32)
-    second = tl.load(head_ptrs + seconds[None, :], mask=is_kept, other=0.0).to(tl.float32)
-    if HAS_NORMS:
-        is_query = (heads < QUERY_HEADS)[:, None]
-        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * PAIRS) + eps)[:, None]
-        of_query = tl.load(query_weight_ptr + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        of_key = tl.load(key_weight_ptr + firsts, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        first = (first * scale * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
-        of_query = tl.load(query_weight_ptr + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        of_key = tl.load(key_weight_ptr + seconds, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        second = (second * scale * tl.where(is_query, of_query, of_key)).to(dtype).to(tl.float32)
-    row_ptr = cos_sin_ptr + token * cos_sin_stride
-    cos = tl.load(row_ptr + pairs, mask=is_pair, other=0.0)[None, :]
-    sin = tl.load(row_ptr + PAIRS + pairs, mask=is_pair, other=0.0)[None, :]
-    tl.store(head_ptrs + firsts[None, :], (first * cos - second * sin).to(dtype), mask=is_kept)
-    tl.store(head_ptrs + seconds[None, :], (second * cos + first * sin).to(dtype), mask=is_kept)

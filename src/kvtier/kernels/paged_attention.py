@@ -2,9 +2,10 @@
 
 `reference.paged_attention` is the twin and says what holds. The query heads that share a KV head are rows of one
 tile, so K and V are read once for all of them. Where tiles are too few to fill the GPU, as for a few queries behind a
-long cached prefix, the keys of each tile are split among several programs. Grids come from shapes alone: nothing waits
-for the device, and a CUDA graph can hold a launch. Addresses in the cache are summed in 64 bits, for an arena exceeds
-2**31 elements.
+long cached prefix, the keys of each tile are split among several programs. A few small parts are joined, in their
+order, by the program of the tile that is the last to bring one; many by the second kernel, which does so in parallel.
+Grids come from shapes alone: nothing waits for the device, and a CUDA graph can hold a launch. Addresses in the cache
+are summed in 64 bits, for an arena exceeds 2**31 elements.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -19,6 +20,7 @@ import sys
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvtier.kernels import tuning
 
@@ -33,6 +35,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     kv_lengths: torch.Tensor,
+    counters: torch.Tensor,
     *,
     scale: float,
     window: int | None,
@@ -42,6 +45,7 @@ def paged_attention(
     """As `reference.paged_attention`, for a `scale` above 0. Rows of more than `max_query_tokens` are computed wrongly.
 
     The rows may be some of a batch's: `query_starts` then begins at their first token, and only theirs are written.
+    `counters` are `tuning.MAX_SPLIT_TILES` int32 zeros, left at zero, which no other launch may use meanwhile.
     """
     kv_heads, head_dim = cache.shape[1], query.shape[2]
     assert query.stride(-1) == cache.stride(-1) == block_tables.stride(-1) == 1, "the last dimension must be dense"
@@ -57,7 +61,17 @@ def paged_attention(
         }
         log2_scale = scale * math.log2(math.e)
         _attend(
-            query, cache, block_tables, query_starts, kv_lengths, out, log2_scale, window or 0, max_query_tokens, sizes
+            query,
+            cache,
+            block_tables,
+            query_starts,
+            kv_lengths,
+            counters,
+            out,
+            log2_scale,
+            window or 0,
+            max_query_tokens,
+            sizes,
         )
     return out
 
@@ -77,8 +91,16 @@ def shared_bytes_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """For a kernel that starts while the one before it ends, as GPUs of the Hopper generation and later can."""
+    overlaps = (
+        tuning.OVERLAPS_ATTENTION and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
+
+
 def _attend(
-    query, cache, block_tables, query_starts, kv_lengths, out, log2_scale, window, max_query_tokens, sizes
+    query, cache, block_tables, query_starts, kv_lengths, counters, out, log2_scale, window, max_query_tokens, sizes
 ) -> None:
     num_rows, max_blocks = block_tables.shape
     kv_heads, block_tokens = cache.shape[1], cache.shape[2]
@@ -96,6 +118,8 @@ def _attend(
         num_programs=num_tiles * kv_heads, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens
     )
     is_split = splits > 1
+    joins_last = is_split and tuning.joins_last(splits=splits, rows=tiles.rows)
+    assert not joins_last or num_tiles * kv_heads <= counters.shape[0], "the counters are too few"
     shape = (num_tiles, kv_heads, splits, tiles.rows)
     parts = torch.empty((*shape, sizes["HEAD_DIM"]), dtype=torch.float32, device=query.device) if is_split else out
     best = torch.empty(shape, dtype=torch.float32, device=query.device) if is_split else out
@@ -107,6 +131,7 @@ def _attend(
         parts,
         best,
         total,
+        counters,
         block_tables,
         query_starts,
         kv_lengths,
@@ -129,13 +154,17 @@ def _attend(
         OPERAND=operand(query.dtype),
         HAS_ROW_TILES=has_row_tiles,
         IS_SPLIT=is_split,
+        JOINS_LAST=joins_last,
+        SHARED_PROGRAMS=tuning.SHARED_DECODE_PROGRAMS if joins_last and max_query_tokens == 1 else 0,
+        MAX_ROWS=tuning.MAX_SPLIT_DECODES,
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
+        **overlap_options(query.device),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
     )
-    if is_split:
+    if is_split and not joins_last:
         _join_kernel[(num_tiles, kv_heads, tile_queries * sizes["GROUP"])](
             out,
             parts,
@@ -241,6 +270,49 @@ def row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES: tl.constexpr, HAS_ROW_
     return low, first_tile
 
 
+@triton.jit
+def _fair_splits(num_keys, lengths_ptr, num_rows, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """The share of a row with `num_keys` of as many programs as all rows have together."""
+    rows = tl.arange(0, MAX_ROWS)
+    lengths = tl.load(lengths_ptr + rows, mask=rows < num_rows, other=0)
+    if WINDOW > 0:
+        lengths = tl.minimum(lengths, WINDOW)
+    num_all_keys = tl.maximum(tl.sum(lengths, 0) * tl.num_programs(1), 1)
+    return tl.maximum(num_keys * PROGRAMS // num_all_keys, 1)
+
+
+@triton.jit
+def _ask_for(
+    layer_ptr,
+    table_ptr,
+    first_key,
+    end_key,
+    block_stride,
+    token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Send the first tile of keys and values on their way into the cache, while the kernel before ends.
+
+    What that one still writes is read later, and from the same cache.
+    """
+    LINE: tl.constexpr = 128 // (layer_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(2 * HEAD_DIM, LINE))
+    keys = tl.maximum(tl.minimum(first_key + tl.arange(0, TILE_KEYS), end_key - 1), 0)
+    block_ids = tl.load(table_ptr + keys // BLOCK_TOKENS).to(tl.int64)
+    places = block_ids * block_stride + (keys % BLOCK_TOKENS) * token_stride
+    numbers = tl.minimum(tl.arange(0, LINES) * LINE, 2 * HEAD_DIM - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(layer_ptr + places[:, None] + numbers[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING_ALIGNMENT)
 def _attend_kernel(
     query_ptr,
@@ -249,6 +321,7 @@ def _attend_kernel(
     parts_ptr,
     best_ptr,
     total_ptr,
+    counters_ptr,
     tables_ptr,
     starts_ptr,
     lengths_ptr,
@@ -272,8 +345,12 @@ def _attend_kernel(
     OPERAND: tl.constexpr,
     HAS_ROW_TILES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    JOINS_LAST: tl.constexpr,
+    SHARED_PROGRAMS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A tile of one row's queries, with all query heads of one KV head, over the keys they see or one part of them."""
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
@@ -285,7 +362,32 @@ def _attend_kernel(
     start = tl.load(starts_ptr + row)
     num_queries = tl.load(starts_ptr + row + 1) - start
     first_query = (tile - first_tile) * TILE_QUERIES
-    if first_query >= num_queries:
+    num_before = tl.load(lengths_ptr + row) - num_queries
+    end_key = num_before + tl.minimum(first_query + TILE_QUERIES, num_queries)
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_before + first_query - WINDOW + 1, 0)
+    split = tl.program_id(2)
+    num_parts = 1
+    if IS_SPLIT:
+        num_keys = end_key - first_key
+        if SHARED_PROGRAMS > 0:
+            splits_now = _fair_splits(num_keys, lengths_ptr, num_rows, SHARED_PROGRAMS, WINDOW, MAX_ROWS)
+            splits_now = tl.minimum(splits_now, splits)
+        else:
+            splits_now = splits
+        split_keys = tl.cdiv(tl.cdiv(num_keys, splits_now), TILE_KEYS) * TILE_KEYS
+        num_parts = tl.maximum(tl.cdiv(num_keys, tl.maximum(split_keys, 1)), 1)
+        first_key += split * split_keys
+        end_key = tl.minimum(first_key + split_keys, end_key)
+    layer_ptr = cache_ptr + kv_head * head_stride
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    if OVERLAPS:
+        _ask_for(
+            layer_ptr, table_ptr, first_key, end_key, block_stride, token_stride, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS
+        )
+        gdc_wait()
+    if first_query >= num_queries or (JOINS_LAST and split >= num_parts):
         return
 
     tile_rows = tl.arange(0, TILE_ROWS)
@@ -298,20 +400,9 @@ def _attend_kernel(
     query_ptrs = query_ptr + (tokens * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :]
     query = tl.load(query_ptrs, mask=is_kept, other=0.0).to(OPERAND)
 
-    num_before = tl.load(lengths_ptr + row) - num_queries
-    end_key = num_before + tl.minimum(first_query + TILE_QUERIES, num_queries)
-    first_key = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(num_before + first_query - WINDOW + 1, 0)
-    if IS_SPLIT:
-        split_keys = tl.cdiv(tl.cdiv(end_key - first_key, splits), TILE_KEYS) * TILE_KEYS
-        first_key += tl.program_id(2) * split_keys
-        end_key = tl.minimum(first_key + split_keys, end_key)
     values = tl.zeros((TILE_ROWS, DIM), dtype=tl.float32)
     best = tl.full((TILE_ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((TILE_ROWS,), dtype=tl.float32)
-    layer_ptr = cache_ptr + kv_head * head_stride
-    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     first_masked = first_key
     if WINDOW == 0 and TILE_ROWS >= 64:
         # Tiles of keys that even the first query sees need no mask. Few rows mask faster than they start a second loop.
@@ -361,16 +452,67 @@ def _attend_kernel(
         TILE_KEYS,
         True,
     )
+    if OVERLAPS:
+        gdc_launch_dependents()
+    out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
     if IS_SPLIT:
-        part = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * splits + tl.program_id(2)
-        places = part * TILE_ROWS + tile_rows
-        tl.store(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], values, mask=is_kept)
-        tl.store(best_ptr + places, best, mask=is_row)
-        tl.store(total_ptr + places, total, mask=is_row)
-    else:
-        attended = values / tl.where(total == 0.0, 1.0, total)[:, None]
-        out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
-        tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=is_kept)
+        tile_number = tile.to(tl.int64) * tl.num_programs(1) + kv_head
+        places = (tile_number * splits + split) * TILE_ROWS + tile_rows
+        if num_parts > 1 or not JOINS_LAST:
+            tl.store(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], values, mask=is_kept)
+            tl.store(best_ptr + places, best, mask=is_row)
+            tl.store(total_ptr + places, total, mask=is_row)
+        if not JOINS_LAST:
+            return
+        if num_parts > 1:
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            if tl.atomic_add(counters_ptr + tile_number, 1, sem="acq_rel") < num_parts - 1:
+                return
+            first_place = tile_number * splits * TILE_ROWS
+            values, total = _joined(
+                parts_ptr, best_ptr, total_ptr, first_place, num_parts, is_row, HEAD_DIM, DIM, TILE_ROWS
+            )
+            tl.store(counters_ptr + tile_number, 0)
+    attended = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=is_kept)
+
+
+@triton.jit
+def _joined(
+    parts_ptr,
+    best_ptr,
+    total_ptr,
+    first_place,
+    num_parts,
+    is_row,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """The weighted values and the sum of weights of a tile, of `num_parts` that lie one after the other."""
+    AT_ONCE: tl.constexpr = max(16384 // (TILE_ROWS * DIM), 1)  # as many as registers are free for
+    dims = tl.arange(0, DIM)[None, :]
+    is_dim = dims < HEAD_DIM
+    values = tl.zeros((TILE_ROWS, DIM), dtype=tl.float32)
+    best = tl.full((TILE_ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((TILE_ROWS,), dtype=tl.float32)
+    for first in range(0, num_parts, AT_ONCE):
+        for other in tl.static_range(AT_ONCE):
+            is_read = tl.where(first + other < num_parts, is_row, False)
+            places = first_place + (first + other) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+            # Past the first cache, which may hold what was there before another multiprocessor wrote it.
+            part_best = tl.load(best_ptr + places, mask=is_read, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(total_ptr + places, mask=is_read, other=0.0, cache_modifier=".cg")
+            part_ptrs = parts_ptr + places[:, None] * HEAD_DIM + dims
+            part = tl.load(part_ptrs, mask=is_read[:, None] & is_dim, other=0.0, cache_modifier=".cg")
+            new_best = tl.maximum(best, part_best)
+            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+            decay = tl.exp2(best - shift)
+            weight = tl.exp2(part_best - shift)
+            values = values * decay[:, None] + part * weight[:, None]
+            total = total * decay + part_total * weight
+            best = new_best
+    return values, total
 
 
 @triton.jit(do_not_specialize=_VARYING[:2], do_not_specialize_on_alignment=["starts_ptr"])

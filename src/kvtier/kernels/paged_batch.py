@@ -16,7 +16,7 @@ import torch
 
 from kvtier.kernels import reference
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.tuning import GATHER_TOKENS
+from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
 from kvtier.kernels.upload import upload
 
 
@@ -45,6 +45,8 @@ class PagedBatch:
     """`(tokens,)` int64: where each token's KV goes; negative for padding."""
     positions: torch.Tensor
     """`(tokens,)` int64: each token's place in its context."""
+    counters: torch.Tensor
+    """Zeros of int32 with which kernels find out who ends last, and which they leave at zero."""
     max_query_tokens: int
     num_decodes: int
     """How many leading rows have at most one query."""
@@ -98,7 +100,10 @@ class PagedBatch:
         prefill_counts, prefill_lengths = counts[num_decodes:], kv_lengths[num_decodes:]
         gathered_tokens = -(-prefill_lengths // GATHER_TOKENS) * GATHER_TOKENS
         gather_starts = (np.cumsum(gathered_tokens) - gathered_tokens).astype(np.int32)
-        on_device = upload([slots, positions, tables, starts, kv_lengths.astype(np.int32), gather_starts], device)
+        counters = np.zeros(MAX_SPLIT_TILES, np.int32)
+        on_device = upload(
+            [slots, positions, tables, starts, kv_lengths.astype(np.int32), gather_starts, counters], device
+        )
         return cls(
             slots=on_device[0],
             positions=on_device[1],
@@ -108,6 +113,7 @@ class PagedBatch:
             max_query_tokens=int(counts.max(initial=0)),
             num_decodes=num_decodes,
             gather_starts=on_device[5],
+            counters=on_device[6],
             num_gathered_tokens=int(gathered_tokens.sum()),
             queries_per_key=float(prefill_counts @ prefill_lengths) / max(int(prefill_lengths.sum()), 1),
             block_tokens=block_tokens,
@@ -142,6 +148,7 @@ class _Buffers:
         self._kv_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
         self._block_tokens = block_tokens
         self._backend = Backend.of(device)
 
@@ -152,6 +159,7 @@ class _Buffers:
             kv_lengths=self._kv_lengths[:num_rows],
             slots=self._slots[:num_tokens],
             positions=self._positions[:num_tokens],
+            counters=self._counters,
             max_query_tokens=max_query_tokens,
             num_decodes=num_decodes,
             gather_starts=self._query_starts[:0],

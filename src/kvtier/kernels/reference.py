@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvtier.kernels.rotation import Rotation, rotate
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
@@ -71,6 +73,20 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots:
     if not bool(is_real.all()):
         key, value, slots = key[is_real], value[is_real], slots[is_real]
     cache[slots // block_tokens, :, slots % block_tokens] = torch.cat((key, value), dim=-1).to(cache.dtype)
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: Rotation,
+) -> torch.Tensor:
+    """The query, rotated; `write_kv` of `value` and of the key, rotated too. What was in `query` may be gone."""
+    query, key = rotate(query, key, rotation)
+    write_kv(key, value, cache, slots)
+    return query
 
 
 def paged_attention(

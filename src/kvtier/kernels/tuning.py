@@ -23,11 +23,36 @@ FULL_DECODE_PROGRAMS = 576
 MIN_UNSPLIT_DECODES = 192
 """From so many programs on, joining parts costs a decode more than an uneven load."""
 
+DECODE_KEYS = 128
+"""How many keys a decode of heads of up to 128 numbers takes at a time."""
+
+DECODE_STAGES = 3
+"""Of a decode's loop. Triton looks up block ids ahead of the keys, which takes every second stage: with 3 or 4, keys
+are asked for when those before are done, and only other programs fill the gap; with 5 or 6, one tile ahead."""
+
+MAX_SPLIT_DECODES = 256
+"""A power of two above the number of rows of any decode that is split."""
+
+SHARED_DECODE_PROGRAMS = 2 * 132
+"""The rows of a decode share about so many programs by their lengths: as many as run at once. 0: all get as many."""
+
 MIN_SPLIT_TOKENS = 128
 """A split shorter than this costs more in the joining than it gains."""
 
 MAX_SPLITS = 64
 FEW_SPLITS = 16
+
+MAX_SPLIT_TILES = FULL_PROGRAMS // 2
+"""No more tiles than these are split."""
+
+MAX_LAST_SPLITS = 20
+"""Up to so many parts are joined by the program that ends last, which reads them alone; more by a kernel. 0: all."""
+
+MAX_LAST_ROWS = 32
+"""The same of tiles of up to so many rows, whose parts are small."""
+
+OVERLAPS_ATTENTION = False
+"""Whether attention, and what writes the KV for it, may start while the kernel before ends. Not measured yet."""
 
 GATHER_TOKENS = 128
 """What is copied out of its blocks begins at a multiple of this: no tile of keys is longer."""
@@ -138,8 +163,9 @@ def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_token
         keys = 32 if head_dim <= 128 else 16
         return Tiles(one if wanted <= one else max(one, 32), keys, num_warps=4, num_stages=2)
     if wanted <= one:
-        keys = 128 if head_dim <= 128 else 32
-        return Tiles(one, keys if one <= 32 else 64, num_warps=4, num_stages=3, num_split_stages=3)
+        keys = DECODE_KEYS if head_dim <= 128 else 32
+        stages = DECODE_STAGES
+        return Tiles(one, keys if one <= 32 else min(keys, 64), num_warps=4, num_stages=stages, num_split_stages=stages)
     if head_dim > 128:
         return Tiles(max(one, 64), keys=32, num_warps=8, num_stages=2)
     if wanted <= 64:
@@ -169,6 +195,11 @@ def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> i
         full = FULL_DECODE_PROGRAMS if num_programs < MIN_UNSPLIT_DECODES else 1
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
     return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
+
+
+def joins_last(*, splits: int, rows: int) -> bool:
+    """Whether the program of a tile of `rows` that ends last joins its parts, of which there are up to `splits`."""
+    return splits <= MAX_LAST_SPLITS and rows <= MAX_LAST_ROWS
 
 
 def joined_splits(count: int) -> int:

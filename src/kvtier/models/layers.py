@@ -54,7 +54,7 @@ class RmsNorm(Layer):
 
 
 class SelfAttention(Layer):
-    """Projections and rotation around the attention itself."""
+    """Projections around the attention itself, which rotates as it is told here."""
 
     def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
         super().__init__()
@@ -74,16 +74,14 @@ class SelfAttention(Layer):
         self.k_norm = RmsNorm(recipe, config.head_dim) if config.has_qk_norm else None
 
     def forward(self, hidden: Tensor, rope_rows: Tensor, attention: Attention) -> Tensor:
-        num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        query_key, value = heads.split((num_rotated, self.num_kv_heads), dim=1)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight)
         (rope,) = self._rope
-        rotated = rope.rotate(query_key, rope_rows, num_query_heads=self.num_heads, norms=norms, eps=self.eps)
-        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(attention(self.layer, query, key, value))
+        rotation = rope.rotation(rope_rows, norms=norms, eps=self.eps)
+        return self.o_proj(attention(self.layer, query, key, value, rotation))
 
 
 class GatedMlp(Layer):

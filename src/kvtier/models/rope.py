@@ -1,4 +1,4 @@
-"""Rotary positions: the table of cosines and sines, and the rotation of query and key heads by it."""
+"""Rotary positions: the table of cosines and sines by which heads of query and key are rotated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
+from kvtier.kernels.rotation import Rotation
 from kvtier.models.layer import Layer
-from kvtier.models.operations import rotate
 from kvtier.models.rope_config import RopeConfig, RopeKind
 
 
@@ -33,24 +33,12 @@ class Rope(Layer):
             self.table = _table(self.config, max_positions, self.table.device)
 
     def rows(self, positions: Tensor) -> Tensor:
-        """The rows of `positions` (T,), for `rotate`; every position must be below `max_positions`."""
+        """The rows of `positions` (T,), for `rotation`; every position must be below `max_positions`."""
         return self.table[positions]
 
-    def rotate(
-        self, heads: Tensor, rows: Tensor, *, num_query_heads: int, norms: tuple[Tensor, Tensor] | None, eps: float
-    ) -> Tensor:
-        """`heads` (T, heads, head_dim) of query and key, rotated, and normalised before where `norms` say with what.
-
-        What was in `heads` may be gone afterwards.
-        """
-        return rotate(
-            heads,
-            rows,
-            is_interleaved=self.config.is_interleaved,
-            num_query_heads=num_query_heads,
-            norms=norms,
-            eps=eps,
-        )
+    def rotation(self, rows: Tensor, *, norms: tuple[Tensor, Tensor] | None, eps: float) -> Rotation:
+        """Rotates by `rows`, and normalises before where `norms` say with what."""
+        return Rotation(cos_sin=rows, is_interleaved=self.config.is_interleaved, norms=norms, eps=eps)
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:

@@ -93,38 +93,3 @@ def test_rows_in_eight_bits(num_rows: int, size: int, dtype: torch.dtype) -> Non
     is_equal = values == expected.float()
     # The interpreter forgets the carry where a number is rounded up to the next power of two.
     assert not num_rows or is_equal.float().mean() > (0.9 if triton.knobs.runtime.interpret else 0.999)
-
-
-@dtypes
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(
-    ("num_heads", "num_query_heads", "head_dim", "rotary_dim"),
-    [(6, 4, 64, 64), (32, 28, 128, 128), (9, 8, 128, 64), (3, 2, 80, 80), (3, 2, 80, 40)],
-)
-def test_rotation(
-    num_heads: int,
-    num_query_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    is_interleaved: bool,
-    has_norms: bool,
-    dtype: torch.dtype,
-) -> None:
-    if has_norms and rotary_dim != head_dim:
-        pytest.skip("no model has both")
-    projected = normal(5, num_heads + 2, head_dim, dtype=dtype)
-    heads, value = projected[:, :num_heads], projected[:, num_heads:].clone()
-    cos_sin = normal(5, rotary_dim, dtype=torch.float32, seed=1)
-    weights = normal(2, head_dim, dtype=dtype, seed=2)
-    norms = (weights[0], weights[1]) if has_norms else None
-    expected = operations.plain_rotate(
-        heads.clone(), cos_sin, is_interleaved=is_interleaved, num_query_heads=num_query_heads, norms=norms, eps=1e-6
-    )
-
-    found = elementwise.rotate(
-        heads, cos_sin, is_interleaved=is_interleaved, num_query_heads=num_query_heads, norms=norms, eps=1e-6
-    )
-
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(projected[:, num_heads:], value), "what is beside them stays"

@@ -16,12 +16,12 @@ SHARED_MEMORY_BYTES = 227 * 1024
 STARTS_EARLY = """
 import re
 
-def starts_early(compiled):
+def starts_early(compiled, waits_to="(ld|st|atom)[.]global|cp[.]async[.]c[ag]"):
     \"\"\"Whether a kernel may start before the one before it ends; such a one waits before it touches memory.\"\"\"
     ptx = compiled.asm["ptx"]
     if "griddepcontrol" not in ptx:
         return False
-    touched = re.search("(ld|st|atom)[.]global|cp[.]async[.]c[ag]", ptx)
+    touched = re.search(waits_to, ptx)
     assert ptx.index("griddepcontrol.wait") < touched.start()
     return True
 """
@@ -36,15 +36,18 @@ dtype, itemsize, head_dim, group = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 dim = triton.next_power_of_2(head_dim)
 types = {
     "tables_ptr": "*i32", "starts_ptr": "*i32", "lengths_ptr": "*i32", "gather_starts_ptr": "*i32",
-    "slots_ptr": "*i64", "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32", "cos_sin_ptr": "*fp32",
-    "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "log2_scale": "fp32", "eps": "fp32", "max_value": "fp32",
-    "min_scale": "fp32", "block_stride": "i64",
+    "counters_ptr": "*i32", "slots_ptr": "*i64", "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32",
+    "cos_sin_ptr": "*fp32", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "log2_scale": "fp32", "eps": "fp32",
+    "max_value": "fp32", "min_scale": "fp32", "block_stride": "i64",
 }
 sizes = {
-    "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 4,
+    "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 8,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
-    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "OVERLAPS": True,
+    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "JOINS_LAST": False,
+    "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
+    "HAS_NORMS": False,
+    "SHARED_PROGRAMS": 0, "MAX_ROWS": tuning.MAX_SPLIT_DECODES,
 }
 
 def compiled(kernel, tiles, is_split=False, **more):
@@ -73,27 +76,35 @@ kernels = {
     "prefill": compiled(attend, tiles(4096), HAS_ROW_TILES=False),
     "chunk": compiled(attend, tiles(64), True, HAS_ROW_TILES=False),
     "few": compiled(attend, tiles(2), True, HAS_ROW_TILES=True),
-    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True),
-    "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
-    "write": compiled(kv_write._write_kernel, tiles(1)),
-    "norm": compiled(elementwise._norm_kernel, tiles(1), SIZE=3000, COLUMNS=4096, HAS_RESIDUAL=True),
-    "gate": compiled(elementwise._gate_kernel, tiles(1), SIZE=3000, COLUMNS=2048),
-    "quantize": compiled(elementwise._quantize_kernel, tiles(1), SIZE=3000, COLUMNS=4096),
-    "rotate": compiled(
-        elementwise._rotate_kernel, tiles(1), QUERY_HEADS=3, PAIRS=head_dim // 2, COLUMNS=dim // 2,
-        IS_INTERLEAVED=True, HAS_NORMS=True, HEADS_AT_ONCE=8,
+    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264),
+    "overlapping": compiled(
+        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264, OVERLAPS=True
     ),
+    "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
+    "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),
+    "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, OVERLAPS=True),
+    "rotate a part": compiled(kv_write._write_kernel, tiles(1), PAIRS=head_dim // 4),
+    "norm": compiled(elementwise._norm_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=4096, HAS_RESIDUAL=True),
+    "gate": compiled(elementwise._gate_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=2048),
+    "quantize": compiled(elementwise._quantize_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=4096),
 }
 if itemsize == 2:
     kernels["linear_gate"] = compiled(
-        elementwise._linear_gate_kernel, tiles(1), SIZE=3200, INPUTS=1024, TOKENS=16, COLUMNS=32, STEP=128
+        elementwise._linear_gate_kernel, tiles(1), OVERLAPS=True, SIZE=3200, INPUTS=1024, TOKENS=16, COLUMNS=32,
+        STEP=128,
     )
 if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, queries_per_key=1e9):
     gathered = tuning.gathered_tiles(group=group, head_dim=head_dim)
     kernels["gathered"] = compiled(gathered_attention._attend_kernel, gathered)
     kernels["gather"] = compiled(gathered_attention._gather_kernel, gathered)
+
+def waits_to(name):
+    # Attention looks up what the step was given: the kernel before it has waited for all that came before itself.
+    return {"waits_to": "(st|atom)[.]global|cp[.]async[.]c[ag]"} if name == "overlapping" else {}
+
 print(json.dumps({
-    name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one)] for name, one in kernels.items()
+    name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one, **waits_to(name))]
+    for name, one in kernels.items()
 }))
 """
 
@@ -186,7 +197,7 @@ def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, wi
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
     assert all(shared_bytes <= SHARED_MEMORY_BYTES for shared_bytes, *_ in compiled.values())
-    assert all(compiled[name][2] for name in ("norm", "gate", "quantize"))
+    assert all(compiled[name][2] for name in ("norm", "gate", "quantize", "overlapping", "rotate"))
     assert compiled.get("linear_gate", [0, False, True])[2]
     assert compiled.get("gathered", [0, True])[1], "long chunks run on the tensor cores' widest products"
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"

@@ -8,7 +8,7 @@ import torch
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedBatch, PagedRow
-from kvtier.kernels.tuning import GATHER_TOKENS
+from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
 from tests.unit.kernels.batches import DEVICE, make_case
 
 
@@ -32,6 +32,17 @@ def test_dtypes_are_those_kernels_read() -> None:
 
     assert batch.slots.dtype == batch.positions.dtype == torch.int64
     assert batch.block_tables.dtype == batch.query_starts.dtype == batch.kv_lengths.dtype == torch.int32
+
+
+def test_counters_begin_at_zero_and_graphs_of_every_size_share_theirs() -> None:
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=4, device=DEVICE)
+    captured = buffers.batch(4)
+    buffers.fill(build(PagedRow([0], 1, 1)))
+
+    for batch in (build(PagedRow([0], 1, 1)), captured):
+        assert batch.counters.tolist() == [0] * MAX_SPLIT_TILES
+        assert batch.counters.dtype == torch.int32
+    assert buffers.batch(2).counters.data_ptr() == captured.counters.data_ptr()
 
 
 def test_slots_of_a_far_block_do_not_wrap() -> None:

@@ -6,27 +6,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.kernels import tuning
+from kvtier.kernels import reference, tuning
 from kvtier.kernels.attention import attend
-from kvtier.kernels.backend import Backend, paged_attention_of, write_kv_of
+from kvtier.kernels.backend import Backend, paged_attention_of, rotate_and_write_of, write_kv_of
+from kvtier.kernels.rotation import Rotation
 from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
 
 HALF = Shape(heads=6, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16)
 MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
+ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DECODES = [(1, 21), (0, 5), (1, 1), (0, 0), (1, 40)]
 
 
-@pytest.fixture
-def _many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 8], ids=["joined by a kernel", "joined by the last"])
+def _many_splits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Contexts of a few tokens are split too."""
     monkeypatch.setattr(tuning, "MIN_SPLIT_TOKENS", 4)
     monkeypatch.setattr(tuning, "MAX_SPLITS", 8)
+    monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", request.param)
+
+
+@pytest.fixture
+def _garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written to holds NaN."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        memory = empty(*args, **kwargs)
+        return memory.fill_(NAN) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 @pytest.fixture
@@ -101,6 +118,47 @@ def test_a_few_queries_behind_a_long_prefix_equal_the_whole(lengths: list[tuple[
     assert_close(found, expected, torch.float32)
 
 
+@pytest.mark.usefixtures("_garbage")
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("splits", "shared_programs", "lengths"),
+    [
+        (1, 264, [(1, 70), (1, 3)]),
+        (2, 264, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 0, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 5, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, 264, [(3, 150), (2, 2)]),
+        (64, 264, [(1, 2048)]),
+    ],
+)
+def test_the_program_that_ends_last_joins_the_parts(
+    lengths: list[tuple[int, int]],
+    window: int | None,
+    splits: int,
+    shared_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "SHARED_DECODE_PROGRAMS", shared_programs)
+    monkeypatch.setattr(tuning, "splits", lambda **_: splits)
+    monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", 64)
+    padding = [length for length in lengths if length == (1, 0)]
+    case = make_case([length for length in lengths if length not in padding], Shape(heads=3, kv_heads=1, head_dim=80))
+    batch = case.batch(Backend.TRITON, num_padding_rows=len(padding))
+    query = torch.cat((case.query, case.query[: len(padding)]))
+    write_kv_of(Backend.TRITON)(case.key, case.value, case.cache, batch.slots[: len(case.key)])
+    places = (query, case.cache, batch.block_tables, batch.query_starts, batch.kv_lengths)
+    wanted = {"scale": case.scale, "window": window, "max_query_tokens": batch.max_query_tokens}
+
+    first, *others = (
+        paged_attention_of(Backend.TRITON)(*places, batch.counters, **wanted)
+        for _ in range(2 if triton.knobs.runtime.interpret else 200)
+    )
+
+    assert_close(first, reference.paged_attention(*places, **wanted), torch.float32)
+    assert all(torch.equal(first, other) for other in others), "the order of the parts is always the same"
+    assert not batch.counters.any(), "the counters are left at zero"
+
+
 @pytest.mark.usefixtures("_gathering")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 64), (7, 1, 128), (8, 2, 128)])
@@ -169,6 +227,47 @@ def test_queries_and_keys_may_be_parts_of_one_projection() -> None:
     assert_close(found, both(case, None)[1], torch.float32)
 
 
+# The interpreter cuts float32 off to bfloat16 where a GPU rounds.
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, *([] if triton.knobs.runtime.interpret else [torch.bfloat16])]
+)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(4, 2, 64, 64), (28, 4, 128, 128), (8, 1, 128, 64), (2, 1, 80, 80), (20, 10, 80, 40)],
+)
+def test_keys_are_rotated_on_their_way_into_the_cache(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    has_norms: bool,
+    is_interleaved: bool,
+    dtype: torch.dtype,
+) -> None:
+    if has_norms and rotary_dim != head_dim:
+        pytest.skip("no model has both")
+    case = make_case([(1, 9), (3, 5)], Shape(heads, kv_heads, head_dim, dtype=dtype))
+    fused = torch.cat((case.query, case.key, case.value), dim=1)
+    query, key, value = fused.split((heads, kv_heads, kv_heads), dim=1)
+    random = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, head_dim, generator=random).to(DEVICE, dtype)
+    cos_sin = torch.randn(len(query), rotary_dim, generator=random).to(DEVICE)
+    rotation = Rotation(cos_sin, is_interleaved, (weights[0], weights[1]) if has_norms else None, 1e-6)
+    slots = case.batch(Backend.TRITON).slots
+    slots[1] = -1
+    expected_cache, cache = case.cache.clone(), case.cache.clone()
+    expected = rotate_and_write_of(Backend.TORCH)(query.clone(), key, value, expected_cache, slots, rotation)
+
+    found = rotate_and_write_of(Backend.TRITON)(query, key, value, cache, slots, rotation)
+
+    tolerance = {"atol": ROTATION_TOLERANCE[dtype], "rtol": ROTATION_TOLERANCE[dtype]}
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(cache, expected_cache, **tolerance, equal_nan=True)
+    assert torch.equal(value, case.value), "what is beside query and key stays"
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(
@@ -210,11 +309,13 @@ def test_a_block_beyond_2_to_the_31_elements_is_reached(max_query_tokens: int, t
     )
 
     write_kv_of(Backend.TRITON)(key, value, cache, slots)
+    places = (query[:1], cache, table, starts, lengths)
+    counters = torch.zeros(tuning.MAX_SPLIT_TILES, dtype=torch.int32, device=DEVICE)
     attended = [
-        paged_attention_of(backend)(
-            query[:1], cache, table, starts, lengths, scale=0.2, window=None, max_query_tokens=max_query_tokens
-        )
-        for backend in Backend
+        paged_attention_of(Backend.TRITON)(
+            *places, counters, scale=0.2, window=None, max_query_tokens=max_query_tokens
+        ),
+        reference.paged_attention(*places, scale=0.2, window=None, max_query_tokens=max_query_tokens),
     ]
 
     assert torch.equal(cache[block_id, 0, :2], torch.cat((key, value), -1)[:, 0])
@@ -230,3 +331,20 @@ def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not(max_quer
     assert splits(256 * 8, 1 << 20) == 1
     assert splits(1, 100) == 1
     assert splits(1, 1 << 20) == tuning.MAX_SPLITS
+
+
+def test_only_few_small_parts_are_left_to_the_program_that_ends_last() -> None:
+    assert tuning.joins_last(splits=9, rows=16)
+    assert not tuning.joins_last(splits=tuning.MAX_SPLITS, rows=16)
+    assert not tuning.joins_last(splits=2, rows=128)
+
+
+@pytest.mark.parametrize("max_query_tokens", [1, 16])
+def test_there_is_a_counter_for_every_tile_that_may_be_split(max_query_tokens: int) -> None:
+    split = [
+        count
+        for count in range(1, 2 * tuning.FULL_PROGRAMS)
+        if tuning.splits(num_programs=count, max_query_tokens=max_query_tokens, max_kv_tokens=1 << 20) > 1
+    ]
+
+    assert 0 < max(split) <= tuning.MAX_SPLIT_TILES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtier.kernels.rotation import Rotation, rotate
 from kvtier.models.config import ModelConfig
 from kvtier.models.model import Model
 
@@ -17,7 +18,8 @@ class DenseAttention:
         self.keys: list[Tensor | None] = [None] * config.num_layers
         self.values: list[Tensor | None] = [None] * config.num_layers
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        query, key = rotate(query, key, rotation)
         keys = key if self.keys[layer] is None else torch.cat((self.keys[layer], key))
         values = value if self.values[layer] is None else torch.cat((self.values[layer], value))
         self.keys[layer], self.values[layer] = keys, values
