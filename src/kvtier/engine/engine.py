@@ -374,6 +374,8 @@ class Engine:
             self.schedule_s += time.perf_counter() - started_at
             self.num_steps += 1
         elif self.scheduler.has_unmatched:
+            if self.traffic is not None:
+                self.traffic.give_way()
             return []
         elif not self._under_way:
             if self.traffic is not None:
