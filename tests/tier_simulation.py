@@ -201,6 +201,15 @@ class _Offer:
     is_copying: bool = False
 
 
+@dataclass(eq=False)
+class _Asked:
+    """Hashes of a prompt's blocks from `first` on that are being looked for."""
+
+    fetch: Fetch
+    first: int
+    hashes: list[BlockHash]
+
+
 class SimulatedTraffic:
     """Stands in for `TierTraffic`. `chance` makes every choice that the real one makes by the clock."""
 
@@ -225,7 +234,7 @@ class SimulatedTraffic:
         self._fetches: list[Fetch] = []
         self._given_up: set[Fetch] = set()
         self._leases: list[_SimulatedLease] = []
-        self._matching: deque[Fetch] = deque()
+        self._matching: deque[_Asked] = deque()
         self._loads: list[tuple[Load, Iterator[None]]] = []
         self._offers: list[_Offer] = []
         self._batches: deque[tuple[list[_Offer], Iterator[None]]] = deque()
@@ -308,17 +317,24 @@ class SimulatedTraffic:
 
     # --- what the engine does: matching ----------------------------------------
 
-    def match(self, first: int, hashes: Sequence[BlockHash]) -> Fetch:
-        fetch = Fetch(first, list(hashes))
+    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
+        fetch = Fetch(first, [])
         self._fetches.append(fetch)
+        self.match_further(fetch, hashes, num_more)
+        return fetch
+
+    def match_further(self, fetch: Fetch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
+        assert not fetch.is_cancelled
+        assert not fetch.hashes or fetch.has_all, "more is looked for behind what was not found"
+        asked = _Asked(fetch, fetch.asked_end, list(hashes))
+        fetch.hashes += hashes
+        fetch.is_matching = bool(hashes)
         if hashes:
             fetch.num_users += 1
-            self._matching.append(fetch)
-            if self.is_quick:
-                self._answer(fetch)
-        else:
-            fetch.is_matching = False
-        return fetch
+            self._matching.append(asked)
+            is_pending = not self.is_smooth and self._chance.random() < 0.2
+            if self.is_quick and not is_pending:
+                self._answer(asked)
 
     def give_up(self, fetch: Fetch) -> None:
         assert fetch not in self._given_up, "a match was given up twice"
@@ -347,9 +363,16 @@ class SimulatedTraffic:
         assert self.num_steps == self._device.num_steps
 
     def load(
-        self, fetch: Fetch, plan: Plan, hashes: Sequence[BlockHash], block_ids: Sequence[int], after_step: int
+        self,
+        fetch: Fetch,
+        plan: Plan,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        after_step: int,
+        behind: Load | None = None,
     ) -> Load:
         assert not fetch.is_cancelled, "a load from a match that was given up"
+        assert behind is None or (behind.plan.end == plan.first and not behind.is_abandoned)
         last_use = max(self._device.last_uses.get(block_id, 0) for block_id in block_ids)
         assert last_use <= after_step <= self.num_steps, "a load may write before a step that uses the block is done"
         assert len(block_ids) == len(hashes) == plan.end - plan.first
@@ -357,7 +380,7 @@ class SimulatedTraffic:
             is_same = other.plan.part.lease is plan.part.lease and _lease_of(plan.part).has_views
             assert not is_same or other.is_submitted or other.is_over, "two threads use one lease"
         request = next(request for request in self._requests if request.fetch is fetch)
-        load = Load(plan, hashes, list(block_ids), _Past(), 0.0)
+        load = Load(plan, hashes, list(block_ids), _Past(), 0.0, behind)
         fetch.num_users += 1
         self._loads.append((load, self._bring(request, fetch, load)))
         return load
@@ -422,6 +445,10 @@ class SimulatedTraffic:
         return copied
 
     @property
+    def has_loads(self) -> bool:
+        return bool(self._loads)
+
+    @property
     def has_stores(self) -> bool:
         return self._num_held > 0
 
@@ -440,24 +467,24 @@ class SimulatedTraffic:
 
     # --- private: the tiers' threads ----------------------------------------
 
-    def _answer(self, fetch: Fetch) -> None:
-        self._matching.remove(fetch)
+    def _answer(self, asked: _Asked) -> None:
+        self._matching.remove(asked)
+        fetch = asked.fetch
         if not fetch.is_cancelled:
             position = 0
             for tier in TIERS:
                 found: list[Sums] = []
-                for block_hash in fetch.hashes[position:]:
+                for block_hash in asked.hashes[position:]:
                     if self.is_failing or block_hash not in self.memory[tier]:
                         break
                     found.append(self.memory[tier][block_hash])
                 if found:
                     lease = _SimulatedLease(found, has_views=tier == HOST)
                     self._leases.append(lease)
-                    first = fetch.first + position
-                    fetch.parts += self._parts(tier, first, lease)
+                    fetch.parts += self._parts(tier, asked.first + position, lease)
                     position += len(found)
-            is_all = position == len(fetch.hashes)
-            fetch.ending = Ending("" if is_all else SERVER, fetch.first + position, "all" if is_all else "miss")
+            is_all = position == len(asked.hashes)
+            fetch.ending = Ending("" if is_all else SERVER, asked.first + position, "all" if is_all else "miss")
         fetch.is_matching = False
         self._leave(fetch)
 
@@ -526,7 +553,7 @@ class SimulatedTraffic:
         place = load.plan.part.place(first)
 
         def begin(block_ids: Sequence[int]) -> SimulatedTransfer:
-            assert request.load is load
+            assert load in (request.load, *request.next_loads)
             assert request.status is Status.RUNNING
             assert request.blocks.ids[first:end] == list(block_ids), "the load's blocks are not the request's any more"
             for other in self._requests:
@@ -589,6 +616,7 @@ class TieredEngine(SimulatedEngine):
         chunk: int = 1 << 20,
         num_steps_ahead: int = 0,
         max_num_requests: int = 16,
+        piece_blocks: int = 256,
     ) -> None:
         super().__init__(
             manager,
@@ -608,7 +636,7 @@ class TieredEngine(SimulatedEngine):
             self.block_manager,
             max_num_requests=max_num_requests,
             max_num_batched_tokens=chunk,
-            loading=PromptLoading(traffic, self.block_manager, NAMESPACE, lambda: self.now),
+            loading=PromptLoading(traffic, self.block_manager, NAMESPACE, lambda: self.now, piece_blocks),
         )
 
     @property
@@ -625,7 +653,8 @@ class TieredEngine(SimulatedEngine):
         Copies for a request that waits for room are made with the next step.
         """
         assert step.copies == self.block_manager.take_copies()
-        if self._under_way or self.traffic.has_events or not self.scheduler.has_requests:
+        is_waiting = self._under_way or self.traffic.has_events or self.scheduler.has_unmatched
+        if is_waiting or not self.scheduler.has_requests:
             self._num_idle_steps = 0
         else:
             self._num_idle_steps += 1

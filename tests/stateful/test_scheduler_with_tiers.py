@@ -28,6 +28,7 @@ chunks = st.sampled_from([1, 2, 3, 5, 8, 13, 1000])
 block_sizes = st.sampled_from([1, 2, 3, 4, 8])
 tiers = st.sampled_from(TIERS)
 chances = st.randoms(use_true_random=False)
+piece_sizes = st.sampled_from([2, 3, 4, 256])
 
 _PHASES = (Phase.explicit, Phase.generate)
 """Shrinking takes minutes, longer than a test may: add `Phase.shrink` and `--timeout 0` by hand when one fails."""
@@ -46,6 +47,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         chance=chances,
         order=st.sampled_from([None, Order.FRONT, Order.BACK]),
         is_quick=st.booleans(),
+        piece_blocks=piece_sizes,
     )
     def start(
         self,
@@ -58,6 +60,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         chance: Random,
         order: Order | None,
         is_quick: bool,
+        piece_blocks: int,
     ) -> None:
         self.engine = TieredEngine(
             manager,
@@ -67,6 +70,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
             chunk=chunk,
             num_steps_ahead=num_steps_ahead,
             max_num_requests=max_num_requests,
+            piece_blocks=piece_blocks,
         )
         self.engine.traffic.is_forced = order
         self.engine.traffic.is_quick = is_quick
@@ -198,6 +202,8 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         for request in self.engine.requests:
             if request.status is not Status.RUNNING:
                 assert request.load is None
+            if request.load is None:
+                assert not request.next_loads
             if request.status is Status.FINISHED:
                 assert request.fetch is None
                 assert not request.is_announced
@@ -225,7 +231,7 @@ any_run = settings(max_examples=60, deadline=None, phases=_PHASES, suppress_heal
 def _engine(
     manager: BlockManagerName, chance: Random, num_blocks: int, block_tokens: int, chunk: int, num_steps_ahead: int
 ) -> TieredEngine:
-    return TieredEngine(
+    engine = TieredEngine(
         manager,
         chance=chance,
         num_blocks=num_blocks,
@@ -233,7 +239,10 @@ def _engine(
         chunk=chunk,
         num_steps_ahead=num_steps_ahead,
         max_num_requests=4,
+        piece_blocks=chance.choice([2, 3, 256]),
     )
+    engine.traffic.is_quick = chance.random() < 0.5
+    return engine
 
 
 @given(

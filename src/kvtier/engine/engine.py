@@ -53,10 +53,6 @@ logger = logging.getLogger(__name__)
 _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
 
-_HANDOVER_S = 0.002
-"""With nothing to compute, so long may the threads of the tiers have the interpreter for themselves before the next
-prompt is looked for: what they begin takes longer."""
-
 _MAX_EXPLANATIONS = 4096
 _MIN_BEGINNING = 4096
 _EXPLAINED_TOKENS = 64
@@ -379,8 +375,8 @@ class Engine:
             self.schedule_s += time.perf_counter() - started_at
             self.num_steps += 1
         elif self.scheduler.has_unmatched:
-            if not self._under_way and self.traffic is not None:
-                self.traffic.wait(_HANDOVER_S)
+            if self.traffic is not None:
+                self.traffic.give_way()
             return []
         elif not self._under_way:
             if self.traffic is not None:

@@ -70,14 +70,22 @@ class Load:
     """`[taken_first, taken_end)` is what the tier's thread has taken on; of it, what has arrived or failed is known."""
 
     def __init__(
-        self, plan: Plan, hashes: Sequence[BlockHash], block_ids: Sequence[int], after: Mark, started_at: float
+        self,
+        plan: Plan,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        after: Mark,
+        started_at: float,
+        behind: Load | None = None,
     ) -> None:
-        """`hashes` and `block_ids` are those of blocks `plan.first..plan.end`."""
+        """`hashes` and `block_ids` are those of blocks `plan.first..plan.end`; `behind` brings those before them."""
         self.plan = plan
         self.hashes = hashes
         self.block_ids = block_ids
         self.after = after
         self.started_at = started_at
+        self.ended_at = 0.0
+        self._behind = behind
         self.transfers: list[Transfer] = []
         self.lacks_room = False
         """There was no host memory for it to pass through."""
@@ -130,6 +138,11 @@ class Load:
             self._is_over = True
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
+
+    @property
+    def turned_at(self) -> float:
+        """When its turn came: it was begun, and the load before it was over."""
+        return self.started_at if self._behind is None else max(self.started_at, self._behind.ended_at)
 
     @property
     def is_over(self) -> bool:

@@ -97,7 +97,7 @@ class LoadOrCompute:
         """It takes longer than expected, and what is missing would be computed sooner than it comes."""
         if self._always_loads or load.is_submitted or load.is_over:
             return False
-        elapsed = self._clock() - load.started_at
+        elapsed = self._clock() - load.turned_at
         expected = (load.plan.expected_s or 0.0) + _LATE_SLACK_S
         if elapsed <= expected:
             return False

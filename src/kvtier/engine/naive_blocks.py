@@ -103,10 +103,13 @@ def root_of(request: Request, namespace: Namespace) -> Namespace:
 
 
 def extend_hashes(request: Request, namespace: Namespace, block_tokens: int) -> None:
-    """Hash the full blocks of known tokens that are not hashed yet."""
-    hashes = request.blocks.hashes
-    num_hashed = len(hashes) * block_tokens
-    if len(request.tokens) - num_hashed >= block_tokens:
+    """Hash the full blocks of known tokens that are not hashed yet, up to the request's `max_hashes`."""
+    blocks, hashes = request.blocks, request.blocks.hashes
+    end = len(request.tokens) // block_tokens
+    if blocks.max_hashes is not None:
+        end = min(end, blocks.max_hashes)
+    if len(hashes) < end:
         parent = hashes[-1] if hashes else None
         root = root_of(request, namespace)
-        hashes += block_hashes(root, request.tokens[num_hashed:], block_tokens, parent=parent)
+        tokens = request.tokens[len(hashes) * block_tokens : end * block_tokens]
+        hashes += block_hashes(root, tokens, block_tokens, parent=parent)

@@ -1,14 +1,18 @@
 """A prompt's way through the tiers below the device, as the scheduler asks for it: match, load, offer. No torch.
 
 The engine's thread calls everything; nothing here waits. What a request holds of the tiers hangs on the request:
-`fetch` is its match, `load` what is on its way to blocks that it has on the device.
+`fetch` is its match, `load` and `next_loads` what is on its way to blocks that it has on the device.
+
+A long prompt is hashed in pieces, a step has time for a few of them while others compute. Where the tiers answer at
+once it is looked for in pieces too: the first is loaded while the next are hashed, and each that is found is handed to
+the tiers' threads behind the one before.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
@@ -16,7 +20,7 @@ from kvtier.engine.block_manager import BlockManager
 from kvtier.engine.copier import Transfer
 from kvtier.engine.load import Load, Order, Plan
 from kvtier.engine.naive_blocks import extend_hashes
-from kvtier.engine.request import MatchEnding, Request
+from kvtier.engine.request import MatchEnding, Request, Status
 from kvtier.engine.step import Step
 from kvtier.engine.tier_traffic import Fetch, TierTraffic
 from kvtier.tiers.explanation import MatchEnd, match_end_of
@@ -27,6 +31,9 @@ _LOOK_AHEAD = 32
 _MATCHING_SHARE = 0.25
 _MAX_MATCHING_S = 0.05
 """A step is not held up longer than this, and that share of the time since the one before, by matching who waits."""
+
+_PIECE_BLOCKS = 256
+"""So much of a long prompt is hashed at a time, in about a third of a millisecond, while others compute."""
 
 _MAX_REMATCHES = 2
 _MAX_OFFERED_AGAIN = 1 << 18
@@ -43,8 +50,11 @@ class PromptLoading:
         blocks: BlockManager,
         namespace: Namespace,
         clock: Callable[[], float] = time.monotonic,
+        piece_blocks: int = _PIECE_BLOCKS,
     ) -> None:
+        """While others compute, a step hashes `piece_blocks` of a prompt at a time, and takes twice as many for it."""
         self._traffic = traffic
+        self._piece_blocks = piece_blocks
         self._blocks = blocks
         self._namespace = namespace
         self._clock = clock
@@ -53,6 +63,10 @@ class PromptLoading:
         self._polled_at = clock()
         self.has_unmatched = False
         """Some who wait were not looked at, so that what was found for others is loaded meanwhile: poll again soon."""
+        self._looking: list[Request] = []
+        """Those of whose prompts not all was asked for yet, since all so far was found."""
+        self._growing: dict[Request, int] = {}
+        """Those who have not all blocks yet for what they load next, and how many they are going to have."""
         self._announced: dict[BlockHash, Request] = {}
         """Who is computing, or has computed, a block."""
         self._last_steps = [0] * blocks.num_blocks
@@ -75,15 +89,17 @@ class PromptLoading:
         self._polled_at = started_at
         allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * (started_at - polled_at), _MAX_MATCHING_S)
         self.has_unmatched = False
+        for request in list(self._looking):
+            if not self.has_unmatched and self._look_further(request, is_idle=is_idle):
+                self.has_unmatched = self._clock() - started_at >= allowed_s
         for request in itertools.islice(waiting, _LOOK_AHEAD):
-            if request.fetch is not None or request.num_in_flight:
-                continue
-            if self.has_unmatched:
-                return
-            fetch = self._match(request)
-            may_stop = not is_idle or fetch.is_matching or bool(fetch.parts)
-            self.has_unmatched = may_stop and self._clock() - started_at >= allowed_s
-        self.has_unmatched = False
+            while request.fetch is None and not request.num_in_flight:
+                if self.has_unmatched:
+                    return
+                fetch = self._match(request, is_idle=is_idle)
+                may_stop = not is_idle or (fetch is not None and (fetch.is_matching or bool(fetch.parts)))
+                self.has_unmatched = may_stop and self._clock() - started_at >= allowed_s
+        self.has_unmatched = any(map(self._has_more, self._looking))
 
     # --- matching --------------------------------------------------------------------------------------------------
 
@@ -100,44 +116,157 @@ class PromptLoading:
         fetch = request.fetch
         assert fetch is not None
         position = request.num_computed // self._blocks.block_tokens
-        hashes = self._wanted(request)
+        hashes = self._hashed(request)
         next_missing = max(position, fetch.end)
         is_computed = next_missing < len(hashes) and hashes[next_missing] in self._announced
         if fetch.num_rematches >= _MAX_REMATCHES or (fetch.first <= position and not is_computed):
             return True
         num_rematches = fetch.num_rematches + 1
         self._traffic.give_up(fetch)
-        request.fetch = self._traffic.match(position, hashes[position:])
-        request.fetch.num_rematches = num_rematches
+        self._ask(request, position, hashes).num_rematches = num_rematches
         return False
 
-    def _match(self, request: Request) -> Fetch:
-        hashes = self._wanted(request)
-        first = self._blocks.num_known_blocks(request)
-        request.fetch = self._traffic.match(first, hashes[first:])
-        return request.fetch
+    def is_looking(self, request: Request) -> bool:
+        """More of its prompt may be found yet, behind what was found so far."""
+        return request.fetch is not None and (request.fetch.is_matching or self._has_more(request))
 
-    def _wanted(self, request: Request) -> list[BlockHash]:
-        """The hashes of all full blocks that leave at least one token to compute."""
+    def _match(self, request: Request, *, is_idle: bool) -> Fetch | None:
+        """Look for what the device has not of a prompt; None when more of it has to be hashed first."""
+        hashes = self._hash_piece(request, is_idle=is_idle)
+        first = self._blocks.num_known_blocks(request)
+        if len(hashes) < self._num_wanted(request) and (first == len(hashes) or not self._traffic.is_quick):
+            return None
+        return self._ask(request, first, hashes)
+
+    def _ask(self, request: Request, first: int, hashes: Sequence[BlockHash]) -> Fetch:
+        fetch = request.fetch = self._traffic.match(first, hashes[first:], self._num_wanted(request) - len(hashes))
+        if self.is_looking(request):
+            if request not in self._looking:
+                self._looking.append(request)
+        else:
+            self._stop_looking(request)
+        return fetch
+
+    def _look_further(self, request: Request, *, is_idle: bool) -> bool:
+        """Look for the next piece of a prompt, and load what is found. False when there was nothing to do."""
+        fetch = request.fetch
+        assert fetch is not None
+        was_matching = fetch.is_matching
+        if self._has_more(request):
+            hashes = self._hash_piece(request, is_idle=is_idle)
+            more = hashes[fetch.asked_end :]
+            self._traffic.match_further(fetch, more, self._num_wanted(request) - len(hashes))
+        if not fetch.is_matching:
+            self._load_ahead(request)
+        if not self.is_looking(request):
+            self._stop_looking(request)
+        return not was_matching
+
+    def _has_more(self, request: Request) -> bool:
+        """All that was asked for was found, and it was not all of the prompt."""
+        fetch = request.fetch
+        return fetch is not None and fetch.has_all and fetch.asked_end < self._num_wanted(request)
+
+    def _stop_looking(self, request: Request) -> None:
+        request.blocks.max_hashes = None
+        if request in self._looking:
+            self._looking.remove(request)
+
+    def _num_wanted(self, request: Request) -> int:
+        """All full blocks that leave at least one token to compute."""
+        return (len(request.tokens) - 1) // self._blocks.block_tokens
+
+    def _hash_piece(self, request: Request, *, is_idle: bool) -> list[BlockHash]:
+        """Hash some more of a prompt. Returns all wanted hashes so far.
+
+        If nobody is held up, little at first, so that a load begins, and then as much as is hashed while it comes.
+        """
+        num_hashed = len(request.blocks.hashes)
+        size = self._piece_blocks
+        if is_idle:
+            size = 2 * num_hashed or (4 * size if self._traffic.has_loads else max(1, size // 2))
+        end = num_hashed + size
+        request.blocks.max_hashes = end if end < self._num_wanted(request) else None
+        return self._hashed(request)
+
+    def _hashed(self, request: Request) -> list[BlockHash]:
+        """The hashes of all wanted blocks that may be known by now."""
         extend_hashes(request, self._namespace, self._blocks.block_tokens)
-        return request.blocks.hashes[: (len(request.tokens) - 1) // self._blocks.block_tokens]
+        return request.blocks.hashes[: self._num_wanted(request)]
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: Request) -> Plan | None:
         """What to load next for a request that has, or is about to get, its blocks; None to compute from here."""
         position, offset = divmod(request.num_computed, self._blocks.block_tokens)
-        if request.fetch is None or offset:
+        fetch = request.fetch
+        if fetch is None or fetch.is_matching or offset:
             return None
-        return self._traffic.plan(request.fetch, position, len(request.tokens))
+        if fetch.decided is None or fetch.decided.first != position:
+            fetch.decided = self._traffic.plan(fetch, position, len(request.tokens))
+        return fetch.decided
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """There are blocks for its first `num_tokens`, and for all that is still to be loaded for those who have some.
+
+        Also for what may be found of its own prompt yet.
+        """
+        if request in self._looking:
+            num_tokens = self._num_wanted(request) * self._blocks.block_tokens
+        missing = -(-num_tokens // self._blocks.block_tokens) - len(request.blocks.ids)
+        promised = {other: self._num_wanted(other) for other in self._looking if other.status is Status.RUNNING}
+        for other, end in (promised | self._growing).items():
+            if other is not request:
+                missing += max(0, end - len(other.blocks.ids))
+        return missing <= self._blocks.num_free_blocks
+
+    def grow(self, request: Request, plan: Plan, *, is_alone: bool) -> bool:
+        """Take blocks for `plan`, not more than some of them unless the request `is_alone`.
+
+        False, and nothing changes, when there is no room.
+        """
+        end = plan.end
+        if not is_alone:
+            end = min(end, max(plan.first, len(request.blocks.ids)) + 2 * self._piece_blocks)
+        return self._blocks.grow(request, end * self._blocks.block_tokens)
+
+    def is_growing(self, request: Request) -> bool:
+        """It has not all blocks yet for what it loads next; others may wait for those that it has."""
+        return request in self._growing
 
     def begin(self, request: Request, plan: Plan) -> None:
-        """Load `plan` into blocks that the request has."""
+        """Load `plan` into blocks that the request has, once it has them all."""
+        if len(request.blocks.ids) >= plan.end:
+            self._growing.pop(request, None)
+            request.load = self._load(request, plan)
+        else:
+            self._growing[request] = plan.end
+            self.has_unmatched = True
+
+    def _load_ahead(self, request: Request) -> None:
+        """Load what follows on the loads under way, unless it is to be computed or there is no room."""
+        fetch, load = request.fetch, request.load
+        assert fetch is not None
+        while load is not None and load.plan.order is Order.FRONT:
+            last = request.next_loads[-1] if request.next_loads else load
+            plan = self._traffic.plan(fetch, last.plan.end, len(request.tokens))
+            if plan is None or plan.order is not Order.FRONT or plan.part.lease is last.plan.part.lease:
+                return  # a lease is one thread's at a time
+            if not self._blocks.grow(request, plan.end * self._blocks.block_tokens):
+                return
+            request.next_loads.append(self._load(request, plan, last))
+
+    def _load(self, request: Request, plan: Plan, behind: Load | None = None) -> Load:
         assert request.fetch is not None
+        request.fetch.decided = None
         hashes = request.blocks.hashes[plan.first : plan.end]
         ids = request.blocks.ids[plan.first : plan.end]
         after_step = max(map(self._last_steps.__getitem__, ids))
-        request.load = self._traffic.load(request.fetch, plan, hashes, ids, after_step)
+        return self._traffic.load(request.fetch, plan, hashes, ids, after_step, behind)
+
+    def waits_for_load(self, request: Request) -> bool:
+        """Nothing of it can be computed before what is being loaded has come."""
+        return request.load is not None and request.load.plan.order is Order.FRONT
 
     def may_compute_beside(self, request: Request) -> bool:
         """The load comes from the back: the front can be computed."""
@@ -165,19 +294,22 @@ class PromptLoading:
             if not load.is_over:
                 return False
             self._end(request, load)
-            return True
+            return request.load is None or self.advance(request)
         if request.num_computed == load.front * self._blocks.block_tokens and load.has_met:
             self._end(request, load)
         return True
 
     def start_early(self, request: Request) -> bool:
         """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival."""
-        load = request.load
-        assert load is not None
-        if not load.is_submitted or load.plan.order is not Order.FRONT:
+        assert request.load is not None
+        loads = [request.load, *request.next_loads]
+        if self.is_looking(request):
             return False
-        self._arrivals += [transfer for transfer in load.transfers if not transfer.is_done]
-        self._end(request, load)
+        if any(not load.is_submitted or load.plan.order is not Order.FRONT for load in loads):
+            return False
+        for load in loads:
+            self._arrivals += [transfer for transfer in load.transfers if not transfer.is_done]
+            self._end(request, load)
         if self.plan(request) is not None:
             return False
         self.settle(request)
@@ -201,7 +333,7 @@ class PromptLoading:
         if request.ending is None:
             ending = fetch.ending
             left = next((part for part in fetch.parts if part.end > position), None)
-            if position >= len(self._wanted(request)):
+            if position >= self._num_wanted(request):
                 request.ending = MatchEnding(position, MatchEnd.ALL, "")
             elif left is None:
                 request.ending = MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
@@ -211,18 +343,27 @@ class PromptLoading:
                 request.ending = MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")
         self._traffic.give_up(fetch)
         request.fetch = None
+        if self._growing.pop(request, None) is not None:
+            self._blocks.unclaim(request)
+        self._stop_looking(request)
 
     def _abandon(self, request: Request, load: Load) -> None:
         """Late: what has arrived is used, the rest is computed."""
+        self._abandon_next(request)
         self._traffic.abandon_late(load)
         if load.plan.order is Order.FRONT:
             if request.ending is None:
                 request.ending = MatchEnding(load.arrived()[1], MatchEnd.SLOWER, load.plan.part.tier, "it was late")
             self._end(request, load)
+            self._blocks.unclaim(request)
         self.settle(request)
 
+    def _abandon_next(self, request: Request) -> None:
+        while request.next_loads:
+            self._traffic.abandon(request.next_loads.popleft())
+
     def _end(self, request: Request, load: Load) -> None:
-        """Count what arrived as computed."""
+        """Count what arrived as computed; if that is all, the next load is the request's."""
         block_tokens = self._blocks.block_tokens
         if load.plan.order is Order.BACK:
             self._traffic.note_met(load)
@@ -236,13 +377,14 @@ class PromptLoading:
             if self._offered_again is None or not load.is_over:
                 request.num_offered = end
         if end < load.plan.end:
+            self._abandon_next(request)
             self._blocks.unclaim(request)
             if request.ending is None:
                 lost = MatchEnding(end, MatchEnd.LOST, tier)
                 request.ending = MatchEnding(end, MatchEnd.LIMIT, "host") if load.lacks_room else lost
             request.load = None
             self.settle(request)
-        request.load = None
+        request.load = request.next_loads.popleft() if request.next_loads else None
         if load.is_over:
             self._blocks.note_computed(request)
 
@@ -319,6 +461,9 @@ class PromptLoading:
         if request.load is not None:
             self._traffic.abandon(request.load)
             request.load = None
+        self._abandon_next(request)
+        self._growing.pop(request, None)
+        self._stop_looking(request)
         if request.fetch is not None:
             self._traffic.give_up(request.fetch)
             request.fetch = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -71,14 +72,16 @@ class SequenceBlocks:
     """The blocks of one request, in order, as its block manager keeps them.
 
     `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
-    been shown under their hashes, which are chained from `root`, once it is known. `version` changes when `ids` are not
-    just longer than before.
+    been shown under their hashes, which are chained from `root`, once it is known. Of a long prompt that is looked for
+    piece by piece no more than `max_hashes` are known for now. `version` changes when `ids` are not just longer than
+    before.
     """
 
     ids: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     root: Namespace | None = None
+    max_hashes: int | None = None
     num_shown: int = 0
     version: int = 0
 
@@ -107,6 +110,7 @@ class Request:
         "loaded_tokens",
         "logprobs",
         "max_tokens",
+        "next_loads",
         "num_computed",
         "num_in_flight",
         "num_offered",
@@ -158,6 +162,8 @@ class Request:
         """By the tier they came from."""
         self.fetch: Fetch | None = None
         self.load: Load | None = None
+        self.next_loads: deque[Load] = deque()
+        """Of the blocks behind those of `load`, each behind the one before, and begun already."""
         self.ending: MatchEnding | None = None
         self.num_offered = 0
         """Blocks that the tiers were offered, or have."""

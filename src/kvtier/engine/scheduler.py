@@ -73,7 +73,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
         if self._loading is not None:
-            self._loading.poll(self.waiting, is_idle=not self.running)
+            self._loading.poll(self.waiting, is_idle=all(map(self._loading.waits_for_load, self.running)))
         decodes: list[StepRow] = []
         prefills: list[StepRow] = []
         budget = self.max_num_batched_tokens
@@ -144,10 +144,12 @@ class Scheduler:
             if request.load is not None:
                 return True  # the rest comes from the back
         if loading is not None and request.fetch is not None:
-            if not self._extend(request, partially=False):
+            if not loading.is_growing(request) and not self._extend(request, partially=False):
                 return False
             plan = loading.plan(request)
-            if plan is not None and self.blocks.grow(request, plan.end * self.blocks.block_tokens):
+            if plan is None and loading.is_looking(request):
+                return False
+            if plan is not None and loading.grow(request, plan, is_alone=len(self.running) == 1):
                 loading.begin(request, plan)
                 return loading.may_compute_beside(request)
             loading.settle(request)
@@ -243,19 +245,21 @@ class Scheduler:
                 is_clear = loading.is_useful(request)
                 plan = loading.plan(request) if is_clear else None
                 if is_clear and plan is None:
-                    is_clear = self.blocks.extend(request)
+                    is_clear = not loading.is_looking(request) and self.blocks.extend(request)
             if not is_clear:
                 # Waits for a block or an answer under way, holding on to nothing meanwhile.
                 self._let_go(request)
                 passed_over.append(request)
                 continue
             start = request.num_computed
-            if plan is not None:
-                num_tokens = plan.end * self.blocks.block_tokens
+            if plan is not None and loading is not None:
+                has_grown = loading.has_room(request, plan.end * self.blocks.block_tokens)
+                has_grown = has_grown and loading.grow(request, plan, is_alone=not self.running)
             else:
                 count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
-                num_tokens = start + count
-            if not self.blocks.grow(request, num_tokens):
+                has_grown = loading is None or loading.has_room(request, start + count)
+                has_grown = has_grown and self.blocks.grow(request, start + count)
+            if not has_grown:
                 self._let_go(request)
                 self.waiting.appendleft(request)
                 if loading is not None:

@@ -44,19 +44,25 @@ _MAX_PENDING_S = 30.0
 _BATCH_BLOCKS = 64
 _BATCH_S = 0.05
 _DRAIN_S = 60.0
+_TURN_S = 5e-5
 
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """One request's match in the tiers: what was found from block `first` of its prompt on."""
+    """One request's match in the tiers: what was found from block `first` of its prompt on.
+
+    `hashes` are those that were asked for so far.
+    """
 
     first: int
-    hashes: Sequence[BlockHash]
+    hashes: list[BlockHash]
     is_matching: bool = True
     is_cancelled: bool = False
     parts: list[Part] = field(default_factory=list)
     ending: Ending = field(default_factory=lambda: Ending("", 0, "all"))
-    lease: HierarchyLease | None = None
+    leases: list[HierarchyLease] = field(default_factory=list)
+    decided: Plan | None = None
+    """What is loaded next, once the request has all blocks for it."""
     num_users: int = 1
     """Its owner, and every load that reads from the lease."""
     num_rematches: int = 0
@@ -64,6 +70,16 @@ class Fetch:
     @property
     def end(self) -> int:
         return self.parts[-1].end if self.parts else self.first
+
+    @property
+    def asked_end(self) -> int:
+        """Whoever asks for more begins here."""
+        return self.first + len(self.hashes)
+
+    @property
+    def has_all(self) -> bool:
+        """All that was asked for was found."""
+        return not self.is_matching and self.ending.ended == "all"
 
 
 class TierTraffic:
@@ -100,7 +116,8 @@ class TierTraffic:
         self.num_steps = 0
         self._marks: deque[tuple[int, Mark]] = deque([(0, copier.mark())])
         """Where the device is once it has done a step, for those it may not have done yet."""
-        self._is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
+        self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
+        """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -115,25 +132,32 @@ class TierTraffic:
 
     # --- matching --------------------------------------------------------------------------------------------------
 
-    def match(self, first: int, hashes: Sequence[BlockHash]) -> Fetch:
-        """Begin to look for `hashes`, those of a prompt's blocks from `first` on."""
-        fetch = Fetch(first, hashes)
+    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
+        """Begin to look for `hashes`, those of a prompt's blocks from `first` on. Behind them are `num_more`."""
+        fetch = Fetch(first, [])
+        self.match_further(fetch, hashes, num_more)
+        return fetch
+
+    def match_further(self, fetch: Fetch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
+        """All that was asked for was found: look for `hashes`, those of the next blocks, too."""
+        first = fetch.asked_end
+        fetch.hashes += hashes
+        fetch.is_matching = bool(hashes)
         if not hashes:
-            fetch.is_matching = False
-            return fetch
-        if self._is_quick:  # a look into a dictionary takes less than another thread's turn
+            return
+        if self.is_quick:
             lease = self.hierarchy.match(hashes, is_counted=False)
             if lease.ended != "pending":
-                self._found(fetch, lease)
-                return fetch
+                self._found(fetch, lease, first, len(hashes) + num_more)
+                return
             lease.release()
         if not self._decision.is_match_worth_it(first, first + len(hashes)):
             fetch.ending = Ending("", first, "slow")
             fetch.is_matching = False
-            return fetch
-        fetch.num_users += 1
-        self._matchers.submit(self._guarded, self._match, fetch)
-        return fetch
+            return
+        with self._lock:
+            fetch.num_users += 1
+        self._matchers.submit(self._guarded, self._match, fetch, first, hashes, num_more)
 
     def give_up(self, fetch: Fetch) -> None:
         """Its owner needs nothing more of what was found."""
@@ -163,16 +187,30 @@ class TierTraffic:
             self._marks.popleft()
 
     def load(
-        self, fetch: Fetch, plan: Plan, hashes: Sequence[BlockHash], block_ids: Sequence[int], after_step: int
+        self,
+        fetch: Fetch,
+        plan: Plan,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        after_step: int,
+        behind: Load | None = None,
     ) -> Load:
-        """Begin to bring blocks into the device's `block_ids`, which step `after_step` was the last to use."""
+        """Begin to bring blocks into the device's `block_ids`, which step `after_step` was the last to use.
+
+        They follow those of `behind`, which may still be under way.
+        """
         after = next((mark for number, mark in self._marks if number >= after_step), self._marks[-1][1])
-        load = Load(plan, hashes, block_ids, after, self._clock())
+        load = Load(plan, hashes, block_ids, after, self._clock(), behind)
         with self._lock:
             fetch.num_users += 1
             self._loads.add(load)
         self._loaders.submit(self._guarded, self._run, fetch, load)
         return load
+
+    @property
+    def has_loads(self) -> bool:
+        """Some load is under way."""
+        return bool(self._loads)
 
     def note_met(self, load: Load) -> None:
         """What came from the back and what was computed have met."""
@@ -249,6 +287,11 @@ class TierTraffic:
         """End a `wait`: there is something new to do."""
         self._woken.set()
 
+    def give_way(self) -> None:
+        """Let a load that was just begun hand over its first copies: Python would go on with this thread for 5 ms."""
+        if self._loads:
+            time.sleep(_TURN_S)
+
     def wait(self, timeout_s: float) -> None:
         """Until something has happened."""
         self._woken.wait(timeout_s)
@@ -306,24 +349,26 @@ class TierTraffic:
         finally:
             self._woken.set()
 
-    def _match(self, fetch: Fetch) -> None:
+    def _match(self, fetch: Fetch, first: int, hashes: Sequence[BlockHash], num_more: int) -> None:
+        fetch.ending = Ending("", first, "down")
         try:
             if not fetch.is_cancelled:
-                self._found(fetch, self._match_and_wait(fetch))
+                self._found(fetch, self._match_and_wait(fetch, first, hashes), first, len(hashes) + num_more)
         finally:
             fetch.is_matching = False
             self._leave(fetch)
 
-    def _found(self, fetch: Fetch, lease: HierarchyLease) -> None:
-        self.hierarchy.count(lease, len(fetch.hashes))
-        fetch.lease = lease
-        fetch.parts = self._parts_of(lease, fetch.first)
-        fetch.ending = replace(lease.ending, position=fetch.first + lease.num_blocks)
+    def _found(self, fetch: Fetch, lease: HierarchyLease, first: int, num_wanted: int) -> None:
+        is_all = lease.ended == "all"
+        self.hierarchy.count(lease, lease.num_blocks if is_all else num_wanted)
+        fetch.leases.append(lease)
+        fetch.parts = fetch.parts + self._parts_of(lease, first)
+        fetch.ending = replace(lease.ending, position=first + lease.num_blocks)
         fetch.is_matching = False
 
-    def _match_and_wait(self, fetch: Fetch) -> HierarchyLease:
+    def _match_and_wait(self, fetch: Fetch, first: int, hashes: Sequence[BlockHash]) -> HierarchyLease:
         """Match, and wait for blocks that somebody is just computing, about as long as computing them would take."""
-        hierarchy, hashes = self.hierarchy, fetch.hashes
+        hierarchy = self.hierarchy
         asked_at = self._clock()
         lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
         started_at = progressed_at = self._clock()
@@ -331,8 +376,8 @@ class TierTraffic:
         num_blocks = lease.num_blocks
         while lease.ended == "pending" and not fetch.is_cancelled:
             now = self._clock()
-            position = fetch.first + num_blocks
-            compute_s = self._decision.compute_s(position, fetch.first + len(fetch.hashes), None)
+            position = first + num_blocks
+            compute_s = self._decision.compute_s(position, first + len(hashes), None)
             patience_s = _UNKNOWN_PENDING_S if compute_s is None else compute_s + _PENDING_SLACK_S
             if now - progressed_at > patience_s or now - started_at > _MAX_PENDING_S:
                 break
@@ -367,15 +412,17 @@ class TierTraffic:
             self._release(fetch)
 
     def _release(self, fetch: Fetch) -> None:
-        lease, fetch.lease = fetch.lease, None
-        if lease is not None:
+        leases, fetch.leases = fetch.leases, []
+        for lease in leases:
             lease.release()
 
     def _run(self, fetch: Fetch, load: Load) -> None:
         started_at = self._clock()
         try:
-            self._note_speed(load, self._bringing.bring(load), self._clock() - started_at)
+            num_blocks = self._bringing.bring(load)
+            self._note_speed(load, num_blocks, self._clock() - max(started_at, load.turned_at))
         finally:
+            load.ended_at = self._clock()
             load.end()
             with self._lock:
                 self._loads.discard(load)

@@ -155,8 +155,6 @@ def _attend(
         HAS_ROW_TILES=has_row_tiles,
         IS_SPLIT=is_split,
         JOINS_LAST=joins_last,
-        SHARED_PROGRAMS=tuning.SHARED_DECODE_PROGRAMS if joins_last and max_query_tokens == 1 else 0,
-        MAX_ROWS=tuning.MAX_SPLIT_DECODES,
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
         **overlap_options(query.device),
@@ -271,17 +269,6 @@ def row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES: tl.constexpr, HAS_ROW_
 
 
 @triton.jit
-def _fair_splits(num_keys, lengths_ptr, num_rows, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr):
-    """The share of a row with `num_keys` of as many programs as all rows have together."""
-    rows = tl.arange(0, MAX_ROWS)
-    lengths = tl.load(lengths_ptr + rows, mask=rows < num_rows, other=0)
-    if WINDOW > 0:
-        lengths = tl.minimum(lengths, WINDOW)
-    num_all_keys = tl.maximum(tl.sum(lengths, 0) * tl.num_programs(1), 1)
-    return tl.maximum(num_keys * PROGRAMS // num_all_keys, 1)
-
-
-@triton.jit
 def _ask_for(
     layer_ptr,
     table_ptr,
@@ -346,8 +333,6 @@ def _attend_kernel(
     HAS_ROW_TILES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     JOINS_LAST: tl.constexpr,
-    SHARED_PROGRAMS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -371,12 +356,7 @@ def _attend_kernel(
     num_parts = 1
     if IS_SPLIT:
         num_keys = end_key - first_key
-        if SHARED_PROGRAMS > 0:
-            splits_now = _fair_splits(num_keys, lengths_ptr, num_rows, SHARED_PROGRAMS, WINDOW, MAX_ROWS)
-            splits_now = tl.minimum(splits_now, splits)
-        else:
-            splits_now = splits
-        split_keys = tl.cdiv(tl.cdiv(num_keys, splits_now), TILE_KEYS) * TILE_KEYS
+        split_keys = tl.cdiv(tl.cdiv(num_keys, splits), TILE_KEYS) * TILE_KEYS
         num_parts = tl.maximum(tl.cdiv(num_keys, tl.maximum(split_keys, 1)), 1)
         first_key += split * split_keys
         end_key = tl.minimum(first_key + split_keys, end_key)

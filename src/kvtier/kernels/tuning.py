@@ -23,19 +23,6 @@ FULL_DECODE_PROGRAMS = 576
 MIN_UNSPLIT_DECODES = 192
 """From so many programs on, joining parts costs a decode more than an uneven load."""
 
-DECODE_KEYS = 128
-"""How many keys a decode of heads of up to 128 numbers takes at a time."""
-
-DECODE_STAGES = 3
-"""Of a decode's loop. Triton looks up block ids ahead of the keys, which takes every second stage: with 3 or 4, keys
-are asked for when those before are done, and only other programs fill the gap; with 5 or 6, one tile ahead."""
-
-MAX_SPLIT_DECODES = 256
-"""A power of two above the number of rows of any decode that is split."""
-
-SHARED_DECODE_PROGRAMS = 2 * 132
-"""The rows of a decode share about so many programs by their lengths: as many as run at once. 0: all get as many."""
-
 MIN_SPLIT_TOKENS = 128
 """A split shorter than this costs more in the joining than it gains."""
 
@@ -51,8 +38,8 @@ MAX_LAST_SPLITS = 20
 MAX_LAST_ROWS = 32
 """The same of tiles of up to so many rows, whose parts are small."""
 
-OVERLAPS_ATTENTION = False
-"""Whether attention, and what writes the KV for it, may start while the kernel before ends. Not measured yet."""
+OVERLAPS_ATTENTION = True
+"""Whether attention, and what writes the KV for it, may start while the kernel before ends."""
 
 GATHER_TOKENS = 128
 """What is copied out of its blocks begins at a multiple of this: no tile of keys is longer."""
@@ -71,18 +58,16 @@ WRITE_WARPS = 4
 
 FUSE_MULTIPLY_ADD = True
 
-HAS_QUANTIZED_PRODUCTS = False
-"""Whether models multiply with quantised weights by kernels of ours.
+HAS_QUANTIZED_PRODUCTS = True
+"""Whether models multiply with quantised weights by kernels of ours."""
 
-They compile, and are right in Triton's interpreter, but no GPU has run them yet."""
+HAS_FEW_TOKEN_PRODUCTS = True
+"""Whether models multiply a few tokens with weights in 16 bits by a kernel of ours."""
 
-HAS_FEW_TOKEN_PRODUCTS = False
-"""Whether models multiply a few tokens with weights in 16 bits by a kernel of ours. No GPU has run it yet."""
-
-OVERLAPS_LAUNCHES = False
+OVERLAPS_LAUNCHES = True
 """Whether norms, gates and what quantises start while the kernel before them ends, and let the next one start early.
 
-No GPU has run that yet. Which products do so, their tiles say."""
+Which products do so, their tiles say."""
 
 BYTES_AHEAD = 512
 """So much of each row of its weight a product in 16 bits fetches while the kernel before it ends."""
@@ -163,9 +148,8 @@ def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_token
         keys = 32 if head_dim <= 128 else 16
         return Tiles(one if wanted <= one else max(one, 32), keys, num_warps=4, num_stages=2)
     if wanted <= one:
-        keys = DECODE_KEYS if head_dim <= 128 else 32
-        stages = DECODE_STAGES
-        return Tiles(one, keys if one <= 32 else min(keys, 64), num_warps=4, num_stages=stages, num_split_stages=stages)
+        keys = 128 if head_dim <= 128 else 32
+        return Tiles(one, keys if one <= 32 else min(keys, 64), num_warps=4, num_stages=3, num_split_stages=3)
     if head_dim > 128:
         return Tiles(max(one, 64), keys=32, num_warps=8, num_stages=2)
     if wanted <= 64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -78,11 +79,11 @@ def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
     at_once = engine.traffic.match
     num_matched = 0
 
-    def slow(first: int, hashes: Sequence[BlockHash]) -> Fetch:
+    def slow(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
         nonlocal num_matched
         num_matched += 1
         engine.now += 0.004
-        return at_once(first, hashes)
+        return at_once(first, hashes, num_more)
 
     monkeypatch.setattr(engine.traffic, "match", slow)
     engine.now += 0.03  # the step took so long: 7.5 ms of the next one may be spent on matching
@@ -113,6 +114,106 @@ def test_nothing_is_started_early_while_more_could_be_loaded() -> None:
     assert not engine.scheduler.has_unmatched
     assert requests[0].load is None, "it was started early"
     engine.run()
+
+
+# --- in pieces ----------------------------------------
+
+
+def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4) -> TieredEngine:
+    engine = TieredEngine(manager, piece_blocks=piece_blocks)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    return engine
+
+
+@every_manager
+def test_the_first_load_of_a_long_prompt_begins_before_the_rest_of_it_is_hashed(manager: BlockManagerName) -> None:
+    engine = _engine_in_pieces(manager)
+    prompt = prompt_of(81)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()
+
+    assert request.load is not None
+    assert request.load.num_blocks == len(request.blocks.hashes) == 2
+    assert engine.scheduler.has_unmatched
+    engine.step()
+    assert [load.plan.first for load in request.next_loads] == [2], "handed over while the first is on its way"
+    engine.run()
+    assert _tokens_loaded(request) == 80
+    assert len(request.blocks.hashes) == len(request.tokens) // 4
+
+
+@every_manager
+def test_beside_a_running_request_a_long_prompt_takes_its_blocks_a_few_at_a_time(manager: BlockManagerName) -> None:
+    engine = _engine_in_pieces(manager)
+    engine.traffic.is_quick = False
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    num_hashed, num_taken = [0], [0]
+    while request.load is None:
+        engine.traffic.answer_all()
+        engine.step()
+        num_hashed.append(len(request.blocks.hashes))
+        num_taken.append(len(request.blocks.ids))
+
+    assert max(after - before for before, after in itertools.pairwise(num_hashed)) == 4
+    assert max(after - before for before, after in itertools.pairwise(num_taken)) == 8
+    assert request.load.num_blocks == 20
+    engine.run()
+    assert _tokens_loaded(request) == 80
+
+
+@every_manager
+@pytest.mark.parametrize("num_known", [0, 1, 2, 5, 6, 7, 19, 20])
+def test_a_match_in_pieces_ends_as_one_of_the_whole_prompt_does(manager: BlockManagerName, num_known: int) -> None:
+    found = []
+    for piece_blocks in (4, 256):
+        engine = _engine_in_pieces(manager, piece_blocks)
+        prompt = prompt_of(81)
+        engine.traffic.remember(prompt, HOST, 0, num_known)
+        request = engine.submit(prompt)
+        engine.run()
+        found.append((request.ending, request.loaded_tokens, request.tokens))
+
+    assert found[0] == found[1]
+
+
+@every_manager
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_an_abort_between_the_pieces_leaves_nothing_held(manager: BlockManagerName, num_steps: int) -> None:
+    engine = _engine_in_pieces(manager)
+    prompt = prompt_of(81)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(request)
+
+    engine.run()
+    assert not request.next_loads
+
+
+@every_manager
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_what_is_lost_between_the_pieces_is_computed(manager: BlockManagerName, num_steps: int) -> None:
+    engine = _engine_in_pieces(manager)
+    prompt = prompt_of(81)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    for _ in range(num_steps):
+        engine.step()
+    engine.traffic.lose_loads()
+    engine.traffic.forget(HOST, 100)
+
+    engine.run()
+    assert request.ending is not None
+    assert request.ending.reason is MatchEnd.LOST
+    assert _tokens_loaded(request) < 80
 
 
 # --- loading ----------------------------------------

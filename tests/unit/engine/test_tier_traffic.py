@@ -183,10 +183,10 @@ def test_a_lease_is_given_back_once_its_owner_and_its_loads_are_done(open_bench:
     load = bench.load(fetch, hashes)
     bench.traffic.give_up(fetch)
     until(lambda: bool(bench.device.transfers))
-    assert fetch.lease is not None
+    assert fetch.leases
 
     bench.device.gate.set()
-    until(lambda: load.is_over and fetch.lease is None)
+    until(lambda: load.is_over and not fetch.leases)
 
     assert fetch.num_users == 0
     assert all(lease.num_released == 1 for lease in far.leases)
@@ -202,7 +202,7 @@ def test_a_match_that_is_given_up_before_it_is_answered_leases_nothing_for_long(
     for fetch in fetches:
         bench.traffic.give_up(fetch)
 
-    until(lambda: all(not fetch.is_matching and fetch.lease is None for fetch in fetches))
+    until(lambda: all(not fetch.is_matching and not fetch.leases for fetch in fetches))
     assert all(lease.num_released == 1 for lease in far.leases)
 
 
@@ -257,7 +257,7 @@ def test_a_match_that_is_given_up_stops_waiting(open_bench: Open) -> None:
         bench.traffic.give_up(fetch)
 
         until(lambda: not fetch.is_matching)
-    until(lambda: fetch.num_users == 0 and fetch.lease is None)
+    until(lambda: fetch.num_users == 0 and not fetch.leases)
 
 
 # --- loading ----------------------------------------

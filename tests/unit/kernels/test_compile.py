@@ -47,7 +47,6 @@ sizes = {
     "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "JOINS_LAST": False,
     "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
     "HAS_NORMS": False,
-    "SHARED_PROGRAMS": 0, "MAX_ROWS": tuning.MAX_SPLIT_DECODES,
 }
 
 def compiled(kernel, tiles, is_split=False, **more):
@@ -76,9 +75,9 @@ kernels = {
     "prefill": compiled(attend, tiles(4096), HAS_ROW_TILES=False),
     "chunk": compiled(attend, tiles(64), True, HAS_ROW_TILES=False),
     "few": compiled(attend, tiles(2), True, HAS_ROW_TILES=True),
-    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264),
+    "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True),
     "overlapping": compiled(
-        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, SHARED_PROGRAMS=264, OVERLAPS=True
+        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, OVERLAPS=True
     ),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
     "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),

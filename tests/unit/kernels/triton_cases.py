@@ -121,24 +121,21 @@ def test_a_few_queries_behind_a_long_prefix_equal_the_whole(lengths: list[tuple[
 @pytest.mark.usefixtures("_garbage")
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(
-    ("splits", "shared_programs", "lengths"),
+    ("splits", "lengths"),
     [
-        (1, 264, [(1, 70), (1, 3)]),
-        (2, 264, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
-        (9, 0, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
-        (9, 5, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
-        (9, 264, [(3, 150), (2, 2)]),
-        (64, 264, [(1, 2048)]),
+        (1, [(1, 70), (1, 3)]),
+        (2, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, [(1, 300), (1, 3), (0, 9), (1, 65), (1, 0)]),
+        (9, [(3, 150), (2, 2)]),
+        (64, [(1, 2048)]),
     ],
 )
 def test_the_program_that_ends_last_joins_the_parts(
     lengths: list[tuple[int, int]],
     window: int | None,
     splits: int,
-    shared_programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "SHARED_DECODE_PROGRAMS", shared_programs)
     monkeypatch.setattr(tuning, "splits", lambda **_: splits)
     monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", 64)
     padding = [length for length in lengths if length == (1, 0)]
