@@ -376,7 +376,7 @@ class Engine:
             self.num_steps += 1
         elif self.scheduler.has_unmatched:
             if self.traffic is not None:
-                self.traffic.give_way()
+                self.traffic.give_way(is_idle=not self._under_way)
             return []
         elif not self._under_way:
             if self.traffic is not None:

@@ -45,6 +45,7 @@ _BATCH_BLOCKS = 64
 _BATCH_S = 0.05
 _DRAIN_S = 60.0
 _TURN_S = 5e-5
+_ANSWER_S = 0.002
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +108,7 @@ class TierTraffic:
         self._adopt_arenas()
         self._lock = threading.Lock()
         self._loads: set[Load] = set()
+        self._num_matching = 0
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -157,6 +159,7 @@ class TierTraffic:
             return
         with self._lock:
             fetch.num_users += 1
+            self._num_matching += 1
         self._matchers.submit(self._guarded, self._match, fetch, first, hashes, num_more)
 
     def give_up(self, fetch: Fetch) -> None:
@@ -287,10 +290,15 @@ class TierTraffic:
         """End a `wait`: there is something new to do."""
         self._woken.set()
 
-    def give_way(self) -> None:
-        """Let a load that was just begun hand over its first copies: Python would go on with this thread for 5 ms."""
+    def give_way(self, *, is_idle: bool) -> None:
+        """Let a load that was just begun hand over its first copies: Python would go on with this thread for 5 ms.
+
+        Before there is any, and if the device `is_idle`, let the first answer of a tier come.
+        """
         if self._loads:
             time.sleep(_TURN_S)
+        elif is_idle and self._num_matching:
+            self.wait(_ANSWER_S)
 
     def wait(self, timeout_s: float) -> None:
         """Until something has happened."""
@@ -356,6 +364,8 @@ class TierTraffic:
                 self._found(fetch, self._match_and_wait(fetch, first, hashes), first, len(hashes) + num_more)
         finally:
             fetch.is_matching = False
+            with self._lock:
+                self._num_matching -= 1
             self._leave(fetch)
 
     def _found(self, fetch: Fetch, lease: HierarchyLease, first: int, num_wanted: int) -> None:
