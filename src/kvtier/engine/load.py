@@ -84,6 +84,8 @@ class Load:
         self.block_ids = block_ids
         self.after = after
         self.started_at = started_at
+        self.picked_at: float | None = None
+        """When one of the tiers' threads took it on: the loads that were begun before it go first."""
         self.ended_at = 0.0
         self._behind = behind
         self.transfers: list[Transfer] = []
@@ -141,8 +143,9 @@ class Load:
 
     @property
     def turned_at(self) -> float:
-        """When its turn came: it was begun, and the load before it was over."""
-        return self.started_at if self._behind is None else max(self.started_at, self._behind.ended_at)
+        """When its turn came: a thread has taken it on, and the load before it was over."""
+        turned_at = self.started_at if self.picked_at is None else self.picked_at
+        return turned_at if self._behind is None else max(turned_at, self._behind.ended_at)
 
     @property
     def is_over(self) -> bool:

@@ -93,11 +93,14 @@ class LoadOrCompute:
             return 0  # it is here before another step is done
         return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
 
-    def is_late(self, load: Load, prompt_tokens: int) -> bool:
-        """It takes longer than expected, and what is missing would be computed sooner than it comes."""
+    def is_late(self, load: Load, prompt_tokens: int, since: float) -> bool:
+        """It takes longer than expected, and what is missing would be computed sooner than it comes.
+
+        Nothing can be said against it before `since`.
+        """
         if self._always_loads or load.is_submitted or load.is_over:
             return False
-        elapsed = self._clock() - load.turned_at
+        elapsed = self._clock() - since
         expected = (load.plan.expected_s or 0.0) + _LATE_SLACK_S
         if elapsed <= expected:
             return False

@@ -109,6 +109,7 @@ class TierTraffic:
         self._lock = threading.Lock()
         self._loads: set[Load] = set()
         self._num_matching = 0
+        self._last_end_at = 0.0
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -180,7 +181,10 @@ class TierTraffic:
 
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
         """What is missing of it would be computed sooner than it comes."""
-        return self._decision.is_late(load, prompt_tokens)
+        since = load.turned_at
+        if load.picked_at is None:  # as long as those before it come, its turn will
+            since = max(since, self._last_end_at)
+        return self._decision.is_late(load, prompt_tokens, since)
 
     def note_step(self) -> None:
         """A step was handed to the device."""
@@ -427,12 +431,12 @@ class TierTraffic:
             lease.release()
 
     def _run(self, fetch: Fetch, load: Load) -> None:
-        started_at = self._clock()
+        load.picked_at = self._clock()
         try:
             num_blocks = self._bringing.bring(load)
-            self._note_speed(load, num_blocks, self._clock() - max(started_at, load.turned_at))
+            self._note_speed(load, num_blocks, self._clock() - load.turned_at)
         finally:
-            load.ended_at = self._clock()
+            load.ended_at = self._last_end_at = self._clock()
             load.end()
             with self._lock:
                 self._loads.discard(load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -471,6 +472,31 @@ def test_a_load_is_late_when_computing_the_rest_is_faster(open_bench: Open) -> N
     assert bench.traffic.is_late(load, 257)
     load.submit_all()
     assert not bench.traffic.is_late(load, 257)
+    bench.traffic.give_up(fetch)
+
+
+def test_a_load_behind_others_is_not_late_while_they_come(open_bench: Open) -> None:
+    """Two hundred prompts at once: the last has to wait for all others, and must not be computed for that."""
+    bench = open_bench()
+    computes(bench.speeds, 0.1)
+    fetch = found(bench, bench.host)
+    load = _load(bench, fetch, Order.FRONT, 0.1)
+    part = fetch.parts[0]
+    for number in range(1, 6):
+        bench.now[0] = 1.0 * number
+        assert not bench.traffic.is_late(load, 257)
+        before = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 0)
+        until(functools.partial(getattr, before, "is_over"))
+
+    assert not bench.traffic.is_late(load, 257), "one came just now"
+    bench.now[0] += 1.0
+    assert not bench.traffic.is_late(load, 257), "computing takes 1.6 s"
+    bench.now[0] += 1.0
+    assert bench.traffic.is_late(load, 257), "nothing comes any more"
+    load.picked_at = bench.now[0]
+    assert not bench.traffic.is_late(load, 257), "its turn has come"
+    bench.now[0] += 2.0
+    assert bench.traffic.is_late(load, 257)
     bench.traffic.give_up(fetch)
 
 
