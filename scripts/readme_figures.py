@@ -52,10 +52,44 @@ ROWS = [
     ),
     ("engine restarted, hit in the cache server, likewise", "speed", "server_hit_x", "≥ 10 on 2 cores"),
     ("everything restarted, hit on its disk, likewise", "speed", "disk_hit_x", "≥ 5 on 2 cores"),
+    ("GPU: 512 scattered blocks into it by the engine's copier, GB/s", "copies", "copy_in_gbs", "≥ 51"),
+    ("GPU: likewise, out", "copies", "copy_out_gbs", "≥ 51"),
+    ("GPU: likewise in, beside a running prefill", "copies", "copy_in_loaded_gbs", "≥ 51"),
+    ("GPU: likewise out, beside a running prefill", "copies", "copy_out_loaded_gbs", "≥ 51"),
+    ("GPU: what the prefill loses by it", "copies", "prefill_loss", "≤ 0.03"),
+    ("GPU: 30,000 tokens cached on the GPU, first token, ms", "long_prefill", "ttft_30k_gpu_hit_ms", "≤ 12"),
+    ("GPU: 30,000 tokens in host memory, first token, ms", "host", "host_ttft_30k_ms", "≤ 38"),
+    (
+        "GPU: decode step of 10 requests at 10,240 tokens, over weights + KV at 4.8 TB/s",
+        "long_prefill",
+        "decode_long_over_h200_limit",
+        "≤ 1.3",
+    ),
+    ("GPU: engine storing into host memory, of its speed without", "swap_out", "swap_out_qps_gpu_min", "≥ 0.98"),
+    ("GPU: engine storing into a cache server, likewise", "transfer_out", "transfer_out_qps_gpu_min", "≥ 0.98"),
+    ("GPU: server hit after a restart, of a host hit's speed", "restart_server", "server_over_host", "≥ 0.95"),
+    ("GPU: hit over TCP loopback, of a bare socket's speed", "restart", "tcp_of_raw_socket", ""),
+    ("GPU: disk hit after both restarted, of the disk's raw read rate", "restart", "disk_of_raw", "≥ 0.9"),
+    (
+        "GPU: the same, decided by speed, over computing",
+        "restart",
+        "disk_decided_over_computing",
+        "≥ 0.98",
+    ),
+    (
+        "GPU: p99 between tokens of 16 requests beside 30,000-token loads from disk, of that without",
+        "decode_beside_load",
+        "decode_p99_growth",
+        "≤ 1.05",
+    ),
+    ("GPU: fp8 weights, prefill, times bf16's speed", "quantized", "fp8_prefill_x", "≥ 1.4"),
+    ("GPU: fp8 weights, decode of one request, likewise", "quantized", "fp8_decode_x", "≥ 1.5"),
+    ("GPU: GPTQ-Int4, decode of one request, likewise", "quantized", "gptq_decode_x", "≥ 1"),
 ]
 _NAMES = (
     *("server", "disk", "gpu_hit", "baseline", "long_prefill"),
     *("swap_out", "transfer_out", "transfer_in", "load_or_compute", "http", "speed"),
+    *("copies", "host", "restart", "restart_server", "decode_beside_load", "quantized"),
 )
 MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
 
@@ -88,7 +122,11 @@ def main() -> None:
 
 
 def _path(machine: str, name: str) -> Path:
-    file = {"baseline": "baseline", "speed": "speed_test"}.get(name, f"test_{name}")
+    file = {
+        "baseline": "baseline",
+        "speed": "speed_test",
+        "host": "offloading_test_long_prefill",
+    }.get(name, f"test_{name}")
     return RESULTS / f"{machine}_{file}.json"
 
 
@@ -138,23 +176,24 @@ def _engine_lines() -> list[str]:
             cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
             lines.append("| " + " | ".join(f"{cell:.3g}" for cell in cells) + " |")
     lines += ["", *_tier_lines()]
-    lines += ["", "1000 tokens in, 24 out, by the share of the prompt that is a common prefix:", ""]
-    sweep = [row for row in json.loads(_path("h200", "baseline").read_text())["rows"] if row["part"] == "sweep"]
+    sweep = json.loads((RESULTS / "h200_sweep.json").read_text())["rows"]
     lines += [
+        "",
+        "1000 prompts of 1000 tokens, 24 out, by the share of the prompt that is a common prefix; one round each,",
+        "taken before the last changes to kernels and scheduling:",
+        "",
         "| | " + " | ".join(f"{row['hit %']}%" for row in sweep) + " |",
         "|---|" + "---|" * len(sweep),
-        f"| kvtier, {sweep[0]['prompts']} prompts | " + " | ".join(f"{row['QPS']:.3g}" for row in sweep) + " |",
-        "| vLLM, 1000 prompts | " + " | ".join(f"{row['vLLM 0.24']:.3g}" for row in sweep) + " |",
-        "",
-        "![Requests per second over hit rate](benchmarks/results/h200_baseline.png)",
+        "| kvtier | " + " | ".join(f"{row['QPS']:.3g}" for row in sweep) + " |",
+        "| vLLM | " + " | ".join(f"{row['vLLM 0.24']:.3g}" for row in sweep) + " |",
     ]
     return lines
 
 
 def _tier_lines() -> list[str]:
     """The same prompts from the tiers below the GPU."""
-    host = json.loads((RESULTS / "h200_offloading_test_long_prefill.json").read_text())["rows"]
-    remote = json.loads((RESULTS / "h200_remote_test_long_prefill.json").read_text())["rows"]
+    host = json.loads(_path("h200", "host").read_text())["rows"]
+    server = json.loads(_path("h200", "restart_server").read_text())["figures"]
     lines = [
         "The same prompts with the GPU's own cache off, from host memory, and from a cache server after a restart:",
         "",
@@ -163,11 +202,9 @@ def _tier_lines() -> list[str]:
     ]
     for row in host:
         if row["what"] == "host, device cache off":
-            server = next(
-                each for each in remote if each["device cache"] == "off" and "restarted" in str(each["round"])
-            )
-            cells = (row["later QPS"], row["vLLM 0.24"], server[f"N={row['N']}"])
-            lines.append(f"| {row['N']} | " + " | ".join(f"{float(cell):.3g}" for cell in cells) + " |")
+            known = server.get(f"server_hit_n{row['N']}")
+            restarted = "" if known is None else f"{known:.3g}"
+            lines.append(f"| {row['N']} | {row['later QPS']:.3g} | {row['vLLM 0.24']:.3g} | {restarted} |")
     return lines
 
 
