@@ -456,8 +456,9 @@ class PromptLoading:
 
     def leave(self, request: Request) -> None:
         """The request gives up its blocks: nothing is loaded into them any more."""
+        last_steps, num_steps = self._last_steps, self._traffic.num_steps
         for block_id in request.blocks.ids:
-            self._last_steps[block_id] = self._traffic.num_steps
+            last_steps[block_id] = num_steps
         if request.load is not None:
             self._traffic.abandon(request.load)
             request.load = None
