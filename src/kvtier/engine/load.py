@@ -142,6 +142,11 @@ class Load:
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     @property
+    def follows(self) -> bool:
+        """It was begun behind another: how long it took says little of its tier."""
+        return self._behind is not None
+
+    @property
     def turned_at(self) -> float:
         """When its turn came: a thread has taken it on, and the load before it was over."""
         turned_at = self.started_at if self.picked_at is None else self.picked_at

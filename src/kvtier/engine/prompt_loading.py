@@ -90,8 +90,10 @@ class PromptLoading:
         allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * (started_at - polled_at), _MAX_MATCHING_S)
         self.has_unmatched = False
         for request in list(self._looking):
-            if not self.has_unmatched and self._look_further(request, is_idle=is_idle):
+            while not self.has_unmatched and self._look_further(request, is_idle=is_idle):
                 self.has_unmatched = self._clock() - started_at >= allowed_s
+                if not self._has_more(request):
+                    break
         for request in itertools.islice(waiting, _LOOK_AHEAD):
             while request.fetch is None and not request.num_in_flight:
                 if self.has_unmatched:
@@ -209,10 +211,13 @@ class PromptLoading:
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """There are blocks for its first `num_tokens`, and for all that is still to be loaded for those who have some.
 
-        Also for what may be found of its own prompt yet.
+        Also for what was found of its own prompt behind that, or may be found yet.
         """
+        fetch = request.fetch
         if request in self._looking:
             num_tokens = self._num_wanted(request) * self._blocks.block_tokens
+        elif fetch is not None and fetch.decided is not None:
+            num_tokens = max(num_tokens, fetch.end * self._blocks.block_tokens)
         missing = -(-num_tokens // self._blocks.block_tokens) - len(request.blocks.ids)
         promised = {other: self._num_wanted(other) for other in self._looking if other.status is Status.RUNNING}
         for other, end in (promised | self._growing).items():
@@ -236,21 +241,25 @@ class PromptLoading:
 
     def begin(self, request: Request, plan: Plan) -> None:
         """Load `plan` into blocks that the request has, once it has them all."""
+        assert request.fetch is not None
         if len(request.blocks.ids) >= plan.end:
             self._growing.pop(request, None)
             request.load = self._load(request, plan)
+            self._load_ahead(request)
         else:
-            self._growing[request] = plan.end
+            self._growing[request] = max(plan.end, request.fetch.end)
             self.has_unmatched = True
 
     def _load_ahead(self, request: Request) -> None:
-        """Load what follows on the loads under way, unless it is to be computed or there is no room."""
+        """Load what follows on the loads under way from the same tier, unless it is to be computed or lacks room."""
         fetch, load = request.fetch, request.load
         assert fetch is not None
         while load is not None and load.plan.order is Order.FRONT:
             last = request.next_loads[-1] if request.next_loads else load
             plan = self._traffic.plan(fetch, last.plan.end, len(request.tokens))
-            if plan is None or plan.order is not Order.FRONT or plan.part.lease is last.plan.part.lease:
+            if plan is None or plan.order is not Order.FRONT or plan.part.tier != last.plan.part.tier:
+                return
+            if plan.part.lease is last.plan.part.lease:
                 return  # a lease is one thread's at a time
             if not self._blocks.grow(request, plan.end * self._blocks.block_tokens):
                 return

@@ -181,8 +181,9 @@ class TierTraffic:
 
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
         """What is missing of it would be computed sooner than it comes."""
+        was_picked = load.picked_at is not None  # asked first: a thread may take it on meanwhile
         since = load.turned_at
-        if load.picked_at is None:  # as long as those before it come, its turn will
+        if not was_picked:  # as long as those before it come, its turn will
             since = max(since, self._last_end_at)
         return self._decision.is_late(load, prompt_tokens, since)
 
@@ -363,11 +364,14 @@ class TierTraffic:
 
     def _match(self, fetch: Fetch, first: int, hashes: Sequence[BlockHash], num_more: int) -> None:
         fetch.ending = Ending("", first, "down")
+        is_found = False
         try:
             if not fetch.is_cancelled:
                 self._found(fetch, self._match_and_wait(fetch, first, hashes), first, len(hashes) + num_more)
+                is_found = True
         finally:
-            fetch.is_matching = False
+            if not is_found:  # else it has been said, and the next match may be under way
+                fetch.is_matching = False
             with self._lock:
                 self._num_matching -= 1
             self._leave(fetch)
@@ -447,5 +451,5 @@ class TierTraffic:
         tier = load.plan.part.tier
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
-        if nbytes and not load.is_abandoned:
+        if nbytes and not load.is_abandoned and not load.follows:
             self._decision.note_load(tier, nbytes, seconds)

@@ -184,6 +184,49 @@ def test_a_match_in_pieces_ends_as_one_of_the_whole_prompt_does(manager: BlockMa
 
 
 @every_manager
+def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allows(manager: BlockManagerName) -> None:
+    engine = _engine_in_pieces(manager)
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()  # the first piece
+    assert request.load is not None
+    assert len(request.blocks.hashes) == 4
+    engine.now += 10.0  # a quarter of it is more than all others take
+    engine.step()
+
+    assert len(request.blocks.hashes) == 20
+    assert sum(load.num_blocks for load in (request.load, *request.next_loads)) == 20
+    engine.run()
+    assert _tokens_loaded(request) == 80
+
+
+@every_manager
+def test_a_prompt_that_was_found_in_pieces_while_it_waited_has_room_for_all_of_them(manager: BlockManagerName) -> None:
+    """Or waits: it is not admitted for its first piece to compute the others."""
+    engine = TieredEngine(manager, num_blocks=40, piece_blocks=4)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    engine.submit(prompt_of(60), 30)
+    engine.step()
+    prompt = prompt_of(121, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    for _ in range(10):
+        engine.step()
+    assert request.fetch is not None
+    assert len(request.fetch.parts) > 1
+    assert request.status is Status.WAITING
+    engine.run()
+
+    assert _tokens_loaded(request) == 120
+    assert not engine.scheduler.num_preemptions
+
+
+@every_manager
 @pytest.mark.parametrize("num_steps", range(1, 5))
 def test_an_abort_between_the_pieces_leaves_nothing_held(manager: BlockManagerName, num_steps: int) -> None:
     engine = _engine_in_pieces(manager)
