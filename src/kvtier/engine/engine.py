@@ -89,6 +89,7 @@ class Engine:
         """
         self.config = config
         device = _device_of(config.device)
+        _make_current(device)
         if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
         allocated_before_bytes = allocated_bytes(device)
@@ -274,6 +275,7 @@ class Engine:
         If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
         between any two lines, and a block that was never filled must not be used.
         """
+        _make_current(self.arena.device)
         if self._is_broken:
             self._start_over()
         try:
@@ -502,6 +504,12 @@ def _progress(request: Request, token_ids: list[int], text: str, *, is_finished:
     if request.params.logprobs is not None:
         logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
     return Progress(request, token_ids, text, logprobs, is_finished)
+
+
+def _make_current(device: torch.device) -> None:
+    """For the calling thread: kernels and events go to the current GPU, whatever their tensors say."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _device_of(name: str) -> torch.device:
