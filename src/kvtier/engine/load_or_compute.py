@@ -93,15 +93,17 @@ class LoadOrCompute:
             return 0  # it is here before another step is done
         return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
 
-    def is_late(self, load: Load, prompt_tokens: int, since: float) -> bool:
+    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int = 1) -> bool:
         """It takes longer than expected, and what is missing would be computed sooner than it comes.
 
-        Nothing can be said against it before `since`.
+        Nothing can be said against it before `since`. As long as it comes at all, the loads that share its tier hold
+        each other up, and would do so if all of them were computed.
         """
         if self._always_loads or load.is_submitted or load.is_over:
             return False
         elapsed = self._clock() - since
-        expected = (load.plan.expected_s or 0.0) + _LATE_SLACK_S
+        shared = max(1, num_sharing) if load.num_arrived else 1
+        expected = shared * (load.plan.expected_s or 0.0) + _LATE_SLACK_S
         if elapsed <= expected:
             return False
         if load.plan.order is Order.FRONT:
@@ -113,7 +115,7 @@ class LoadOrCompute:
         compute_s = self.compute_s(first, first + num_missing, prompt_tokens)
         if compute_s is None:
             return False
-        return num_missing * self._per_block_s(load, elapsed) > compute_s
+        return num_missing * self._per_block_s(load, elapsed) > shared * compute_s
 
     def compute_s(self, first: int, end: int, prompt_tokens: int | None) -> float | None:
         """How much longer the prompt takes if blocks `first..end` are computed too."""

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -110,6 +110,8 @@ class TierTraffic:
         self._loads: set[Load] = set()
         self._num_matching = 0
         self._last_end_at = 0.0
+        self._num_bringing: Counter[str] = Counter()
+        """How many loads from each tier the threads have taken on."""
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -185,7 +187,7 @@ class TierTraffic:
         since = load.turned_at
         if not was_picked:  # as long as those before it come, its turn will
             since = max(since, self._last_end_at)
-        return self._decision.is_late(load, prompt_tokens, since)
+        return self._decision.is_late(load, prompt_tokens, since, self._num_bringing[load.plan.part.tier])
 
     def note_step(self) -> None:
         """A step was handed to the device."""
@@ -435,21 +437,28 @@ class TierTraffic:
             lease.release()
 
     def _run(self, fetch: Fetch, load: Load) -> None:
+        tier = load.plan.part.tier
+        with self._lock:
+            self._num_bringing[tier] += 1
+            num_sharing = self._num_bringing[tier]
         load.picked_at = self._clock()
         try:
             num_blocks = self._bringing.bring(load)
-            self._note_speed(load, num_blocks, self._clock() - load.turned_at)
+            num_sharing = min(num_sharing, self._num_bringing[tier])
+            self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing)
         finally:
             load.ended_at = self._last_end_at = self._clock()
             load.end()
             with self._lock:
+                self._num_bringing[tier] -= 1
                 self._loads.discard(load)
             self._leave(fetch)
 
-    def _note_speed(self, load: Load, num_blocks: int, seconds: float) -> None:
+    def _note_speed(self, load: Load, num_blocks: int, seconds: float, num_sharing: int) -> None:
+        """Loads that share a tier all the time hold each other up, as prompts do that are computed instead."""
         nbytes = num_blocks * self._block_bytes
         tier = load.plan.part.tier
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
         if nbytes and not load.is_abandoned and not load.follows:
-            self._decision.note_load(tier, nbytes, seconds)
+            self._decision.note_load(tier, nbytes, seconds / num_sharing)

@@ -1,0 +1,58 @@
+"""Many prompts at once that a tier has: they are loaded, though each waits for the others and one is soon computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier import SamplingParams
+from kvtier.engine.copier import HostCopier, Mark, Transfer
+from kvtier.memory.mapped import MappedArena
+from kvtier.testing.tiny_models import save_tiny_model
+from tests.integration.tiered_engines import BLOCK_BYTES, cached, full_blocks, open_engine, settled, tokens
+
+torch.set_num_threads(1)
+
+NUM_PROMPTS = 100
+PROMPT_TOKENS = 200
+LOAD_S = 0.004
+COMPUTE_S = 0.2
+"""A prompt, alone: fifty times what its load takes, and half of what all loads do."""
+
+
+def test_prompts_that_wait_for_each_others_loads_are_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = threading.Lock()
+    at_once = HostCopier.load
+
+    def one_by_one(
+        self: HostCopier, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark
+    ) -> Transfer:
+        with bus:
+            time.sleep(LOAD_S)
+        return at_once(self, arena, offsets, block_ids, after)
+
+    monkeypatch.setattr(HostCopier, "load", one_by_one)
+    save_tiny_model(tmp_path, "qwen2", num_layers=1)
+    prompts = [tokens(number, PROMPT_TOKENS) for number in range(NUM_PROMPTS)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    room = {"kv_cache_space": 4 * NUM_PROMPTS * 16 * BLOCK_BYTES, "swap_space": 4 * NUM_PROMPTS * 16 * BLOCK_BYTES}
+    with open_engine(
+        tmp_path, block_manager="disable_prefix_caching", max_num_requests=NUM_PROMPTS, always_load=False, **room
+    ) as llm:
+        first = llm.generate(prompts, params, progress=False)
+        settled(llm)
+        speeds = llm.engine.speeds
+        monkeypatch.setattr(speeds, "prefill_s", lambda start, count, chunk: count * COMPUTE_S / PROMPT_TOKENS)
+        for _ in range(2):
+            again = llm.generate(prompts, params, progress=False)
+
+            found = [sum(cached(output.outputs[0]).values()) for output in again]
+            assert found == [full_blocks(prompt) for prompt in prompts]
+            assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in first]
