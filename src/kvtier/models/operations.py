@@ -1,6 +1,6 @@
 """The small operations between matrix products: fused kernels on a GPU, their twins in plain torch elsewhere.
 
-Normalisation computes in float32 and returns the dtype of what they were given. Nothing here waits for
+Normalisation computes in float32 and returns the dtype of what it was given. Nothing here waits for
 the device or has a shape that depends on values. `plain_...` are the twins, and what the kernels are tested against.
 """
 
