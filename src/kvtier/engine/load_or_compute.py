@@ -93,7 +93,7 @@ class LoadOrCompute:
             return 0  # it is here before another step is done
         return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
 
-    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int = 1) -> bool:
+    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int) -> bool:
         """It takes longer than expected, and what is missing would be computed sooner than it comes.
 
         Nothing can be said against it before `since`. As long as it comes at all, the loads that share its tier hold

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvtier.kernels import tuning
+from kvtier.kernels import overlap, tuning
 
 # What differs from step to step must not make Triton compile anew in the middle of serving.
 _VARYING = ["num_rows", "splits", "table_stride"]
@@ -91,14 +91,6 @@ def shared_bytes_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def overlap_options(device: torch.device) -> dict[str, bool]:
-    """For a kernel that starts while the one before it ends, as GPUs of the Hopper generation and later can."""
-    overlaps = (
-        tuning.OVERLAPS_ATTENTION and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
-
-
 def _attend(
     query, cache, block_tables, query_starts, kv_lengths, counters, out, log2_scale, window, max_query_tokens, sizes
 ) -> None:
@@ -157,7 +149,7 @@ def _attend(
         JOINS_LAST=joins_last,
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
-        **overlap_options(query.device),
+        **overlap.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,

@@ -119,8 +119,8 @@ def test_nothing_is_started_early_while_more_could_be_loaded() -> None:
 # --- in pieces ----------------------------------------
 
 
-def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4) -> TieredEngine:
-    engine = TieredEngine(manager, piece_blocks=piece_blocks)
+def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4, num_blocks: int = 64) -> TieredEngine:
+    engine = TieredEngine(manager, num_blocks=num_blocks, piece_blocks=piece_blocks)
     engine.traffic.is_smooth = True
     engine.traffic.is_quick = True
     engine.traffic.is_forced = Order.FRONT
@@ -206,10 +206,7 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
 @every_manager
 def test_a_prompt_that_was_found_in_pieces_while_it_waited_has_room_for_all_of_them(manager: BlockManagerName) -> None:
     """Or waits: it is not admitted for its first piece to compute the others."""
-    engine = TieredEngine(manager, num_blocks=40, piece_blocks=4)
-    engine.traffic.is_smooth = True
-    engine.traffic.is_quick = True
-    engine.traffic.is_forced = Order.FRONT
+    engine = _engine_in_pieces(manager, num_blocks=40)
     engine.submit(prompt_of(60), 30)
     engine.step()
     prompt = prompt_of(121, seed=1)
