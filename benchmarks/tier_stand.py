@@ -144,7 +144,8 @@ def drop_below(stand: EngineStand) -> None:
 
 def full_share(length: int, shared: int | None = None) -> float:
     """How much of a prompt can come from a cache of full blocks that has its first `shared` tokens: never the last."""
-    return min(length if shared is None else shared, length - 1) // BLOCK_TOKENS * BLOCK_TOKENS / length
+    known = length if shared is None else shared
+    return min(known // BLOCK_TOKENS * BLOCK_TOKENS, length - 1) / length
 
 
 def expect_hits(done: Round, tiers: Sequence[str], share: float, what: str) -> None:

@@ -66,7 +66,7 @@ class SimulatedDevice:
         self.block_tokens = block_tokens
         self.kv: dict[Place, int] = {}
         self.num_times_computed: Counter[tuple[int, int]] = Counter()
-        """By position and checksum of the prefix that ends there."""
+        """By position and checksum of the prefix that ends there. Not what is computed without being written."""
         self.num_computed_for: Counter[Request] = Counter()
         self._tokens: dict[Request, list[int]] = {}
         self._last_tokens = [STOP_TOKEN] * num_slots
@@ -81,8 +81,9 @@ class SimulatedDevice:
         for row in step.rows:
             for position in range(row.start, row.start + row.count):
                 checksum = sums[row.request][position]
-                self.kv[self._place(row.request, position)] = checksum
-                self.num_times_computed[position, checksum] += 1
+                if row.writes:
+                    self.kv[self._place(row.request, position)] = checksum
+                    self.num_times_computed[position, checksum] += 1
             self.num_computed_for[row.request] += row.count
             if row.samples:
                 sampled.append((row, self._sample(row, sums[row.request])))
@@ -91,6 +92,7 @@ class SimulatedDevice:
     def _check_shape(self, step: Step) -> None:
         counts = [row.count for row in step.rows]
         assert all(count > 0 for count in counts)
+        assert all(row.writes or (row.count == 1 and row.samples) for row in step.rows), "KV that is there is computed"
         assert step.num_tokens == sum(counts)
         assert sorted(counts, key=lambda count: count > 1) == counts, "rows of one token come first"
         assert len({row.request for row in step.rows}) == len(step.rows), "a request has one row"
@@ -105,7 +107,8 @@ class SimulatedDevice:
             ids = row.request.blocks.ids
             written_by_row = set(ids[row.start // self.block_tokens : self._num_blocks(row)])
             assert len(ids) >= self._num_blocks(row), f"{row.request} has no block to write to"
-            assert all(holders[block_id] == 1 for block_id in written_by_row), "a block with two writers"
+            if row.writes:
+                assert all(holders[block_id] == 1 for block_id in written_by_row), "a block with two writers"
         assert len(set(written)) == len(written), "two copies into one block"
 
     def _num_blocks(self, row: StepRow) -> int:
@@ -130,7 +133,7 @@ class SimulatedDevice:
             assert row.count == 1, "only the last token can be on the device"
             assert own[row.start] == self._last_tokens[request.slot], "the slot holds another token"
         sums = checksums(own)
-        for position in range(row.start):
+        for position in range(row.start if row.writes else row.start + row.count):
             assert self.kv.get(self._place(request, position)) == sums[position], (
                 f"{request} reads foreign KV at position {position}"
             )

@@ -159,7 +159,7 @@ class TieredDevice(SimulatedDevice):
         ids = row.request.blocks.ids
         end = row.start + row.count
         assert not under_way & set(ids[: -(-end // size)]), f"{row.request} reads or writes what has not arrived"
-        written = ids[row.start // size : -(-end // size)]
+        written = ids[row.start // size : -(-end // size)] if row.writes else []
         assert not self.held.keys() & set(written), f"{row.request} writes to a block that is held for a store"
         return super()._read(row)
 
@@ -355,8 +355,11 @@ class SimulatedTraffic:
         )
         if self.is_forced is not None:
             orders = [self.is_forced if self.is_forced in orders else Order.FRONT]
-        order = self._chance.choice(orders)
-        return None if order is None else Plan(part, position, part.end, order, None, self._chance.randint(1, 4))
+        order, end = self._chance.choice(orders), part.end
+        if order is Order.BACK:  # as `LoadOrCompute` has it: the last token comes after all that meets
+            before_last = min(end, (prompt_tokens - 1) // self._device.block_tokens)
+            order, end = (order, before_last) if before_last > position else (Order.FRONT, end)
+        return None if order is None else Plan(part, position, end, order, None, self._chance.randint(1, 4))
 
     def note_step(self) -> None:
         self.num_steps += 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import LLM
+from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import RequestOutput
 from kvtier.engine.client import EngineClient
 from kvtier.engine.request import Status
@@ -330,6 +330,22 @@ def test_a_request_says_where_its_prompt_came_from(model: Path, kind: str) -> No
             explained = llm.engine.explain(second.request_id)
             assert (explained.reason.value, explained.ended_at_tokens) == ("all", 96)
             assert explained.cached_tokens == {"device": 0, below.first: 96}
+
+
+@pytest.mark.parametrize("manager", ["prefix_caching", "yoco"])
+@pytest.mark.parametrize("schedule", ["sync", "async-2"])
+def test_of_a_prompt_of_whole_blocks_that_the_device_has_one_token_is_computed_and_nothing_written(
+    model: Path, manager: str, schedule: str
+) -> None:
+    asked = [Question(tokens(8, 5 * BLOCK_TOKENS), SamplingParams(temperature=0.0, max_tokens=1))]
+    with open_engine(model, block_manager=manager, schedule=schedule) as llm:
+        first = ask(llm, asked)
+        blocks = llm.engine.arena.blocks.clone()
+        second = ask(llm, asked * 3)
+
+        assert [cached(output.outputs[0]) for output in second] == 3 * [{"device": 5 * BLOCK_TOKENS - 1}]
+        assert answers(second) == 3 * answers(first)
+        assert torch.equal(llm.engine.arena.blocks, blocks)
 
 
 def test_blocks_of_an_answer_are_found_too(model: Path) -> None:

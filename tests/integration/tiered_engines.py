@@ -93,8 +93,8 @@ def cached_by_tier(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def full_blocks(prompt: Sequence[int]) -> int:
-    """Tokens in the blocks that can be cached of a prompt: one token is always computed."""
-    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    """Tokens in the blocks that can be cached of a prompt, but for the last one, which is always computed."""
+    return min(len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, len(prompt) - 1)
 
 
 def assert_same_answers(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:

@@ -43,8 +43,11 @@ class BlockManager(Protocol):
         """How many of its next `count` tokens to compute in one go: less where cached blocks follow."""
         ...
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the first `num_tokens`; False, and nothing changes, when there is no room."""
+    def grow(self, request: Request, num_tokens: int, *, is_loaded: bool = False) -> bool:
+        """Blocks for the first `num_tokens`; False, and nothing changes, when there is no room.
+
+        The step that is being scheduled fills them, unless what comes into them `is_loaded`.
+        """
         ...
 
     def note_computed(self, request: Request) -> None:

@@ -73,7 +73,7 @@ class LoadOrCompute:
         compute_s = self.compute_s(position, part.end, prompt_tokens)
         if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
             return plan
-        from_back = self._from_back(plan, load_s, compute_s)
+        from_back = self._from_back(plan, load_s, compute_s, prompt_tokens)
         if from_back is not None:
             return from_back
         return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
@@ -122,7 +122,8 @@ class LoadOrCompute:
         start, stop = first * self._block_tokens, end * self._block_tokens
         total = max(stop, prompt_tokens or 0)
         whole = self.speeds.prefill_s(start, total - start, self._chunk_tokens)
-        rest = self.speeds.prefill_s(stop, total - stop, self._chunk_tokens)
+        left = max(total - stop, 1)  # of a prompt that is all there, the last token is computed still
+        rest = self.speeds.prefill_s(total - left, left, self._chunk_tokens)
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
@@ -161,9 +162,13 @@ class LoadOrCompute:
             return elapsed_s / load.num_arrived
         return max(expected, elapsed_s / load.num_blocks)
 
-    def _from_back(self, plan: Plan, load_s: float, compute_s: float) -> Plan | None:
-        """Load from the back while the front is computed, if that is the fastest by far; None if not."""
-        if plan.part.comes_in_order:
+    def _from_back(self, plan: Plan, load_s: float, compute_s: float, prompt_tokens: int) -> Plan | None:
+        """Load from the back while the front is computed, if that is the fastest by far; None if not.
+
+        The prompt's last token is not among it: it is computed once all before it is there.
+        """
+        end = min(plan.end, (prompt_tokens - 1) // self._block_tokens)
+        if plan.part.comes_in_order or end <= plan.first:
             return None
         num_blocks = plan.end - plan.first
         load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
@@ -176,7 +181,7 @@ class LoadOrCompute:
         ):
             return None
         unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
-        return replace(plan, order=Order.BACK, unit=min(unit, plan.unit), meets_after_s=meet_s)
+        return replace(plan, end=end, order=Order.BACK, unit=min(unit, plan.unit), meets_after_s=meet_s)
 
     def _is_resting(self, tier: str) -> bool:
         rest = self._rests.get(tier)

@@ -37,7 +37,7 @@ class NaiveBlocks:
     def chunk(self, request: Request, count: int) -> int:
         return count
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def grow(self, request: Request, num_tokens: int, *, is_loaded: bool = False) -> bool:
         ids = request.blocks.ids
         missing = -(-num_tokens // self.block_tokens) - len(ids)
         if missing > len(self._free_ids):
@@ -92,6 +92,14 @@ class HashedBlocks(NaiveBlocks):
 
     def note_computed(self, request: Request) -> None:
         extend_hashes(request, self._namespace, self.block_tokens)
+
+
+def num_reusable_blocks(num_tokens: int, block_tokens: int) -> int:
+    """How many blocks of a prompt are of use if they are found. The last token is computed, with them or after them.
+
+    It lies in a block that others may have too, so it is not written again; blocks of one token are too small for that.
+    """
+    return num_tokens // block_tokens if block_tokens > 1 else num_tokens - 1
 
 
 def root_of(request: Request, namespace: Namespace) -> Namespace:

@@ -19,7 +19,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.engine.block_manager import BlockManager
 from kvtier.engine.copier import Transfer
 from kvtier.engine.load import Load, Order, Plan
-from kvtier.engine.naive_blocks import extend_hashes
+from kvtier.engine.naive_blocks import extend_hashes, num_reusable_blocks
 from kvtier.engine.request import MatchEnding, Request, Status
 from kvtier.engine.step import Step
 from kvtier.engine.tier_traffic import Fetch, TierTraffic
@@ -117,7 +117,7 @@ class PromptLoading:
         """
         fetch = request.fetch
         assert fetch is not None
-        position = request.num_computed // self._blocks.block_tokens
+        position = request.num_there // self._blocks.block_tokens
         hashes = self._hashed(request)
         next_missing = max(position, fetch.end)
         is_computed = next_missing < len(hashes) and hashes[next_missing] in self._announced
@@ -175,8 +175,7 @@ class PromptLoading:
             self._looking.remove(request)
 
     def _num_wanted(self, request: Request) -> int:
-        """All full blocks that leave at least one token to compute."""
-        return (len(request.tokens) - 1) // self._blocks.block_tokens
+        return num_reusable_blocks(len(request.tokens), self._blocks.block_tokens)
 
     def _hash_piece(self, request: Request, *, is_idle: bool) -> list[BlockHash]:
         """Hash some more of a prompt. Returns all wanted hashes so far.
@@ -233,7 +232,7 @@ class PromptLoading:
         end = plan.end
         if not is_alone:
             end = min(end, max(plan.first, len(request.blocks.ids)) + 2 * self._piece_blocks)
-        return self._blocks.grow(request, end * self._blocks.block_tokens)
+        return self._blocks.grow(request, end * self._blocks.block_tokens, is_loaded=True)
 
     def is_growing(self, request: Request) -> bool:
         """It has not all blocks yet for what it loads next; others may wait for those that it has."""
@@ -261,7 +260,7 @@ class PromptLoading:
                 return
             if plan.part.lease is last.plan.part.lease:
                 return  # a lease is one thread's at a time
-            if not self._blocks.grow(request, plan.end * self._blocks.block_tokens):
+            if not self._blocks.grow(request, plan.end * self._blocks.block_tokens, is_loaded=True):
                 return
             request.next_loads.append(self._load(request, plan, last))
 
@@ -338,7 +337,7 @@ class PromptLoading:
         fetch = request.fetch
         if fetch is None:
             return
-        position = request.num_computed // self._blocks.block_tokens
+        position = request.num_there // self._blocks.block_tokens
         if request.ending is None:
             ending = fetch.ending
             left = next((part for part in fetch.parts if part.end > position), None)
@@ -379,9 +378,10 @@ class PromptLoading:
         first, end = load.arrived()
         tier = load.plan.part.tier
         if end > first:
-            request.num_computed = end * block_tokens
+            request.fill(end * block_tokens)
             if not request.num_preemptions:
-                request.loaded_tokens[tier] = request.loaded_tokens.get(tier, 0) + (end - first) * block_tokens
+                num_loaded = request.num_computed - first * block_tokens
+                request.loaded_tokens[tier] = request.loaded_tokens.get(tier, 0) + num_loaded
             # A tier that was away may lack what another had; but what is still on its way must not be offered.
             if self._offered_again is None or not load.is_over:
                 request.num_offered = end
@@ -405,7 +405,7 @@ class PromptLoading:
             return
         request.is_announced = True
         extend_hashes(request, self._namespace, self._blocks.block_tokens)
-        first = request.num_computed // self._blocks.block_tokens
+        first = request.num_there // self._blocks.block_tokens
         hashes = request.blocks.hashes[first:]
         for block_hash in hashes:
             self._announced.setdefault(block_hash, request)

@@ -73,8 +73,8 @@ class SequenceBlocks:
 
     `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
     been shown under their hashes, which are chained from `root`, once it is known. Of a long prompt that is looked for
-    piece by piece no more than `max_hashes` are known for now. `version` changes when `ids` are not just longer than
-    before.
+    piece by piece no more than `max_hashes` are known for now. The KV of the first `num_filled` tokens was found, not
+    computed: it is not written again. `version` changes when `ids` are not just longer than before.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -83,6 +83,7 @@ class SequenceBlocks:
     root: Namespace | None = None
     max_hashes: int | None = None
     num_shown: int = 0
+    num_filled: int = 0
     version: int = 0
 
     def clear(self) -> None:
@@ -90,6 +91,7 @@ class SequenceBlocks:
         self.ids = []
         self.blocks = []
         self.num_shown = 0
+        self.num_filled = 0
         self.version += 1
 
 
@@ -176,6 +178,16 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens and those on the device."""
         return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_there(self) -> int:
+        """Tokens whose KV its blocks have. The last of them may be computed again, for what follows it."""
+        return max(self.num_computed, self.blocks.num_filled)
+
+    def fill(self, num_tokens: int) -> None:
+        """The KV of its first `num_tokens` was found; of tokens that are all there the last is left to compute."""
+        self.blocks.num_filled = num_tokens
+        self.num_computed = min(num_tokens, len(self.tokens) - 1)
 
     @property
     def num_outputs(self) -> int:

@@ -205,9 +205,11 @@ class Runner:
     def _hidden_states(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Those of all tokens, and of some padding after them."""
         num_tokens, num_rows = step.num_tokens, len(step.rows)
-        if self._decode_graphs is not None and num_tokens == num_rows and not step.arrivals:
+        if self._decode_graphs is not None and num_tokens == num_rows:
             graph_rows = self._decode_graphs.size_for(num_rows)
             if graph_rows is not None:
+                for transfer in step.arrivals:
+                    transfer.precede(self.arena.layout.layers - 1)
                 return self._decode_graphs.run(tokens, self._batch(step, num_padding_rows=graph_rows - num_rows))
         if self._chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
             size = self._chunk_graphs.size_for(num_tokens, num_rows)
@@ -226,7 +228,7 @@ class Runner:
         self, step: Step, *, num_padding_rows: int = 0, num_empty_rows: int = 0, num_padding_tokens: int = 0
     ) -> PagedBatch:
         return PagedBatch.build(
-            [PagedRow(self._table_of(row.request), row.count, row.start + row.count) for row in step.rows],
+            [PagedRow(self._table_of(row.request), row.count, row.start + row.count, row.writes) for row in step.rows],
             block_tokens=self._block_tokens,
             device=self._device,
             num_padding_rows=num_padding_rows,

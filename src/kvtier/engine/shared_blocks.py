@@ -14,7 +14,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
 from kvtier.engine.held import Held
-from kvtier.engine.naive_blocks import extend_hashes
+from kvtier.engine.naive_blocks import extend_hashes, num_reusable_blocks
 from kvtier.engine.request import Request
 from kvtier.engine.step import BlockCopy
 
@@ -35,7 +35,7 @@ class SharedBlocks:
         return self.num_blocks - self._pool.referenced_units
 
     def extend(self, request: Request, *, partially: bool = True) -> bool:
-        """Only at a block's boundary: within a block the request has the block to itself."""
+        """Only at a block's boundary: within a block the request has the block to itself, or has all that it needs."""
         awaited = self._awaited.get(request)
         if awaited is not None:
             if self._index.presence(awaited) is Presence.PENDING:
@@ -46,14 +46,14 @@ class SharedBlocks:
             return True
         extend_hashes(request, self._namespace, self.block_tokens)
         blocks = request.blocks
-        end = (len(request.tokens) - 1) // self.block_tokens
+        end = num_reusable_blocks(len(request.tokens), self.block_tokens)
         match = self._pool.match(self._index, blocks.hashes[position:end])
         if match.blocks:
             self._put_back(request, position)
             blocks.blocks += match.blocks
             blocks.ids += [block.start for block in match.blocks]
             blocks.num_shown = len(blocks.ids)
-            request.num_computed += len(match.blocks) * self.block_tokens
+            request.fill((position + len(match.blocks)) * self.block_tokens)
         if match.ended is Presence.PENDING:
             self._awaited[request] = blocks.hashes[position + len(match.blocks)]
             return False
@@ -69,7 +69,7 @@ class SharedBlocks:
                 return position * self.block_tokens - request.num_computed
         return count
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def grow(self, request: Request, num_tokens: int, *, is_loaded: bool = False) -> bool:
         blocks = request.blocks
         missing = -(-num_tokens // self.block_tokens) - len(blocks.ids)
         if missing > self.num_free_blocks:
@@ -95,7 +95,7 @@ class SharedBlocks:
 
     def num_known_blocks(self, request: Request) -> int:
         extend_hashes(request, self._namespace, self.block_tokens)
-        hashes = request.blocks.hashes[: (len(request.tokens) - 1) // self.block_tokens]
+        hashes = request.blocks.hashes[: num_reusable_blocks(len(request.tokens), self.block_tokens)]
         return len(list(itertools.takewhile(self._index.blocks.__contains__, hashes)))
 
     def unclaim(self, request: Request) -> None:

@@ -10,12 +10,16 @@ from kvtier.engine.request import Request
 
 @dataclass(slots=True)
 class StepRow:
-    """`count` tokens of `request` from position `start`. `samples` when they reach its last token."""
+    """`count` tokens of `request` from position `start`. `samples` when they reach its last token.
+
+    One whose KV was found, and which is computed for what follows it, is a row of its own that does not write.
+    """
 
     request: Request
     start: int
     count: int
     samples: bool
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

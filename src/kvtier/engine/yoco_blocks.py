@@ -59,10 +59,10 @@ class YocoBlocks(SharedBlocks):
         self._start_from(request, source, count)
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        if not super().grow(request, num_tokens):
+    def grow(self, request: Request, num_tokens: int, *, is_loaded: bool = False) -> bool:
+        if not super().grow(request, num_tokens, is_loaded=is_loaded):
             return False
-        if num_tokens == len(request.tokens):
+        if not is_loaded and num_tokens == len(request.tokens) > request.blocks.num_filled:
             # All that is known of the request: whoever has the same tokens waits for the end of them too.
             extend_hashes(request, self._namespace, self.block_tokens)
             position = (num_tokens - 1) // self.block_tokens

@@ -23,12 +23,14 @@ from kvtier.kernels.upload import upload
 class PagedRow(NamedTuple):
     """A request's part of a step: its last `query_tokens` of `kv_tokens` are computed, the rest is in its blocks.
 
-    `block_ids` holds at least enough ids for `kv_tokens`. Of long contexts pass an int32 array, not a list.
+    `block_ids` holds at least enough ids for `kv_tokens`. Of long contexts pass an int32 array, not a list. Unless it
+    `writes`, the KV of what is computed is in its blocks already.
     """
 
     block_ids: Sequence[int] | npt.NDArray[np.int32]
     query_tokens: int
     kv_tokens: int
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class PagedBatch:
     kv_lengths: torch.Tensor
     """`(rows,)` int32: tokens of context, this step's included."""
     slots: torch.Tensor
-    """`(tokens,)` int64: where each token's KV goes; negative for padding."""
+    """`(tokens,)` int64: where each token's KV goes; negative where it is not written."""
     positions: torch.Tensor
     """`(tokens,)` int64: each token's place in its context."""
     counters: torch.Tensor
@@ -79,18 +81,19 @@ class PagedBatch:
         counts = np.ones(num_rows, np.int64)
         counts[num_rows - num_empty_rows :] = 0
         kv_lengths = np.zeros(num_rows, np.int64)
+        writes = np.ones(num_rows, np.bool_)
         num_blocks = [-(-row.kv_tokens // block_tokens) for row in rows]
         tables = np.zeros((num_rows, max(num_blocks, default=1) or 1), np.int32)
         for index, row in enumerate(rows):
             assert 0 <= row.query_tokens <= row.kv_tokens, row
-            counts[index], kv_lengths[index] = row.query_tokens, row.kv_tokens
+            counts[index], kv_lengths[index], writes[index] = row.query_tokens, row.kv_tokens, row.writes
             tables[index, : num_blocks[index]] = row.block_ids[: num_blocks[index]]
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         row_of = np.repeat(np.arange(num_rows), counts)
         positions = np.arange(starts[-1]) - starts[row_of] + (kv_lengths - counts)[row_of]
         slots = tables[row_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        slots[positions < 0] = -1
+        slots[(positions < 0) | ~writes[row_of]] = -1
         np.maximum(positions, 0, out=positions)
         if num_padding_tokens:
             slots = np.concatenate((slots, np.full(num_padding_tokens, -1)))

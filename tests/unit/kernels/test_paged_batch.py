@@ -65,6 +65,15 @@ def test_padding_rows_have_one_query_and_no_kv() -> None:
     assert batch.num_decodes == 3
 
 
+def test_rows_that_do_not_write_have_no_slots_and_read_all_the_same() -> None:
+    batch = build(PagedRow([7, 3], 1, 8, writes=False), PagedRow([5], 1, 2))
+
+    assert batch.slots.tolist() == [-1, 5 * 4 + 1]
+    assert batch.positions.tolist() == [7, 1]
+    assert batch.kv_lengths.tolist() == [8, 2]
+    assert batch.block_tables.tolist()[0] == [7, 3]
+
+
 def test_empty_rows_have_no_query_and_padding_tokens_no_row() -> None:
     batch = PagedBatch.build(
         [PagedRow([1], 2, 2)], block_tokens=4, device=DEVICE, num_empty_rows=2, num_padding_tokens=3
