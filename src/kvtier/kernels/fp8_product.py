@@ -202,6 +202,10 @@ def _product_kernel(
     weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS
     overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
     overlap.wait(OVERLAPS)
+    # Here, before they are needed: after the loop every program would wait for memory once more.
+    weight_scales = tl.load(scales_ptr + weight_rows)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + weight_rows)
     if IS_QUANTIZED:
         token_scales = tl.load(peaks_ptr + tokens, mask=is_token, other=1.0)
     else:
@@ -233,9 +237,9 @@ def _product_kernel(
 
     total, num_joined = joined(part, parts_ptr, counters_ptr, num_tokens, tile, split, SPLITS, ROWS, TOKENS)
     dtype = out_ptr.dtype.element_ty
-    total = total * token_scales[None, :] * tl.load(scales_ptr + weight_rows)[:, None]
+    total = total * token_scales[None, :] * weight_scales[:, None]
     if HAS_BIAS:
-        total += tl.load(bias_ptr + weight_rows).to(tl.float32)[:, None]
+        total += bias.to(tl.float32)[:, None]
     total = total.to(dtype)
     is_joined = tokens < num_joined
     if IS_GATED:
