@@ -6,7 +6,8 @@ Needs a GPU. Each product of a layer of Qwen2.5-7B is timed as a CUDA graph over
 more than the cache holds: cuBLAS in bfloat16 and our kernel beside it (gate and up are ours in both),
 `torch._scaled_mm` with our kernel that quantises, and our kernels for weights in 8 and 4 bits. First with the tiles
 that `kernels/tuning` chooses, for every number of tokens. Then all that a layer does besides attending, in its order,
-with and without launches that overlap (`tuning.OVERLAPS_LAUNCHES`). At last, for the first number of tokens, other
+with and without launches that overlap (`tuning.OVERLAPS_LAUNCHES`), in 8 bits also with norms that quantise
+(`tuning.NORMS_QUANTIZE`). At last, for the first number of tokens, other
 tiles, as many as there is time for, and the best of each product for the other numbers. Settings are for `fp8_tile`,
 `plain_tile` and `int4_tile`. All results are compared with the twins; ends with 1 when one is wrong, or when a bar is
 not met.
@@ -33,6 +34,7 @@ from torch.nn import functional
 
 from benchmarks.harness import Result, console, print_figures, print_table
 from kvtier.kernels import elementwise, fp8_product, int4_product, plain_product, tuning
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models import fp8
 from kvtier.models.operations import silu_mul
 
@@ -60,12 +62,14 @@ class Shape:
     outputs: int
     is_gated: bool = False
     has_peaks: bool = False
+    is_normed: bool = False
+    """Whether its inputs come from a norm."""
 
 
 SHAPES = (
-    Shape("qkv", 3584, 4608),
+    Shape("qkv", 3584, 4608, is_normed=True),
     Shape("output", 3584, 3584),
-    Shape("gate_up", 3584, 37888, is_gated=True),
+    Shape("gate_up", 3584, 37888, is_gated=True, is_normed=True),
     Shape("down", 18944, 3584, has_peaks=True),
 )
 
@@ -157,13 +161,16 @@ class Stand:
             for _ in range(LAYERS)
         ]
 
-    def inputs(self, num_tokens: int) -> Inputs:
+    def inputs(self, num_tokens: int, kind: Kind) -> Inputs:
         hidden = self.hidden[:num_tokens]
+        if kind is Kind.FP8 and self.shape.is_normed and tuning.NORMS_QUANTIZE:
+            return Inputs(QuantizedRows(*fp8.quantize_rows(hidden), DTYPE), None)
         peaks = hidden.float().abs().unflatten(1, (-1, 32)).amax(-1) if self.shape.has_peaks else None
         return Inputs(hidden, peaks)
 
-    def expected_fp8(self, hidden: Tensor) -> Tensor:
-        values, value_scales = fp8.quantize_rows(hidden)
+    def expected_fp8(self, hidden: Tensor | QuantizedRows) -> Tensor:
+        is_quantized = isinstance(hidden, QuantizedRows)
+        values, value_scales = (hidden.values, hidden.scales) if is_quantized else fp8.quantize_rows(hidden)
         weight, scales = self.fp8[0]
         product = (values.float() @ weight.float().t()) * value_scales * scales.t()
         return silu_mul(product) if self.shape.is_gated else product
@@ -180,6 +187,14 @@ class Stand:
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Some tokens, and what the product before has noted of them, 32 columns at a time."""
+
+    hidden: Tensor | QuantizedRows
+    peaks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What came out, and what is noted of it."""
 
     hidden: Tensor
     peaks: Tensor | None
@@ -199,8 +214,8 @@ SEARCHED = {Kind.FP8: (FP8_SETTINGS, 0.5), Kind.PLAIN: (PLAIN_SETTINGS, 0.3), Ki
 """What is tried, and the share of the time that there is for it."""
 
 
-def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Inputs:
-    """One product, and what is noted of it; `setting` is for our kernels, which choose for themselves unless told."""
+def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Outputs:
+    """One product; `setting` is for our kernels, which choose for themselves unless told."""
     hidden, is_gated = inputs.hidden, stand.shape.is_gated
     tile = None if setting is None else setting.tile(stand.shape)
     found: Tensor | None
@@ -223,26 +238,28 @@ def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Sett
             if is_gated:
                 both = fp8_product.linear_silu_mul(*settled, **FP8_LIMITS, tile=tile)
                 assert both is not None
-                return Inputs(*both)
+                return Outputs(*both)
             found = fp8_product.linear(*settled, **FP8_LIMITS, peaks=inputs.peaks, tile=tile)
         case Kind.INT4:
             packed = (stand.words[layer], stand.zeros[layer], stand.scales[layer])
             found = int4_product.linear(hidden, *packed, None, stand.counters, tile=tile)
     assert found is not None
-    return Inputs(found, None)
+    return Outputs(found, None)
 
 
 def run_layers(kind: Kind, stands: Sequence[Stand], hidden: Tensor, norm_weight: Tensor) -> Tensor:
     """Everything that the layers of a model do with `hidden`, but attention."""
     qkv, output, gate_up, down = stands
     residual = hidden
+    quantizes = kind is Kind.FP8 and tuning.NORMS_QUANTIZE
+    norm = fp8.quantized_rms_norm if quantizes else elementwise.add_rms_norm
     for layer in range(LAYERS):
-        normed, residual = elementwise.add_rms_norm(hidden, residual, norm_weight, EPS)
+        normed, residual = norm(hidden, residual, norm_weight, EPS)
         attended = multiply(kind, qkv, Inputs(normed, None), layer).hidden[:, : output.shape.inputs]
         hidden = multiply(kind, output, Inputs(attended, None), layer).hidden
-        normed, residual = elementwise.add_rms_norm(hidden, residual, norm_weight, EPS)
+        normed, residual = norm(hidden, residual, norm_weight, EPS)
         gated = multiply(kind, gate_up, Inputs(normed, None), layer)
-        hidden = multiply(kind, down, gated, layer).hidden
+        hidden = multiply(kind, down, Inputs(gated.hidden, gated.peaks), layer).hidden
     return hidden + residual
 
 
@@ -296,10 +313,9 @@ def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[s
     rows: list[dict[str, object]] = []
     for num_tokens in token_counts:
         for stand in stands:
-            inputs = stand.inputs(num_tokens)
             for kind in SEARCHED:
-                check(kind, stand, inputs)
-            times = {kind.value: 1e6 * seconds_of(kind, stand, inputs) for kind in Kind}
+                check(kind, stand, stand.inputs(num_tokens, kind))
+            times = {kind.value: 1e6 * seconds_of(kind, stand, stand.inputs(num_tokens, kind)) for kind in Kind}
             weights = stand.shape.inputs * stand.shape.outputs
             rates = {
                 "fp8 TB/s": weights / times["fp8"] / 1e6,
@@ -317,38 +333,46 @@ def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[s
 def compare_layers(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[str, object]]:
     """Microseconds of a layer without its attention, with launches that overlap and without.
 
-    Raises when the numbers differ: it is the same kernels.
+    Raises when the numbers of a kind differ: launches change none, and neither does who quantises.
     """
     rows: list[dict[str, object]] = []
     for num_tokens, kind in itertools.product(token_counts, (Kind.CUBLAS, Kind.PLAIN, Kind.FP8)):
-        one_by_one, expected = time_layers(kind, stands, num_tokens, is_overlapping=False)
-        overlapped, found = time_layers(kind, stands, num_tokens, is_overlapping=True)
-        if not torch.equal(found, expected):
-            raise AssertionError(f"{kind.value}, {num_tokens} tokens: other numbers when launches overlap")
-        times = {"one by one": one_by_one, "overlapping": overlapped, "x": one_by_one / overlapped}
-        rows.append({"layer of": kind.value, "tokens": num_tokens, **times})
+        expected: Tensor | None = None
+        for norms_quantize in (False, True) if kind is Kind.FP8 else (False,):
+            name = f"{kind.value}, norms quantise" if norms_quantize else kind.value
+            times: dict[bool, float] = {}
+            for overlaps in (False, True):
+                with switched(OVERLAPS_LAUNCHES=overlaps, NORMS_QUANTIZE=norms_quantize):
+                    times[overlaps], found = time_layers(kind, stands, num_tokens)
+                if expected is not None and not torch.equal(found, expected):
+                    raise AssertionError(f"{name}, {num_tokens} tokens: other numbers, overlapping: {overlaps}")
+                expected = found
+            figures = {"one by one": times[False], "overlapping": times[True], "x": times[False] / times[True]}
+            rows.append({"layer of": name, "tokens": num_tokens, **figures})
     return rows
 
 
-def time_layers(kind: Kind, stands: Sequence[Stand], num_tokens: int, *, is_overlapping: bool) -> tuple[float, Tensor]:
+def time_layers(kind: Kind, stands: Sequence[Stand], num_tokens: int) -> tuple[float, Tensor]:
     """Microseconds of one of the layers, and what comes out of all."""
     norm_weight = torch.ones(stands[0].shape.inputs, dtype=DTYPE, device="cuda")
     hidden = stands[0].hidden[:num_tokens]
     out = torch.empty_like(hidden)
-    with overlapping(is_overlapping):
-        run_layers(kind, stands, hidden, norm_weight)
-        graph = captured(lambda: out.copy_(run_layers(kind, stands, hidden, norm_weight)))
+    run_layers(kind, stands, hidden, norm_weight)
+    graph = captured(lambda: out.copy_(run_layers(kind, stands, hidden, norm_weight)))
     return 1e6 * seconds_of_graph(graph) / LAYERS, out
 
 
 @contextmanager
-def overlapping(is_wanted: bool) -> Iterator[None]:
-    before = tuning.OVERLAPS_LAUNCHES
-    tuning.OVERLAPS_LAUNCHES = is_wanted
+def switched(**switches: bool) -> Iterator[None]:
+    """With these switches of `kernels/tuning`."""
+    before = {name: getattr(tuning, name) for name in switches}
+    for name, is_on in switches.items():
+        setattr(tuning, name, is_on)
     try:
         yield
     finally:
-        tuning.OVERLAPS_LAUNCHES = before
+        for name, is_on in before.items():
+            setattr(tuning, name, is_on)
 
 
 def search(
@@ -356,7 +380,7 @@ def search(
 ) -> dict[Setting, dict[str, float]]:
     """Microseconds by product of the settings for which there was time; kernels are compiled in threads."""
     found: dict[Setting, dict[str, float]] = {}
-    inputs = [stand.inputs(num_tokens) for stand in stands]
+    inputs = [stand.inputs(num_tokens, kind) for stand in stands]
     now = time.monotonic()
     compiling_until = now + COMPILING_SHARE * (until - now)
 

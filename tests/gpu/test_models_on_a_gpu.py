@@ -157,6 +157,20 @@ def test_launches_that_overlap_change_no_number(
 
 
 @pytest.mark.usefixtures("has_products")
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 16, 64, 65, 300])
+def test_who_quantises_a_normalised_row_changes_no_bit(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SEVEN_B | {"num_hidden_layers": 4}
+    model = load_model(config, device="cuda", load_format="dummy", max_model_len=4096, quantization="fp8").model
+    tokens, positions = torch.arange(num_tokens, device="cuda"), torch.arange(num_tokens, device="cuda")
+    monkeypatch.setattr(tuning, "NORMS_QUANTIZE", False)
+    expected = model(tokens, positions, own_values)
+
+    monkeypatch.setattr(tuning, "NORMS_QUANTIZE", True)
+
+    assert torch.equal(model(tokens, positions, own_values), expected)
+
+
+@pytest.mark.usefixtures("has_products")
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 33, 64, 100])
 def test_gate_and_up_in_eight_bits_are_what_they_are_one_by_one(num_tokens: int) -> None:
     torch.manual_seed(0)

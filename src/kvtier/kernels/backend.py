@@ -13,6 +13,7 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kernels import reference, tuning
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.kernels.rotation import Rotation
 
 
@@ -98,6 +99,17 @@ class Elementwise(Protocol):
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def quantized_rms_norm(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        max_value: float,
+        min_scale: float,
+    ) -> tuple[QuantizedRows, torch.Tensor]: ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
     def linear_silu_mul(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None: ...
@@ -124,7 +136,7 @@ class Fp8Product(Protocol):
 
     def linear(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | QuantizedRows,
         weight: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
@@ -137,7 +149,7 @@ class Fp8Product(Protocol):
 
     def linear_silu_mul(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | QuantizedRows,
         weight: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kvtier.kernels import overlap, tuning
 from kvtier.kernels.paged_attention import operand
+from kvtier.kernels.quantized_rows import QuantizedRows
 
 _GATE_COLUMNS = 2048
 _FEW_TOKENS = 16
@@ -26,7 +27,7 @@ _QUANTIZED_COLUMNS = 4096
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `operations.rms_norm`, of rows `(T, size)` that may lie apart."""
     normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    _norm(hidden, None, weight, eps, normed, normed)
+    _norm(hidden, None, weight, eps, normed, None)
     return normed
 
 
@@ -38,6 +39,22 @@ def add_rms_norm(
     total = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _norm(hidden, residual, weight, eps, normed, total)
     return normed, total
+
+
+def quantized_rms_norm(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    max_value: float,
+    min_scale: float,
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """`quantize_rows` of what `add_rms_norm` returns, bit for bit, and the sum: `hidden` if there is no residual."""
+    values, scales = _make_quantized(hidden)
+    total = hidden if residual is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _norm(hidden, residual, weight, eps, values, total, scales, max_value, min_scale)
+    return QuantizedRows(values, scales, hidden.dtype), total
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -91,8 +108,7 @@ def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> 
     """As `fp8.quantize_rows`, but for the last digit of a few numbers: it multiplies with the scale's inverse."""
     num_rows, size = rows.shape
     assert rows.stride(1) == 1, "rows must be dense"
-    values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=rows.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=rows.device)
+    values, scales = _make_quantized(rows)
     if num_rows:
         columns = min(triton.next_power_of_2(size), _QUANTIZED_COLUMNS)
         _quantize_kernel[(num_rows,)](
@@ -110,7 +126,14 @@ def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> 
     return values, scales
 
 
-def _norm(hidden, residual, weight, eps, normed, total) -> None:
+def _make_quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for `rows` in 8 bits and for their scales."""
+    values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+    return values, torch.empty((rows.shape[0], 1), dtype=torch.float32, device=rows.device)
+
+
+def _norm(hidden, residual, weight, eps, normed, total, scales=None, max_value=0.0, min_scale=0.0) -> None:
+    """Into `normed`, which is quantised where there are `scales`, and `total`, where there is a residual."""
     num_tokens, size = hidden.shape
     assert all(one is None or one.stride(1) == 1 for one in (hidden, residual)), "rows must be dense"
     if num_tokens:
@@ -120,13 +143,17 @@ def _norm(hidden, residual, weight, eps, normed, total) -> None:
             hidden if residual is None else residual,
             weight,
             normed,
-            total,
+            hidden if total is None else total,
+            weight if scales is None else scales,
             hidden.stride(0),
             hidden.stride(0) if residual is None else residual.stride(0),
             eps,
+            max_value,
+            min_scale,
             SIZE=size,
             COLUMNS=columns,
             HAS_RESIDUAL=residual is not None,
+            IS_QUANTIZED=scales is not None,
             **_overlap(hidden.device),
             num_warps=min(max(columns // 512, 1), 16),
         )
@@ -143,19 +170,25 @@ def _norm_kernel(
     weight_ptr,
     normed_ptr,
     total_ptr,
+    scales_ptr,
     hidden_stride,
     residual_stride,
     eps,
+    max_value,
+    min_scale,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS and tl.program_id(0) == 0:  # for all programs
+        overlap.fetch_all_ahead(weight_ptr, SIZE)
     overlap.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
-    dtype = normed_ptr.dtype.element_ty
+    dtype = hidden_ptr.dtype.element_ty
     hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + columns, mask=is_column, other=0.0)
@@ -164,7 +197,15 @@ def _norm_kernel(
         hidden = total.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / SIZE + eps)
-    tl.store(normed_ptr + token * SIZE + columns, (hidden * scale * weight).to(dtype), mask=is_column)
+    normed = (hidden * scale * weight).to(dtype)
+    if IS_QUANTIZED:
+        wide = normed.to(tl.float32)
+        row_scale = _row_scale(tl.max(tl.abs(wide), 0), max_value, min_scale)
+        tl.store(scales_ptr + token, row_scale)
+        normed = _in_eight_bits(wide, tl.div_rn(1.0, row_scale), max_value, normed_ptr.dtype.element_ty)
+        # Written in pieces as they are read: longer ones would change which thread has what, and so the sum's order.
+        columns = tl.max_contiguous(tl.arange(0, COLUMNS), 128 // dtype.primitive_bitwidth)
+    tl.store(normed_ptr + token * SIZE + columns, normed, mask=is_column)
 
 
 @triton.jit
@@ -246,11 +287,21 @@ def _quantize_kernel(
         columns = start + tl.arange(0, COLUMNS)
         wide = tl.load(row_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(wide))
-    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), max_value), min_scale)
+    scale = _row_scale(tl.max(largest, 0), max_value, min_scale)
     inverse = tl.div_rn(1.0, scale)
     for start in range(0, SIZE, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         wide = tl.load(row_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-        values = tl.minimum(tl.maximum(wide * inverse, -max_value), max_value)
-        tl.store(values_ptr + row * SIZE + columns, values.to(values_ptr.dtype.element_ty), mask=columns < SIZE)
+        values = _in_eight_bits(wide, inverse, max_value, values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row * SIZE + columns, values, mask=columns < SIZE)
     tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _row_scale(largest, max_value, min_scale):
+    return tl.maximum(tl.div_rn(largest, max_value), min_scale)
+
+
+@triton.jit
+def _in_eight_bits(wide, inverse, max_value, dtype: tl.constexpr):
+    return tl.minimum(tl.maximum(wide * inverse, -max_value), max_value).to(dtype)

@@ -2,8 +2,9 @@
 
 The twins are `fp8.quantize_rows` and `fp8.scaled_matmul`, up to the order of sums. The weights are the rows of the
 matrix product and the tokens its columns, for tensor cores multiply 64 rows at a time and there are fewer tokens.
-Inputs are rounded to 8 bits on the way. Their scale needs the largest number of a row: every program finds it for
-itself, in the row or in what the kernel before has noted of it, which is less work than a kernel in between.
+Inputs come in 8 bits, or are rounded to them on the way. Their scale needs the largest number of a row: then every
+program finds it for itself, in the row or in what the kernel before has noted of it, which is less work than a kernel
+in between.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from kvtier.kernels import elementwise, overlap, tuning
 from kvtier.kernels.paged_attention import shared_bytes_of
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
 __all__ = ["linear", "linear_silu_mul", "make_counters"]
@@ -26,7 +28,7 @@ _EXACT_INPUTS = tl.constexpr(128)
 
 
 def linear(
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | QuantizedRows,
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
@@ -44,14 +46,16 @@ def linear(
     """
     if not _takes(hidden):
         return None
-    tile = _tile(hidden, weight, peaks) if tile is None else tile
+    if peaks is None:
+        hidden = _quantized_if_large(hidden, max_value, min_scale)
+    tile = _tile(hidden, weight) if tile is None else tile
     out = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
     _launch(hidden, weight, scales, bias, counters, peaks, out, None, max_value, min_scale, tile)
     return out
 
 
 def linear_silu_mul(
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | QuantizedRows,
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
@@ -64,7 +68,8 @@ def linear_silu_mul(
     """`operations.silu_mul` of `linear`'s product, and `peaks` of that; None for more than a few tokens."""
     if not _takes(hidden):
         return None
-    tile = _tile(hidden, weight, None) if tile is None else tile
+    hidden = _quantized_if_large(hidden, max_value, min_scale)
+    tile = _tile(hidden, weight) if tile is None else tile
     num_tokens, size = hidden.shape[0], weight.shape[0] // 2
     gated = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
     peaks = torch.empty((num_tokens, triton.cdiv(size, tile.rows // 2)), dtype=torch.float32, device=hidden.device)
@@ -72,20 +77,25 @@ def linear_silu_mul(
     return gated, peaks
 
 
-def _takes(hidden: torch.Tensor) -> bool:
+def _takes(hidden: torch.Tensor | QuantizedRows) -> bool:
     num_tokens: int = hidden.shape[0]
     return num_tokens <= tuning.MAX_FEW_TOKENS and hidden.dtype in (torch.float16, torch.bfloat16)
 
 
-def _is_quantized_before(hidden: torch.Tensor, peaks: torch.Tensor | None) -> bool:
-    num_inputs: int = hidden.numel()
-    return peaks is None and num_inputs > tuning.MAX_OWN_PEAKS
+def _quantized_if_large(
+    hidden: torch.Tensor | QuantizedRows, max_value: float, min_scale: float
+) -> torch.Tensor | QuantizedRows:
+    """`hidden`, in 8 bits if every program looking for its largest numbers would be more work."""
+    if isinstance(hidden, QuantizedRows) or hidden.numel() <= tuning.MAX_OWN_PEAKS:
+        return hidden
+    values, scales = elementwise.quantize_rows(hidden, max_value=max_value, min_scale=min_scale)
+    return QuantizedRows(values, scales, hidden.dtype)
 
 
-def _tile(hidden: torch.Tensor, weight: torch.Tensor, peaks: torch.Tensor | None) -> tuning.ProductTile:
+def _tile(hidden: torch.Tensor | QuantizedRows, weight: torch.Tensor) -> tuning.ProductTile:
     num_tokens = hidden.shape[0]
     outputs, inputs = weight.shape
-    input_bytes = 1 if _is_quantized_before(hidden, peaks) else hidden.element_size()
+    input_bytes = 1 if isinstance(hidden, QuantizedRows) else hidden.element_size()
     tile = tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs, input_bytes=input_bytes)
     stage_bytes = tile.step * (tile.rows + input_bytes * tuning.few_tokens(num_tokens))
     return tile.fitted(stage_bytes=stage_bytes, shared_bytes=shared_bytes_of(hidden.device))
@@ -95,13 +105,13 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
     num_tokens, inputs = hidden.shape
     if not num_tokens:
         return
-    assert hidden.stride(1) == 1 and weight.is_contiguous(), "rows must be dense"  # noqa: PT018
     is_gated = out_peaks is not None
-    is_quantized = _is_quantized_before(hidden, peaks)
+    is_quantized = isinstance(hidden, QuantizedRows)
     if is_quantized:
-        hidden, peaks = elementwise.quantize_rows(hidden, max_value=max_value, min_scale=min_scale)
+        hidden, peaks = hidden.values, hidden.scales
     elif peaks is None:
         peaks = hidden
+    assert hidden.stride(1) == 1 and weight.is_contiguous(), "rows must be dense"  # noqa: PT018
     outputs = out.shape[1]
     columns = tile.rows // 2 if is_gated else tile.rows
     tokens = tuning.few_tokens(num_tokens)
@@ -192,6 +202,10 @@ def _product_kernel(
     weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS
     overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
     overlap.wait(OVERLAPS)
+    # Here, before they are needed: after the loop every program would wait for memory once more.
+    weight_scales = tl.load(scales_ptr + weight_rows)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + weight_rows)
     if IS_QUANTIZED:
         token_scales = tl.load(peaks_ptr + tokens, mask=is_token, other=1.0)
     else:
@@ -223,9 +237,9 @@ def _product_kernel(
 
     total, num_joined = joined(part, parts_ptr, counters_ptr, num_tokens, tile, split, SPLITS, ROWS, TOKENS)
     dtype = out_ptr.dtype.element_ty
-    total = total * token_scales[None, :] * tl.load(scales_ptr + weight_rows)[:, None]
+    total = total * token_scales[None, :] * weight_scales[:, None]
     if HAS_BIAS:
-        total += tl.load(bias_ptr + weight_rows).to(tl.float32)[:, None]
+        total += bias.to(tl.float32)[:, None]
     total = total.to(dtype)
     is_joined = tokens < num_joined
     if IS_GATED:

@@ -69,6 +69,9 @@ OVERLAPS_LAUNCHES = True
 
 Which products do so, their tiles say."""
 
+NORMS_QUANTIZE = True
+"""Whether norms before layers with weights in 8 bits write rows in 8 bits, with their scales, and in no other way."""
+
 BYTES_AHEAD = 512
 """So much of each row of its weight a product in 16 bits fetches while the kernel before it ends."""
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvtier.errors import ConfigError
 from kvtier.kernels.backend import elementwise_for, fp8_product_for
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
-from kvtier.models.operations import silu_mul
+from kvtier.models.operations import add_rms_norm, rms_norm, silu_mul
 from kvtier.models.slot import Slot, SlotKind
 
 FP8 = torch.float8_e4m3fn
@@ -37,6 +38,20 @@ def plain_quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     scales = (wide.abs().amax(dim=-1, keepdim=True) / _FP8_MAX).clamp(min=_MIN_SCALE)
     return (wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(FP8), scales
+
+
+def quantized_rms_norm(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[QuantizedRows, Tensor]:
+    """`quantize_rows` of the sum of `hidden` and `residual`, normalised, and the sum: `hidden` without a residual."""
+    fused = elementwise_for(hidden)
+    if fused is not None:
+        return fused.quantized_rms_norm(hidden, residual, weight, eps, max_value=_FP8_MAX, min_scale=_MIN_SCALE)
+    if residual is None:
+        normed, total = rms_norm(hidden, weight, eps), hidden
+    else:
+        normed, total = add_rms_norm(hidden, residual, weight, eps)
+    return QuantizedRows(*quantize_rows(normed), hidden.dtype), total
 
 
 def scaled_matmul(
@@ -90,9 +105,9 @@ class Fp8Linear(Linear):
 
         yield Slot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
 
-    def forward(self, hidden: Tensor, peaks: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor | QuantizedRows, peaks: Tensor | None = None) -> Tensor:
         """`peaks` (T, P), if they are known: the largest number of each row of `hidden` is the largest of these."""
-        product = fp8_product_for(hidden)
+        product = fp8_product_for(self.weight)
         if product is not None and self.counters is not None:
             out = product.linear(
                 hidden,
@@ -106,12 +121,13 @@ class Fp8Linear(Linear):
             )
             if out is not None:
                 return out
-        values, value_scales = quantize_rows(hidden)
+        is_quantized = isinstance(hidden, QuantizedRows)
+        values, value_scales = (hidden.values, hidden.scales) if is_quantized else quantize_rows(hidden)
         return scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype, self.bias)
 
-    def gated(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gated(self, hidden: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
         """`silu_mul` of what `forward` returns, and its `peaks` where they are known."""
-        product = fp8_product_for(hidden)
+        product = fp8_product_for(self.weight)
         if product is not None and self.counters is not None:
             found = product.linear_silu_mul(
                 hidden,

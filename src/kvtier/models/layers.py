@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
+from kvtier.kernels import tuning
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models.attention import Attention
-from kvtier.models.fp8 import Fp8Linear
+from kvtier.models.fp8 import Fp8Linear, quantized_rms_norm
 from kvtier.models.layer import Layer, empty_parameter
 from kvtier.models.linear import PlainLinear
 from kvtier.models.operations import add_rms_norm, linear_silu_mul, rms_norm, silu_mul
@@ -53,6 +55,15 @@ class RmsNorm(Layer):
         return add_rms_norm(hidden, residual, self.weight, self.eps)
 
 
+class QuantizingNorm(RmsNorm):
+    """Before linear layers in 8-bit floats, which take its rows quantised and nothing else of them."""
+
+    def add(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor | QuantizedRows, Tensor]:
+        if not tuning.NORMS_QUANTIZE:
+            return super().add(hidden, residual)
+        return quantized_rms_norm(hidden, residual, self.weight, self.eps)
+
+
 class SelfAttention(Layer):
     """Projections around the attention itself, which rotates as it is told here."""
 
@@ -73,7 +84,7 @@ class SelfAttention(Layer):
         self.q_norm = RmsNorm(recipe, config.head_dim) if config.has_qk_norm else None
         self.k_norm = RmsNorm(recipe, config.head_dim) if config.has_qk_norm else None
 
-    def forward(self, hidden: Tensor, rope_rows: Tensor, attention: Attention) -> Tensor:
+    def forward(self, hidden: Tensor | QuantizedRows, rope_rows: Tensor, attention: Attention) -> Tensor:
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         norms = None
@@ -94,7 +105,7 @@ class GatedMlp(Layer):
         self.gate_up_proj = recipe.make_linear(hidden, parts, bias=bias)
         self.down_proj = recipe.make_linear(inner, {"down_proj": hidden}, bias=bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor | QuantizedRows) -> Tensor:
         gate_up = self.gate_up_proj
         if isinstance(gate_up, PlainLinear) and gate_up.bias is None:
             return self.down_proj(linear_silu_mul(hidden, gate_up.weight))
@@ -111,9 +122,10 @@ class DecoderLayer(Layer):
 
     def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(recipe, recipe.config.hidden_size)
+        norm = QuantizingNorm if recipe.linear is Fp8Linear else RmsNorm
+        self.input_layernorm = norm(recipe, recipe.config.hidden_size)
         self.self_attn = SelfAttention(recipe, rope, layer)
-        self.post_attention_layernorm = RmsNorm(recipe, recipe.config.hidden_size)
+        self.post_attention_layernorm = norm(recipe, recipe.config.hidden_size)
         self.mlp = self.make_mlp(recipe)
 
     def make_mlp(self, recipe: Recipe) -> GatedMlp:

@@ -48,6 +48,36 @@ def test_rows_of_a_norm_may_lie_apart() -> None:
     found = elementwise.add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0]
 
     assert_same(found, operations.plain_add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0])
+    limits = {"max_value": fp8._FP8_MAX, "min_scale": fp8._MIN_SCALE}
+    quantized, _ = elementwise.quantized_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6, **limits)
+    values, scales = elementwise.quantize_rows(found, **limits)
+    assert torch.equal(quantized.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(quantized.scales, scales)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 100), (5, 3584), (40, 1000), (0, 64)])
+def test_a_norm_in_eight_bits_is_the_norm_quantised(
+    num_tokens: int, size: int, has_residual: bool, dtype: torch.dtype
+) -> None:
+    """To the last bit: whether a norm quantises or a kernel after it changes no result of a model."""
+    hidden, residual = normal(2, num_tokens, size, dtype=dtype)
+    weight = 30 * normal(size, dtype=dtype, seed=1)
+    if num_tokens > 1:
+        hidden[1] = residual[1] = 0
+    limits = {"max_value": fp8._FP8_MAX, "min_scale": fp8._MIN_SCALE}
+
+    found, total = elementwise.quantized_rms_norm(hidden, residual if has_residual else None, weight, 1e-5, **limits)
+
+    normed, expected_total = elementwise.rms_norm(hidden, weight, 1e-5), hidden
+    if has_residual:
+        normed, expected_total = elementwise.add_rms_norm(hidden, residual, weight, 1e-5)
+    values, scales = elementwise.quantize_rows(normed, **limits)
+    assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(found.scales, scales)
+    assert torch.equal(total, expected_total)
+    assert (found.dtype, found.shape, found.device) == (dtype, hidden.shape, hidden.device)
 
 
 @dtypes

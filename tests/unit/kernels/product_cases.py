@@ -6,7 +6,8 @@ import pytest
 import torch
 import triton
 
-from kvtier.kernels import fp8_product, int4_product, plain_product, tuning
+from kvtier.kernels import elementwise, fp8_product, int4_product, plain_product, tuning
+from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models import fp8, gptq, linear, operations
 from tests.unit.kernels.batches import DEVICE
 
@@ -53,6 +54,10 @@ def expected_product(hidden: torch.Tensor, layer: list[torch.Tensor]) -> torch.T
     return product if bias is None else product + bias.float()
 
 
+def quantized(hidden: torch.Tensor) -> QuantizedRows:
+    return QuantizedRows(*elementwise.quantize_rows(hidden, **LIMITS), hidden.dtype)
+
+
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Up to the last digits of the largest: tensor cores keep few more while they sum up products of 8-bit floats."""
     tolerance = TOLERANCE[found.dtype]
@@ -87,6 +92,40 @@ def test_rows_that_are_too_long_are_quantised_before(num_tokens: int) -> None:
     hidden = eights(num_tokens, inputs, seed=0).half()
 
     assert_same(fp8_product.linear(hidden, *layer, **LIMITS), expected_product(hidden, layer))
+
+
+@dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs", "outputs"),
+    [(1, 512, 128), (2, 3584, 64), (3, 304, 80), (4, 1040, 16), (5, 16, 208), (16, 256, 64), (33, 640, 144)],
+)
+def test_rows_may_come_in_eight_bits(
+    num_tokens: int, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    layer = make_layer(outputs, inputs, has_bias=has_bias, dtype=dtype)
+    hidden = (eights(num_tokens, inputs, seed=0) / 64).to(dtype)
+
+    found = fp8_product.linear(quantized(hidden), *layer, **LIMITS)
+
+    assert found is not None
+    assert found.dtype is dtype
+    assert_same(found, expected_product(hidden, layer))
+    assert not layer[3].any(), "the counters are left at zero"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4])
+def test_a_few_rows_in_eight_bits_give_what_they_give_when_they_are_quantised_on_the_way(num_tokens: int) -> None:
+    """With any numbers, and to the last bit."""
+    layer = make_layer(128, 3584, has_bias=True, dtype=torch.float16)
+    hidden = torch.randn(num_tokens, 3584, generator=random(5)).to(DEVICE, torch.float16)
+    rows = quantized(hidden)
+
+    assert torch.equal(fp8_product.linear(rows, *layer, **LIMITS), fp8_product.linear(hidden, *layer, **LIMITS))
+    gated, peaks = fp8_product.linear_silu_mul(rows, *layer, **LIMITS)
+    expected, expected_peaks = fp8_product.linear_silu_mul(hidden, *layer, **LIMITS)
+    assert torch.equal(gated, expected)
+    assert torch.equal(peaks, expected_peaks)
 
 
 def test_peaks_that_are_known_are_taken() -> None:
@@ -145,6 +184,7 @@ def test_no_tokens_make_no_outputs() -> None:
 
     assert fp8_product.linear(hidden, *layer, **LIMITS).shape == (0, 64)
     assert fp8_product.linear_silu_mul(hidden, *layer, **LIMITS)[0].shape == (0, 32)
+    assert fp8_product.linear(quantized(hidden), *layer, **LIMITS).shape == (0, 64)
 
 
 def test_more_tokens_are_left_to_others() -> None:
@@ -154,6 +194,8 @@ def test_more_tokens_are_left_to_others() -> None:
     assert fp8_product.linear(many, *layer, **LIMITS) is None
     assert fp8_product.linear(many[:1].float(), *layer, **LIMITS) is None
     assert fp8_product.linear_silu_mul(many, *layer, **LIMITS) is None
+    assert fp8_product.linear(quantized(many), *layer, **LIMITS) is None
+    assert fp8_product.linear_silu_mul(quantized(many[:1].float()), *layer, **LIMITS) is None
 
 
 class Plain:

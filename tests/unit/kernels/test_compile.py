@@ -46,14 +46,15 @@ sizes = {
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
     "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "JOINS_LAST": False,
     "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
-    "HAS_NORMS": False,
+    "HAS_NORMS": False, "IS_QUANTIZED": False, "HAS_RESIDUAL": True,
 }
 
-def compiled(kernel, tiles, is_split=False, **more):
+def compiled(kernel, tiles, is_split=False, special=None, **more):
+    types_now = {**types, **(special or {})}
     known = {**sizes, "TILE_ROWS": tiles.rows, "TILE_KEYS": tiles.keys, "IS_SPLIT": is_split, **more}
     constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
     signature = {
-        name: "constexpr" if name.isupper() else types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        name: "constexpr" if name.isupper() else types_now.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
     }
     if "gathered" in signature:
@@ -70,6 +71,7 @@ def compiled(kernel, tiles, is_split=False, **more):
 def tiles(max_query_tokens):
     return tuning.attention_tiles(group=group, head_dim=dim, itemsize=itemsize, max_query_tokens=max_query_tokens)
 
+total = {"total_ptr": f"*{dtype}"}
 attend, join = paged_attention._attend_kernel, paged_attention._join_kernel
 kernels = {
     "prefill": compiled(attend, tiles(4096), HAS_ROW_TILES=False),
@@ -83,7 +85,11 @@ kernels = {
     "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),
     "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, OVERLAPS=True),
     "rotate a part": compiled(kv_write._write_kernel, tiles(1), PAIRS=head_dim // 4),
-    "norm": compiled(elementwise._norm_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=4096, HAS_RESIDUAL=True),
+    "norm": compiled(elementwise._norm_kernel, tiles(1), special=total, OVERLAPS=True, SIZE=3584, COLUMNS=4096),
+    "norm in 8 bits": compiled(
+        elementwise._norm_kernel, tiles(1), special={**total, "normed_ptr": "*fp8e4nv"}, OVERLAPS=True, SIZE=3584,
+        COLUMNS=4096, IS_QUANTIZED=True,
+    ),
     "gate": compiled(elementwise._gate_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=2048),
     "quantize": compiled(elementwise._quantize_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=4096),
 }
@@ -100,6 +106,12 @@ if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, querie
 def waits_to(name):
     # Attention looks up what the step was given: the kernel before it has waited for all that came before itself.
     return {"waits_to": "(st|atom)[.]global|cp[.]async[.]c[ag]"} if name == "overlapping" else {}
+
+def layouts(compiled):
+    return sorted(set(re.findall("#ttg[.]blocked<[^>]*>", compiled.asm["ttgir"])))
+
+# Which thread has which numbers is what the order of a sum depends on.
+assert layouts(kernels["norm"]) == layouts(kernels["norm in 8 bits"])
 
 print(json.dumps({
     name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one, **waits_to(name))]
@@ -160,12 +172,15 @@ def int4(kernel, num_tokens, inputs, outputs, group):
     )
 
 wide = {"peaks_ptr": "*fp32"}
+eights = {**wide, "hidden_ptr": "*fp8e4nv"}
 kernels = {
     "qkv": fp8(1, 3584, 4608, peaks=3584),
     "gate": fp8(4, 3584, 37888, peaks=3584, is_gated=True),
     "down": fp8(16, 18944, 3584, peaks=592, special=wide),
     "odd": fp8(2, 1040, 208, peaks=1040),
-    "many": fp8(64, 3584, 4608, peaks=1, is_quantized=True, special={**wide, "hidden_ptr": "*fp8e4nv"}),
+    "qkv of 8 bits": fp8(1, 3584, 4608, peaks=1, is_quantized=True, special=eights),
+    "gate of 8 bits": fp8(4, 3584, 37888, peaks=1, is_quantized=True, is_gated=True, special=eights),
+    "many": fp8(64, 3584, 4608, peaks=1, is_quantized=True, special=eights),
     "plain": plain(1, 3584, 4608),
     "plain_odd": plain(10, 1000, 72),
     "int4": int4(int4_product._product_kernel, 1, 3584, 4608, 128),
@@ -196,7 +211,7 @@ def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, wi
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
     assert all(shared_bytes <= SHARED_MEMORY_BYTES for shared_bytes, *_ in compiled.values())
-    assert all(compiled[name][2] for name in ("norm", "gate", "quantize", "overlapping", "rotate"))
+    assert all(compiled[name][2] for name in ("norm", "norm in 8 bits", "gate", "quantize", "overlapping", "rotate"))
     assert compiled.get("linear_gate", [0, False, True])[2]
     assert compiled.get("gathered", [0, True])[1], "long chunks run on the tensor cores' widest products"
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"

@@ -62,14 +62,16 @@ def test_shares_of_a_product_cover_its_inputs(inputs: int, outputs: int, num_tok
         assert (fitted.num_stages + 1) * stage_bytes <= shared_bytes
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("num_tokens", "input_bytes"), [(1, 2), (4, 2), (1, 1), (4, 1), (16, 1), (32, 1), (64, 1)]
+)  # where there are more tokens, they were quantised before
 @pytest.mark.parametrize(("inputs", "outputs"), [(3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584)])
-def test_all_programs_of_a_product_run_at_once(inputs: int, outputs: int, num_tokens: int) -> None:
+def test_all_programs_of_a_product_run_at_once(inputs: int, outputs: int, num_tokens: int, input_bytes: int) -> None:
     """Those that are left over run after the others, alone: gate and up took 54 us instead of 39."""
-    input_bytes = 2 if num_tokens <= 4 else 1  # where there are more tokens, they were quantised before
     tile = tuning.fp8_tile(num_tokens=num_tokens, inputs=inputs, outputs=outputs, input_bytes=input_bytes)
 
-    program_bytes = tile.num_stages * tile.step * (tile.rows + input_bytes * tuning.copied_tokens(num_tokens))
+    copied = tuning.few_tokens(num_tokens) if input_bytes == 1 else tuning.copied_tokens(num_tokens)
+    program_bytes = tile.num_stages * tile.step * (tile.rows + input_bytes * copied)
     assert -(-outputs // tile.rows) * tile.splits <= tuning.programs_at_once(program_bytes)
 
 
@@ -86,6 +88,16 @@ def test_all_programs_of_a_product_in_sixteen_bits_run_at_once(inputs: int, outp
 @pytest.mark.parametrize("outputs", [37888, 152064])
 def test_a_product_of_many_outputs_in_sixteen_bits_is_left_to_libraries(outputs: int) -> None:
     assert tuning.plain_tile(inputs=3584, outputs=outputs) is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("outputs", [4608, 3584, 37888])
+def test_a_product_is_split_alike_whoever_quantises_its_inputs(outputs: int, num_tokens: int) -> None:
+    """So that its sums are the same to the last bit."""
+    sizes = {"num_tokens": num_tokens, "inputs": 3584, "outputs": outputs}
+    on_the_way, before = (tuning.fp8_tile(**sizes, input_bytes=count) for count in (2, 1))
+
+    assert (on_the_way.rows, on_the_way.step, on_the_way.splits) == (before.rows, before.step, before.splits)
 
 
 def test_a_small_product_is_split_until_the_gpu_is_full() -> None:

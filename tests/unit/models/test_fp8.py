@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.models.fp8 import Fp8Linear, quantize_rows
+from kvtier.kernels import tuning
+from kvtier.kernels.quantized_rows import QuantizedRows
+from kvtier.models.fp8 import Fp8Linear, quantize_rows, quantized_rms_norm
 from kvtier.models.linear import LinearShape, Part, PlainLinear
 from kvtier.models.loading import load_model
+from kvtier.models.operations import add_rms_norm, rms_norm
 from kvtier.testing.tiny_models import FAMILIES, save_tiny_model
 from tests.unit.models.dense import all_logits
 
@@ -78,6 +81,45 @@ def test_a_model_in_fp8_is_the_model_with_quantised_weights_and_inputs(tmp_path:
     assert (found - expected).norm() < 0.02 * expected.norm()
     assert loaded.quantization == "fp8"
     assert isinstance(loaded.model.lm_head, PlainLinear)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_quantises_is_the_norm_quantised(dtype: torch.dtype, has_residual: bool) -> None:
+    hidden, residual, weight = rows(5, 48).to(dtype), rows(5, 48, seed=1).to(dtype), rows(48, seed=2).to(dtype)
+
+    found, total = quantized_rms_norm(hidden, residual if has_residual else None, weight, 1e-6)
+
+    normed, expected_total = add_rms_norm(hidden, residual, weight, 1e-6)
+    if not has_residual:
+        normed, expected_total = rms_norm(hidden, weight, 1e-6), hidden
+    values, scales = quantize_rows(normed)
+    assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(found.scales, scales)
+    assert torch.equal(total, expected_total)
+    assert found.dtype is dtype
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_who_quantises_a_normalised_row_changes_no_bit(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, family, with_tokenizer=False)
+    model = load_model(tmp_path, dtype="bfloat16", device="cpu", quantization="fp8").model
+    tokens = torch.arange(24)
+    taken: list[type] = []
+    for name, layer in model.named_modules():
+        if name.endswith(("qkv_proj", "gate_up_proj")):
+            layer.register_forward_pre_hook(lambda _, inputs: taken.append(type(inputs[0])))
+
+    monkeypatch.setattr(tuning, "NORMS_QUANTIZE", True)
+    found = all_logits(model, tokens)
+    by_norms = set(taken)
+    taken.clear()
+    monkeypatch.setattr(tuning, "NORMS_QUANTIZE", False)
+
+    assert torch.equal(all_logits(model, tokens), found)
+    assert (by_norms, set(taken)) == ({QuantizedRows}, {Tensor})
 
 
 def test_a_weight_takes_one_byte(tmp_path: Path) -> None:
