@@ -182,8 +182,6 @@ def _norm_kernel(
     IS_QUANTIZED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS and tl.program_id(0) == 0:  # for all programs
-        overlap.fetch_all_ahead(weight_ptr, SIZE)
     overlap.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)

@@ -51,18 +51,3 @@ def fetch_ahead(row_ptrs, begin, SIZE: tl.constexpr, AHEAD: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def fetch_all_ahead(ptr, SIZE: tl.constexpr):
-    """SIZE numbers, which take a multiple of 16 bytes or stay where they are, are on their way into the L2 cache."""
-    NUM_BYTES: tl.constexpr = SIZE * ptr.dtype.element_ty.primitive_bitwidth // 8
-    if NUM_BYTES % 16 == 0:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [ptr.to(tl.int64), NUM_BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
