@@ -109,7 +109,8 @@ def engine(
 ) -> Iterator[LLM]:
     """vLLM in this process, with the plug-in if there is a `server`; nothing of it is left afterwards.
 
-    What is cached is loaded, unless `settings` say otherwise: these models compute faster than anything loads.
+    What is cached is loaded, unless `settings` say otherwise: these models compute faster than anything loads. And it is
+    waited for, so that a busy machine makes no miss of a hit.
     """
     arguments: dict[str, Any] = {
         "dtype": dtype,
@@ -128,7 +129,12 @@ def engine(
             "kv_connector_module_path": "kvtier.plugins.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": failure_policy,
-            "kv_connector_extra_config": {**address, "always_load": True, **(settings or {})},
+            "kv_connector_extra_config": {
+                **address,
+                "always_load": True,
+                "match_timeout_s": _PATIENCE_S,
+                **(settings or {}),
+            },
         }
     llm: LLM | None = None
     try:

@@ -36,6 +36,9 @@ _TIMEOUT_S = 1.0
 _SLACK_S = 1.4
 """What a request may take on this machine, the cache aside."""
 
+_SETTINGS: dict[str, object] = {"timeout_s": _TIMEOUT_S, "match_timeout_s": 0.25}
+"""A match is waited for as long as users wait for it unless they say otherwise."""
+
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
@@ -56,12 +59,12 @@ def _assert_answers_in_time(llm: LLM, expected: list[list[int]]) -> None:
 
 
 def test_without_a_server_the_engine_starts_and_answers(tmp_path: Path, expected: list[list[int]]) -> None:
-    with engine(model_folder(), f"unix:{tmp_path}/nobody", settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), f"unix:{tmp_path}/nobody", settings=_SETTINGS) as llm:
         _assert_answers_in_time(llm, expected)
 
 
 def test_a_server_that_comes_after_the_engine_is_used(tmp_path: Path, expected: list[list[int]]) -> None:
-    with engine(model_folder(), f"unix:{tmp_path}/kvtier.sock", settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), f"unix:{tmp_path}/kvtier.sock", settings=_SETTINGS) as llm:
         ask_one(llm, _PROMPTS[0])
         with cache_server(folder=tmp_path):
 
@@ -75,7 +78,7 @@ def test_a_server_that_comes_after_the_engine_is_used(tmp_path: Path, expected: 
 
 
 def test_the_server_killed_while_the_engine_runs(server: ServerProcess, expected: list[list[int]]) -> None:
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         ask(llm, _PROMPTS[:2])
         wait_until_stored(server.unix, _PROMPTS[1])
         forget_prefixes(llm)
@@ -85,7 +88,7 @@ def test_the_server_killed_while_the_engine_runs(server: ServerProcess, expected
 
 
 def test_the_server_hung_while_the_engine_runs(server: ServerProcess, expected: list[list[int]]) -> None:
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         ask(llm, _PROMPTS[:2])
         wait_until_stored(server.unix, _PROMPTS[1])
         forget_prefixes(llm)
@@ -99,14 +102,14 @@ def test_the_server_hung_while_the_engine_runs(server: ServerProcess, expected: 
 def test_the_server_hung_before_the_engine_starts(server: ServerProcess, expected: list[list[int]]) -> None:
     server.send_signal(signal.SIGSTOP)
 
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         _assert_answers_in_time(llm, expected)
 
 
 def test_requests_that_come_together_wait_for_a_hung_server_together(
     server: ServerProcess, expected: list[list[int]]
 ) -> None:
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         ask_one(llm, tokens_of(40, seed=99))
         server.send_signal(signal.SIGSTOP)
         started_at = time.monotonic()
@@ -119,7 +122,7 @@ def test_requests_that_come_together_wait_for_a_hung_server_together(
 
 def test_a_step_is_not_held_by_a_hung_server(server: ServerProcess) -> None:
     """One request is being answered while another waits for the server: the first one's tokens keep coming."""
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         ask_one(llm, _PROMPTS[0])
         server.send_signal(signal.SIGSTOP)
         for name, prompt in zip("ab", _PROMPTS[1:3], strict=True):
@@ -132,7 +135,7 @@ def test_a_step_is_not_held_by_a_hung_server(server: ServerProcess) -> None:
 def test_a_step_is_not_held_by_a_hung_server_when_requests_are_preempted(server: ServerProcess) -> None:
     """Their pages are given away, so what is being saved of them is given up or waited for, but not for long."""
     few_pages = {"num_gpu_blocks_override": 24, "max_model_len": 512}
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}, **few_pages) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS, **few_pages) as llm:
         ask_one(llm, tokens_of(40, seed=99))
         server.send_signal(signal.SIGSTOP)
         for number in range(5):
@@ -145,7 +148,7 @@ def test_a_step_is_not_held_by_a_hung_server_when_requests_are_preempted(server:
 
 
 def test_a_server_that_hangs_between_match_and_load(server: ServerProcess, expected: list[list[int]]) -> None:
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         _store_all(llm, server)
         for number, prompt in enumerate(_PROMPTS):
             begin(llm, str(number), prompt)
@@ -165,7 +168,7 @@ def test_a_request_given_up_while_it_loads_writes_into_nobody_elses_pages(
     few_pages = {"num_gpu_blocks_override": 24, "max_model_len": 512}
     others = [tokens_of(300, seed=20 + number) for number in range(2)]
     others_expected = answers_without_cache(model_folder(), others)
-    with engine(model_folder(), server.unix, settings={"timeout_s": 5.0}, **few_pages) as llm:
+    with engine(model_folder(), server.unix, settings={**_SETTINGS, "timeout_s": 5.0}, **few_pages) as llm:
         _store_all(llm, server)
         for name, prompt in zip("ab", _PROMPTS[:2], strict=True):
             begin(llm, name, prompt)
@@ -197,7 +200,7 @@ def _continued_after(server: ServerProcess, delay_s: float) -> Iterator[None]:
 
 def test_a_slow_server_changes_no_answer(tmp_path: Path, expected: list[list[int]]) -> None:
     with cache_server(folder=tmp_path, tcp=True) as server, LyingProxy(server.tcp) as proxy:
-        settings = {"timeout_s": _TIMEOUT_S, "token_file": str(tmp_path / "token")}
+        settings = {**_SETTINGS, "token_file": str(tmp_path / "token")}
         with engine(model_folder(), proxy.address, settings=settings) as llm:
             _store_all(llm, server)
             proxy.delay_s = 0.2
@@ -211,7 +214,7 @@ def test_a_server_that_answers_with_errors_and_lies_changes_no_answer(
     tmp_path: Path, expected: list[list[int]]
 ) -> None:
     with cache_server(folder=tmp_path, tcp=True) as server, LyingProxy(server.tcp) as proxy:
-        settings = {"timeout_s": _TIMEOUT_S, "token_file": str(tmp_path / "token")}
+        settings = {**_SETTINGS, "token_file": str(tmp_path / "token")}
         with engine(model_folder(), proxy.address, settings=settings) as llm:
             _store_all(llm, server)
             for lie in LIES.values():
@@ -227,8 +230,7 @@ def test_a_server_that_answers_with_errors_and_lies_changes_no_answer(
 def test_the_server_restarted_while_the_engine_runs(tmp_path: Path, expected: list[list[int]]) -> None:
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
     with cache_server(*options, folder=tmp_path) as first:
-        settings = {"timeout_s": _TIMEOUT_S}
-        with engine(model_folder(), first.unix, settings=settings) as llm:
+        with engine(model_folder(), first.unix, settings=_SETTINGS) as llm:
             ask(llm, _PROMPTS)
             wait_until_stored(first.unix, _PROMPTS[-1])
             first.stop()
@@ -248,7 +250,7 @@ def test_the_server_restarted_while_the_engine_runs(tmp_path: Path, expected: li
 
 
 def test_a_server_killed_in_the_middle_of_requests(server: ServerProcess, expected: list[list[int]]) -> None:
-    with engine(model_folder(), server.unix, settings={"timeout_s": _TIMEOUT_S}) as llm:
+    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         _store_all(llm, server)
         for number, prompt in enumerate(_PROMPTS):
             begin(llm, str(number), prompt)

@@ -157,8 +157,7 @@ def test_a_preempted_request_given_up_while_it_loads_again_ends_once(
     """It was saved before, and is being loaded when it ends: vLLM must hear of one of the two only."""
     prompt = tokens_of(300)
     few_pages = {"num_gpu_blocks_override": _NUM_PAGES, "max_model_len": 512}
-    settings = {"match_timeout_s": 10.0}
-    with engine(model_folder(), server.unix, settings=settings, **few_pages) as llm, _loads_take(monkeypatch, 0.5):
+    with engine(model_folder(), server.unix, **few_pages) as llm, _loads_take(monkeypatch, 0.5):
         core = llm.llm_engine.engine_core.engine_core
         begin(llm, "a", prompt, max_tokens=200)
         for _ in range(100):
