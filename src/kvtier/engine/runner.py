@@ -27,7 +27,7 @@ from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import PagedArrays, PagedBatch, PagedRow
 from kvtier.kernels.rotation import Rotation
-from kvtier.kernels.upload import Download, upload
+from kvtier.kernels.upload import Download, LastTokens, upload
 from kvtier.models.model import Model
 
 _MAX_TOKENS_AFTER_ARRIVALS = 256
@@ -42,9 +42,11 @@ class TokenResult(NamedTuple):
 
 
 class Submitted:
-    """A step on its way. `rows` are those that sample."""
+    """A step on its way. `rows` are those that sample, and `kept` is where their tokens wait for the next steps."""
 
-    def __init__(self, rows: list[StepRow], sampled: SampledTokens | None) -> None:
+    def __init__(
+        self, rows: list[StepRow], sampled: SampledTokens | None = None, kept: LastTokens | None = None
+    ) -> None:
         self.rows = rows
         self._results: Download | None = None
         if sampled is None:
@@ -52,7 +54,7 @@ class Submitted:
         tensors = [sampled.token_ids]
         if sampled.logprobs is not None:
             tensors += [sampled.logprobs.sampled, sampled.logprobs.top_token_ids, sampled.logprobs.top]
-        self._results = Download(tensors)
+        self._results = Download(tensors, kept)
 
     def close(self) -> None:
         """Nobody asks for its tokens any more."""
@@ -198,12 +200,11 @@ class Runner:
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step))
             if not sampling:
-                return Submitted([], None)
+                return Submitted([])
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             sampled = self._sampler.sample(self.model.logits(states), together.batch)
-            self._last_tokens[together.slots] = sampled.token_ids
-            return Submitted(sampling, sampled)
+            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots))
 
     def forget(self, request: Request) -> None:
         """The request is over."""

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 _WORDS = 2048
+_TOKENS = 128
 _WARPS = 8
 _QUAD = 4
 """So many words are read at once."""
@@ -71,6 +72,21 @@ def place_words(
     )
 
 
+def hand_out(tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, target: torch.Tensor) -> None:
+    """Put token r into `last_tokens[slots[r]]` and into `target[r]`, which may be pinned memory as for `copy_words`.
+
+    All are dense and int64. No slot is there twice.
+    """
+    num_tokens = tokens.numel()
+    for one in (tokens, slots, last_tokens, target):
+        assert one.dtype == torch.int64 and one.is_contiguous(), "tokens are dense and int64"  # noqa: PT018
+    assert num_tokens == slots.numel() <= target.numel(), "each token has a slot and a place"
+    if num_tokens:
+        _hand_out_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
+            tokens, slots, last_tokens, target, num_tokens, TOKENS=_TOKENS
+        )
+
+
 @triton.jit(do_not_specialize=["num_quads", "num_words"])
 def _copy_kernel(source_ptr, target_ptr, num_quads, num_words, WORDS: tl.constexpr, QUAD: tl.constexpr):
     places = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -116,3 +132,13 @@ def _place_kernel(
     tl.store(cell_ptrs, words, mask=(cells >= 0) & (cells < num_cells))
     last_tokens = tl.load(last_tokens_ptr + ~tokens, mask=tokens < 0, other=0)
     tl.store(placed_tokens_ptr + places, tl.where(tokens < 0, last_tokens, tokens), mask=is_token)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _hand_out_kernel(tokens_ptr, slots_ptr, last_tokens_ptr, target_ptr, num_tokens, TOKENS: tl.constexpr):
+    places = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_there = places < num_tokens
+    tokens = tl.load(tokens_ptr + places, mask=is_there)
+    slots = tl.load(slots_ptr + places, mask=is_there)
+    tl.store(target_ptr + places, tokens, mask=is_there)
+    tl.store(last_tokens_ptr + slots, tokens, mask=is_there)

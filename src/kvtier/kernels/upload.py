@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ class HostCopy(Protocol):
         target: torch.Tensor,
         table: torch.Tensor,
         last_tokens: torch.Tensor,
+    ) -> None: ...
+
+    def hand_out(
+        self, tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, target: torch.Tensor
     ) -> None: ...
 
 
@@ -73,21 +77,37 @@ def upload_into(
         _host_copy().place_words(words, num_tokens, target, corner, last_tokens)
 
 
+class LastTokens(NamedTuple):
+    """Where the tokens of a step are kept for the next ones: token r goes to `tokens[slots[r]]`. Both are int64."""
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+
+
 class Download:
     """Tensors on their way to the host. On the CPU they are there."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing waits. The tensors, of four or eight bytes a number, may be overwritten by what comes after."""
+    def __init__(self, tensors: Sequence[torch.Tensor], kept: LastTokens | None = None) -> None:
+        """Nothing waits. The tensors, of four or eight bytes a number, may be overwritten by what comes after.
+
+        The first one, if it is to be kept, is so by the kernel that brings it to the host.
+        """
         self._tensors = [tensor.contiguous() for tensor in tensors]
         self._device = self._tensors[0].device
         self._slot: Slot | None = None
         if self._device.type == "cpu":
+            if kept is not None:
+                kept.tokens[kept.slots] = self._tensors[0]
             return
         self._slot = pinned_pool(self._device).take(packed_bytes(self._tensors))
         start = 0
-        for tensor in self._tensors:
+        for number, tensor in enumerate(self._tensors):
             words = tensor.view(-1).view(torch.int32) if tensor.numel() else tensor.new_empty(0, dtype=torch.int32)
-            _host_copy().copy_words(words, self._slot.words[start : start + words.numel()])
+            target = self._slot.words[start : start + words.numel()]
+            if number == 0 and kept is not None:
+                _host_copy().hand_out(tensor, kept.slots, kept.tokens, target.view(torch.int64))
+            else:
+                _host_copy().copy_words(words, target)
             start += _room_bytes(tensor) // 4
         self._slot.event.record()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtier.engine import chunk_graphs, decode_graphs
+from kvtier.engine import chunk_graphs, decode_graphs, runner
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.decode_graphs import Forward
 from kvtier.engine.engine import Engine
@@ -21,6 +21,7 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.step import Step
 from kvtier.kernels import reference
 from kvtier.kernels.paged_batch import PagedBatch
+from kvtier.kernels.upload import Download
 from kvtier.testing.tiny_models import save_tiny_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -31,14 +32,14 @@ MIXED = [
     SamplingParams(max_tokens=7, temperature=0.0, repetition_penalty=1.3, ignore_eos=True),
 ]
 KERNELS = ("place_words", "best_tokens")
-"""Twins of kernels that are one launch each on a GPU."""
+"""Twins of kernels that are one launch each on a GPU, as a download is. Uploads are there, but not seen on a CPU."""
 NO_LAUNCH = {
     "aten.alias", "aten.detach", "aten.empty", "aten.lift_fresh", "aten.select", "aten.slice", "aten.split", "aten.t",
     "aten.transpose", "aten.unbind", "aten.unsqueeze", "aten.view",
 }  # fmt: skip
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[misc]
     """Notes what would be launched on a GPU, in order: a graph and a twin of a kernel as one."""
 
     def __init__(self) -> None:
@@ -96,6 +97,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(chunk_graphs, "capture_graph", capture)
     for name in KERNELS:
         monkeypatch.setattr(reference, name, launches.one(name, getattr(reference, name)))
+    monkeypatch.setattr(runner, "Download", launches.one("download", Download))
     return launches
 
 
@@ -202,7 +204,7 @@ def test_little_is_launched_around_the_graph_of_a_greedy_step(
     chunks = [names for step, names in steps if step.num_tokens > len(step.rows)]
     assert len(decodes) >= 10
     for names in decodes:
-        assert names == ["place_words", "graph", "aten.linear", "best_tokens", "aten.index_put_"]
+        assert names == ["place_words", "graph", "aten.linear", "best_tokens", "download"]
     assert len(chunks) >= 2
     for names in chunks:
-        assert names == ["place_words", "graph", "aten.index", "aten.linear", "best_tokens", "aten.index_put_"]
+        assert names == ["place_words", "graph", "aten.index", "aten.linear", "best_tokens", "download"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtier.kernels import reference
-from kvtier.kernels.host_copy import copy_words, place_words
+from kvtier.kernels.host_copy import copy_words, hand_out, place_words
 from tests.unit.kernels.batches import DEVICE
 
 IS_GPU = DEVICE.type == "cuda"
@@ -87,3 +87,22 @@ def test_words_are_placed_from_pinned_memory() -> None:
     if IS_GPU:
         torch.cuda.synchronize()
     assert table.tolist() == source[4:].tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 128, 300])
+def test_tokens_are_handed_out_to_their_slots_and_to_the_host(num_tokens: int) -> None:
+    tokens = torch.randint(0, 2**40, (num_tokens,), device=DEVICE)
+    slots = torch.randperm(400)[:num_tokens].to(DEVICE)
+    last_tokens = torch.arange(400, device=DEVICE)
+    on_host = words_of(2 * num_tokens + 4, on_host=True).view(torch.int64)
+    beside = on_host[num_tokens:].clone()
+    expected = last_tokens.clone()
+    expected[slots] = tokens
+
+    hand_out(tokens, slots, last_tokens, on_host)
+
+    if IS_GPU:
+        torch.cuda.synchronize()
+    assert torch.equal(last_tokens, expected)
+    assert torch.equal(on_host[:num_tokens], tokens.cpu())
+    assert torch.equal(on_host[num_tokens:], beside)
