@@ -18,7 +18,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner, Submitted
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.engine.step import Step
+from kvtier.engine.step import Step, StepRow
 from kvtier.kernels import reference
 from kvtier.kernels.paged_batch import PagedBatch
 from kvtier.kernels.upload import Download
@@ -208,3 +208,21 @@ def test_little_is_launched_around_the_graph_of_a_greedy_step(
     assert len(chunks) >= 2
     for names in chunks:
         assert names == ["place_words", "graph", "aten.index", "aten.linear", "best_tokens", "download"]
+
+
+def test_a_request_that_moves_to_another_slot_is_fed_from_there(model_folder: Path) -> None:
+    """As after a preemption, when no step in between has sampled for anybody."""
+    tested = new_engine(model_folder, has_graphs=False).runner
+    request = Request("r", prompts(5)[0], GREEDY, max_tokens=4)
+    request.blocks.ids = [0]
+    sampled = []
+
+    for slot, start, count in ((0, 0, 5), (3, 0, 5), (3, 5, 1), (3, 6, 1)):
+        request.slot, request.num_in_flight = slot, max(start + count - 4, 1)
+        sampled += tested.submit(Step([StepRow(request, start, count, True)], [], count)).wait()
+
+    known = Request("k", [*request.tokens, sampled[0].token_id, sampled[2].token_id], GREEDY, max_tokens=4)
+    known.blocks.ids, known.num_in_flight = [1], 1
+    (expected,) = tested.submit(Step([StepRow(known, 0, 7, True)], [], 7)).wait()
+    assert sampled[1] == sampled[0]
+    assert sampled[3] == expected
