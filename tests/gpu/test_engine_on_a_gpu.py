@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,26 @@ def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
     while engine.has_requests:
         engine.step()
+
+
+def test_little_is_launched_around_the_graph_of_a_greedy_decode(tmp_path: Path) -> None:
+    engine = _engine(tmp_path, schedule="async-2")
+    _generate(engine, _prompts((50, 30, 20)))
+    for number, prompt in enumerate(_prompts((64, 90, 10))):
+        engine.add(f"q{number}", prompt, _GREEDY)
+    for _ in range(8):
+        engine.step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(10):
+            engine.step()
+        torch.cuda.synchronize()
+    names = Counter(event.name for event in profile.events())
+    while engine.has_requests:
+        engine.step()
+    if not names["cudaGraphLaunch"]:
+        pytest.skip("the profiler does not see what is launched")
+    kinds = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+    launches = {name: count for name, count in names.items() if name.startswith(kinds)}
+    # The inputs, the head in up to two kernels and a memset, the likeliest tokens, the tokens to the host.
+    assert sum(launches.values()) <= 6 * names["cudaGraphLaunch"], launches

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.kernels.paged_batch import DecodeBuffers, PagedArrays, PagedRow
 from kvtier.kernels.pinned_pool import pinned_pool
-from kvtier.kernels.upload import Download, upload
+from kvtier.kernels.upload import Download, LastTokens, upload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -68,3 +69,34 @@ def test_many_uploads_under_way_keep_their_numbers() -> None:
     for array in arrays:
         Download(upload([array], DEVICE)).wait()
     assert pinned_pool(DEVICE).num_slots == num_slots
+
+
+def test_steps_that_are_handed_over_ahead_keep_their_inputs_apart() -> None:
+    """As graphs would read them: the buffers are filled many times before the device gets to the first."""
+    dice = np.random.default_rng(0)
+    last_tokens = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    buffers = DecodeBuffers(max_rows=16, max_blocks=700, block_tokens=16, last_tokens=last_tokens)
+    slots = dice.permutation(64)[:10]
+    (on_device,) = upload([slots], DEVICE)
+    buffers.fill(np.zeros(0, np.int64), PagedArrays.lay_out([], block_tokens=16, num_padding_rows=16))
+    Download([buffers.tokens(16)]).wait()
+    torch.cuda._sleep(100_000_000)
+
+    seen = []
+    for number in range(100):
+        block_ids = dice.integers(1 << 30, size=(10, 650)).astype(np.int32)
+        arrays = PagedArrays.lay_out(
+            [PagedRow(ids, 1, 10_000 + number) for ids in block_ids], block_tokens=16, num_padding_rows=6
+        )
+        buffers.fill(~slots, arrays)
+        batch = buffers.batch(16)
+        read = [buffers.tokens(16), batch.slots, batch.positions, batch.kv_lengths, batch.query_starts]
+        seen.append((arrays, Download([*read, batch.block_tables[:, : arrays.block_tables.shape[1]]])))
+        Download([buffers.tokens(10) + 1], LastTokens(last_tokens, on_device)).close()
+
+    for number, (arrays, download) in enumerate(seen):
+        tokens, *found = (one.numpy() for one in download.wait())
+        assert tokens.tolist() == [number] * 10 + [0] * 6, "each step feeds the next"
+        names = ("slots", "positions", "kv_lengths", "query_starts", "block_tables")
+        for name, numbers in zip(names, found, strict=True):
+            np.testing.assert_array_equal(numbers, getattr(arrays, name), err_msg=name)

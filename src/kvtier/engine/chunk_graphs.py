@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.engine.decode_graphs import Forward, capture_graph
-from kvtier.kernels.paged_batch import ChunkBuffers, PagedBatch
+from kvtier.kernels.paged_batch import ChunkBuffers, PagedArrays
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 MAX_GRAPH_TOKENS = _TOKENS[-1]
@@ -39,12 +41,12 @@ class ChunkGraphs:
         max_rows: int,
         max_blocks: int,
         block_tokens: int,
-        device: torch.device,
+        last_tokens: torch.Tensor,
     ) -> None:
+        """As for `DecodeGraphs`."""
         self._forward = forward
         self.sizes = chunk_sizes(max_tokens, max_rows)
         self._block_tokens = block_tokens
-        self._device = device
         self._graphs: dict[ChunkSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if not self.sizes:
             return
@@ -54,9 +56,8 @@ class ChunkGraphs:
             max_rows=largest.num_rows,
             max_blocks=max_blocks,
             block_tokens=block_tokens,
-            device=device,
+            last_tokens=last_tokens,
         )
-        self._tokens = torch.zeros(largest.num_tokens, dtype=torch.int64, device=device)
         self._memory = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_tokens: int, num_rows: int) -> ChunkSize | None:
@@ -68,26 +69,21 @@ class ChunkGraphs:
         for size in reversed(self.sizes):
             self._capture(size)
 
-    def run(self, tokens: torch.Tensor, batch: PagedBatch, size: ChunkSize) -> torch.Tensor:
+    def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays, size: ChunkSize) -> torch.Tensor:
         """Hidden states of a batch with exactly the tokens and rows of a graph, padding included."""
         graph, hidden = self._graphs[size]
-        self._buffers.fill(batch)
-        self._tokens[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        self._buffers.fill(tokens, batch)
         graph.replay()
         return hidden
 
     def _capture(self, size: ChunkSize) -> None:
-        padding = PagedBatch.build(
-            [],
-            block_tokens=self._block_tokens,
-            device=self._device,
-            num_empty_rows=size.num_rows,
-            num_padding_tokens=size.num_tokens,
+        num_tokens, num_rows = size.num_tokens, size.num_rows
+        padding = PagedArrays.lay_out(
+            [], block_tokens=self._block_tokens, num_empty_rows=num_rows, num_padding_tokens=num_tokens
         )
-        self._buffers.fill(padding)  # warming up must not write into anybody's blocks
-        self._tokens.zero_()
-        batch = self._buffers.batch(size.num_tokens, size.num_rows)
-        self._graphs[size] = capture_graph(self._forward, self._tokens[: size.num_tokens], batch, self._memory)
+        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
+        tokens, batch = self._buffers.tokens(num_tokens), self._buffers.batch(num_tokens, num_rows)
+        self._graphs[size] = capture_graph(self._forward, tokens, batch, self._memory)
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> tuple[ChunkSize, ...]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvtier.kernels.paged_batch import DecodeBuffers, PagedBatch
+from kvtier.kernels.paged_batch import DecodeBuffers, PagedArrays, PagedBatch
 
 Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
 """Hidden states of the tokens of a batch."""
@@ -25,16 +27,17 @@ class DecodeGraphs:
     """Graphs for up to `max_rows` rows of up to `max_blocks` blocks."""
 
     def __init__(
-        self, forward: Forward, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device
+        self, forward: Forward, *, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor
     ) -> None:
+        """A token `~s` stands for `last_tokens[s]`, as it is when the graph's turn comes."""
         self._forward = forward
         self._sizes = _SIZES[: bisect.bisect_left(_SIZES, max_rows) + 1]
         largest = self._sizes[-1]
-        self._buffers = DecodeBuffers(max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, device=device)
-        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._buffers = DecodeBuffers(
+            max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, last_tokens=last_tokens
+        )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._block_tokens = block_tokens
-        self._device = device
         self._memory = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_rows: int) -> int | None:
@@ -47,23 +50,21 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._capture(size)
 
-    def run(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+    def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays) -> torch.Tensor:
         """Hidden states of a batch with the number of rows of a graph, padding included."""
         num_rows = batch.num_rows
         if num_rows not in self._graphs:
             self._capture(num_rows)
         graph, hidden = self._graphs[num_rows]
-        self._buffers.fill(batch)
-        self._tokens[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        self._buffers.fill(tokens, batch)
         graph.replay()
         return hidden
 
     def _capture(self, num_rows: int) -> None:
-        padding = PagedBatch.build([], block_tokens=self._block_tokens, device=self._device, num_padding_rows=num_rows)
-        self._buffers.fill(padding)  # warming up must not write into anybody's blocks
-        self._tokens.zero_()
-        batch = self._buffers.batch(num_rows)
-        self._graphs[num_rows] = capture_graph(self._forward, self._tokens[:num_rows], batch, self._memory)
+        padding = PagedArrays.lay_out([], block_tokens=self._block_tokens, num_padding_rows=num_rows)
+        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
+        tokens, batch = self._buffers.tokens(num_rows), self._buffers.batch(num_rows)
+        self._graphs[num_rows] = capture_graph(self._forward, tokens, batch, self._memory)
 
 
 def capture_graph(

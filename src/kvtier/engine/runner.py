@@ -22,11 +22,12 @@ from kvtier.engine.request import Request
 from kvtier.engine.sampler import SampledTokens, Sampler
 from kvtier.engine.sampling_batch import SamplingBatch, SamplingRow
 from kvtier.engine.step import Step, StepRow
+from kvtier.kernels import reference
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.paged_batch import PagedBatch, PagedRow
+from kvtier.kernels.paged_batch import PagedArrays, PagedBatch, PagedRow
 from kvtier.kernels.rotation import Rotation
-from kvtier.kernels.upload import Download, upload
+from kvtier.kernels.upload import Download, LastTokens, upload
 from kvtier.models.model import Model
 
 _MAX_TOKENS_AFTER_ARRIVALS = 256
@@ -41,9 +42,11 @@ class TokenResult(NamedTuple):
 
 
 class Submitted:
-    """A step on its way. `rows` are those that sample."""
+    """A step on its way. `rows` are those that sample, and `kept` is where their tokens wait for the next steps."""
 
-    def __init__(self, rows: list[StepRow], sampled: SampledTokens | None) -> None:
+    def __init__(
+        self, rows: list[StepRow], sampled: SampledTokens | None = None, kept: LastTokens | None = None
+    ) -> None:
         self.rows = rows
         self._results: Download | None = None
         if sampled is None:
@@ -51,7 +54,7 @@ class Submitted:
         tensors = [sampled.token_ids]
         if sampled.logprobs is not None:
             tensors += [sampled.logprobs.sampled, sampled.logprobs.top_token_ids, sampled.logprobs.top]
-        self._results = Download(tensors)
+        self._results = Download(tensors, kept)
 
     def close(self) -> None:
         """Nobody asks for its tokens any more."""
@@ -85,6 +88,16 @@ class _Place:
     request: Request
     version: int
     num_ids: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The requests that a step sampled for, and what the next one needs if it samples for the same."""
+
+    requests: list[Request]
+    slot_numbers: list[int]
+    batch: SamplingBatch
+    slots: torch.Tensor
 
 
 class _PagedAttention:
@@ -153,7 +166,7 @@ class Runner:
         self._last_tokens = torch.zeros(max_num_requests, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=eos_token_ids)
         self._sampling_rows: dict[Request, SamplingRow] = {}
-        self._sampled_before: tuple[list[Request], SamplingBatch] | None = None
+        self._sampling: _Sampling | None = None
         self._scale = float(model.config.head_dim**-0.5)
         self._decode_graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
@@ -163,7 +176,7 @@ class Runner:
                 max_rows=max_graph_rows,
                 max_blocks=max_blocks,
                 block_tokens=self._block_tokens,
-                device=self._device,
+                last_tokens=self._last_tokens,
             )
             self._chunk_graphs = ChunkGraphs(
                 self._forward,
@@ -171,7 +184,7 @@ class Runner:
                 max_rows=max_graph_rows,
                 max_blocks=max_blocks,
                 block_tokens=self._block_tokens,
-                device=self._device,
+                last_tokens=self._last_tokens,
             )
             with torch.inference_mode():
                 self._decode_graphs.capture_all()
@@ -185,24 +198,22 @@ class Runner:
                     transfer.precede(self.arena.layout.layers - 1)
                 self.arena.copy(step.copies)
             sampling = [row for row in step.rows if row.samples]
-            tokens, last_places, slots = self._upload_tokens(step, sampling)
-            hidden = self._hidden_states(step, tokens)
+            hidden = self._hidden_states(step, self._token_ids(step))
             if not sampling:
-                return Submitted([], None)
-            if hidden.shape[0] != len(sampling):
-                hidden = hidden[last_places]
-            sampled = self._sampler.sample(self.model.logits(hidden), self._sampling_batch(sampling))
-            self._last_tokens[slots] = sampled.token_ids
-            return Submitted(sampling, sampled)
+                return Submitted([])
+            states = self._last_states(step, hidden, len(sampling))
+            together = self._sampling_of(sampling)
+            sampled = self._sampler.sample(self.model.logits(states), together.batch)
+            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots))
 
     def forget(self, request: Request) -> None:
         """The request is over."""
         row = self._sampling_rows.pop(request, None)
         if row is not None:
             self._sampler.close(row)
-            self._sampled_before = None
+            self._sampling = None
 
-    def _hidden_states(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+    def _hidden_states(self, step: Step, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
         """Those of all tokens, and of some padding after them."""
         num_tokens, num_rows = step.num_tokens, len(step.rows)
         if self._decode_graphs is not None and num_tokens == num_rows:
@@ -222,19 +233,18 @@ class Runner:
                     num_padding_tokens=size.num_tokens - num_tokens,
                 )
                 return self._chunk_graphs.run(tokens, batch, size)
-        return self._forward(tokens, self._batch(step), step.arrivals)
+        uploaded = self._batch(step).upload(self._device, self._backend)
+        return self._forward(self._on_device(tokens), uploaded, step.arrivals)
 
     def _batch(
         self, step: Step, *, num_padding_rows: int = 0, num_empty_rows: int = 0, num_padding_tokens: int = 0
-    ) -> PagedBatch:
-        return PagedBatch.build(
+    ) -> PagedArrays:
+        return PagedArrays.lay_out(
             [PagedRow(self._table_of(row.request), row.count, row.start + row.count, row.writes) for row in step.rows],
             block_tokens=self._block_tokens,
-            device=self._device,
             num_padding_rows=num_padding_rows,
             num_empty_rows=num_empty_rows,
             num_padding_tokens=num_padding_tokens,
-            backend=self._backend,
         )
 
     def _forward(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Transfer] = ()) -> torch.Tensor:
@@ -254,49 +264,45 @@ class Runner:
             place.num_ids = len(ids)
         return table
 
-    def _upload_tokens(self, step: Step, sampling: list[StepRow]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids of all rows; the place of each sampling row's last token; the sampling rows' slots."""
-        tokens = np.zeros(step.num_tokens, np.int64)
-        fed_places: list[int] = []
-        fed_slots: list[int] = []
-        last_places: list[int] = []
+    def _token_ids(self, step: Step) -> npt.NDArray[np.int64]:
+        """Those of all rows. Of a token that only the device knows, `~s`: it is the last one of slot `s`."""
+        tokens = np.empty(step.num_tokens, np.int64)
         place = 0
         for row in step.rows:
             known = row.request.tokens
-            if row.count == 1:
-                if row.start < len(known):
-                    tokens[place] = known[row.start]
-                else:
-                    fed_places.append(place)
-                    fed_slots.append(row.request.slot)
-            else:
+            if row.count > 1:
                 tokens[place : place + row.count] = known[row.start : row.start + row.count]
+            else:
+                tokens[place] = known[row.start] if row.start < len(known) else ~row.request.slot
             place += row.count
-            if row.samples:
-                last_places.append(place - 1)
-        arrays: list[npt.NDArray[np.generic]] = [
-            tokens,
-            np.array(last_places, np.int64),
-            np.array([row.request.slot for row in sampling], np.int64),
-            np.array(fed_places, np.int64),
-            np.array(fed_slots, np.int64),
-        ]
-        on_device = upload(arrays, self._device)
-        if fed_places:
-            on_device[0][on_device[3]] = self._last_tokens[on_device[4]]
-        return on_device[0], on_device[1], on_device[2]
+        return tokens
 
-    def _sampling_batch(self, rows: list[StepRow]) -> SamplingBatch:
+    def _on_device(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+        (on_device,) = upload([tokens], self._device)
+        return reference.fed(on_device, self._last_tokens) if (tokens < 0).any() else on_device
+
+    def _last_states(self, step: Step, hidden: torch.Tensor, num_sampling: int) -> torch.Tensor:
+        """The hidden states of the last token of each row that samples."""
+        if num_sampling == step.num_tokens:
+            return hidden[:num_sampling]
+        last_places = np.cumsum([row.count for row in step.rows]) - 1
+        (places,) = upload([last_places[[row.samples for row in step.rows]]], self._device)
+        return hidden[places]
+
+    def _sampling_of(self, rows: list[StepRow]) -> _Sampling:
         """The last step's, if its rows are the same: it has moved on by one position."""
         requests = [row.request for row in rows]
-        if self._sampled_before is not None and self._sampled_before[0] == requests:
-            return self._sampled_before[1]
+        slots = [request.slot for request in requests]
+        last = self._sampling
+        if last is not None and last.requests == requests and last.slot_numbers == slots:
+            return last
         batch = self._sampler.batch(
             [self._sampling_row(request) for request in requests],
             [request.num_tokens - request.prompt_tokens - 1 for request in requests],
         )
-        self._sampled_before = (requests, batch)
-        return batch
+        (on_device,) = upload([np.array(slots, np.int64)], self._device)
+        self._sampling = _Sampling(requests, slots, batch, on_device)
+        return self._sampling
 
     def _sampling_row(self, request: Request) -> SamplingRow:
         row = self._sampling_rows.get(request)

@@ -18,6 +18,7 @@ from kvtier.engine.penalty_state import PenaltyState
 from kvtier.engine.randomness import uniform
 from kvtier.engine.sampling_batch import Draws, SamplingBatch, SamplingRow, Suppression, Truncation
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.kernels.backend import best_tokens_for
 
 _NEVER = float("-inf")
 
@@ -74,12 +75,15 @@ class Sampler:
         )
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """A token for every row of `logits`, `(rows, vocab_size)` float32, which it may overwrite.
+        """A token for every row of `logits`, `(rows, vocab_size)`, which it may overwrite. It computes in float32.
 
-        Afterwards the batch stands at the next position and the penalties know the tokens. The likeliest of equal
-        tokens is the one of the lowest id.
+        Afterwards the batch stands at the next position, if any row looks at it, and the penalties know the tokens. The
+        likeliest of equal tokens is the one of the lowest id.
         """
         assert logits.shape == (batch.positions.shape[0], self._vocab_size), "the logits are another batch's"
+        if batch.is_greedy:
+            return SampledTokens(best_tokens_for(logits)(logits), None)
+        logits = logits.float()
         model_logits = logits
         if batch.num_logprobs is not None and (batch.penalties or batch.suppression):
             logits = logits.clone()

@@ -83,6 +83,11 @@ class SamplingBatch:
     num_logprobs: int | None
     """Alternatives to report with each token's own log-probability; `None` when no row wants any."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the likeliest token as it is, and nobody asks for more."""
+        return self.draws is None and self.penalties is None and self.suppression is None and self.num_logprobs is None
+
     @classmethod
     def build(
         cls,

@@ -1,7 +1,8 @@
-"""Runs every attention kernel once before the first request, on a GPU: none of them is compiled while somebody waits.
+"""Runs every kernel of a greedy step once before the first request, on a GPU: none is compiled while somebody waits.
 
-Captured graphs have compiled what they hold. Left are steps that are too large for them, or all where there are none:
-decodes beside prompts, short and long chunks, from the start and behind a long prefix (`kernels/tuning`).
+Captured graphs have compiled what they hold. Left are what runs around them, and steps that are too large for them, or
+all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix
+(`kernels/tuning`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
         if count > most:
             continue
         for start in (0, max(far - count, 0)):
-            runner.submit(_step([_row(0, start, count, block_tokens)])).wait()
+            _run(runner, [_row(0, start, count, block_tokens)])
     if config.max_num_requests > 1 and most > 2:
         for context in (1, far):
-            decode, prefill = _row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)
-            runner.submit(_step([decode, prefill])).wait()
+            _run(runner, [_row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)])
 
 
 def _row(slot: int, start: int, count: int, block_tokens: int) -> StepRow:
     request = Request(f"warm-up-{slot}", [0] * (start + count), SamplingParams(temperature=0.0), max_tokens=1)
     request.blocks.ids = [0] * -(-(start + count) // block_tokens)
+    request.num_in_flight = 1
     request.slot = slot
-    return StepRow(request, start, count, False)
+    return StepRow(request, start, count, True)
 
 
-def _step(rows: list[StepRow]) -> Step:
-    return Step(rows, [], sum(row.count for row in rows))
+def _run(runner: Runner, rows: list[StepRow]) -> None:
+    runner.submit(Step(rows, [], sum(row.count for row in rows))).wait()
+    for row in rows:
+        runner.forget(row.request)

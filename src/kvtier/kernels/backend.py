@@ -184,6 +184,12 @@ class Int4Product(Protocol):
     ) -> torch.Tensor: ...
 
 
+class BestTokens(Protocol):
+    """The likeliest token of each row of logits; see `reference.best_tokens`."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+
+
 def elementwise_for(tensor: torch.Tensor) -> Elementwise | None:
     """The fused operations for tensors like this one; none where plain torch has to do."""
     return cast("Elementwise | None", _triton_kernels("elementwise")) if tensor.is_cuda else None
@@ -203,6 +209,12 @@ def fp8_product_for(tensor: torch.Tensor) -> Fp8Product | None:
 def int4_product_for(tensor: torch.Tensor) -> Int4Product | None:
     """The same for products of a few tokens in 4 bits."""
     return cast("Int4Product | None", _quantized_products("int4_product", tensor))
+
+
+def best_tokens_for(tensor: torch.Tensor) -> BestTokens:
+    """That of logits like this one."""
+    kernels = _triton_kernels("best_tokens") if tensor.is_cuda else None
+    return reference.best_tokens if kernels is None else cast(BestTokens, kernels.best_tokens)
 
 
 def _quantized_products(name: str, tensor: torch.Tensor) -> ModuleType | None:

@@ -1,7 +1,7 @@
 """One step's rows as the attention kernels read them: made once per step, used by every layer.
 
-The runner's thread builds it from host numbers with one copy to the device. `DecodeBuffers` and `ChunkBuffers` hold
-the same numbers at fixed addresses, for CUDA graphs.
+The runner's thread lays it out on the host and brings it to the device with one copy: into memory of its own, or to the
+fixed addresses of `DecodeBuffers` and `ChunkBuffers`, from which CUDA graphs read it and the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from kvtier.kernels import reference
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
-from kvtier.kernels.upload import upload
+from kvtier.kernels.upload import packed_bytes, unpack, upload, upload_into
 
 
 class PagedRow(NamedTuple):
@@ -31,6 +31,116 @@ class PagedRow(NamedTuple):
     query_tokens: int
     kv_tokens: int
     writes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedArrays:
+    """A `PagedBatch` on the host."""
+
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int32]
+    query_starts: npt.NDArray[np.int32]
+    kv_lengths: npt.NDArray[np.int32]
+    gather_starts: npt.NDArray[np.int32]
+    num_gathered_tokens: int
+    queries_per_key: float
+    max_query_tokens: int
+    num_decodes: int
+    block_tokens: int
+
+    @classmethod
+    def lay_out(
+        cls,
+        rows: Sequence[PagedRow],
+        *,
+        block_tokens: int,
+        num_padding_rows: int = 0,
+        num_empty_rows: int = 0,
+        num_padding_tokens: int = 0,
+    ) -> PagedArrays:
+        """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing.
+
+        Then rows without a query, and tokens that belong to no row: what attention leaves for those is undefined.
+        """
+        num_rows = len(rows) + num_padding_rows + num_empty_rows
+        counts = np.ones(num_rows, np.int64)
+        counts[num_rows - num_empty_rows :] = 0
+        kv_lengths = np.zeros(num_rows, np.int64)
+        writes = np.ones(num_rows, np.bool_)
+        num_blocks = [-(-row.kv_tokens // block_tokens) for row in rows]
+        tables = np.zeros((num_rows, max(num_blocks, default=1) or 1), np.int32)
+        for index, row in enumerate(rows):
+            assert 0 <= row.query_tokens <= row.kv_tokens, row
+            counts[index], kv_lengths[index], writes[index] = row.query_tokens, row.kv_tokens, row.writes
+            tables[index, : num_blocks[index]] = row.block_ids[: num_blocks[index]]
+        starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        row_of = np.repeat(np.arange(num_rows), counts)
+        positions = np.arange(starts[-1]) - starts[row_of] + (kv_lengths - counts)[row_of]
+        slots = tables[row_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+        slots[(positions < 0) | ~writes[row_of]] = -1
+        np.maximum(positions, 0, out=positions)
+        if num_padding_tokens:
+            slots = np.concatenate((slots, np.full(num_padding_tokens, -1)))
+            positions = np.concatenate((positions, np.zeros(num_padding_tokens, np.int64)))
+        is_long = counts > 1
+        num_decodes = int(is_long.argmax()) if is_long.any() else num_rows
+        prefill_counts, prefill_lengths = counts[num_decodes:], kv_lengths[num_decodes:]
+        gathered_tokens = -(-prefill_lengths // GATHER_TOKENS) * GATHER_TOKENS
+        gather_starts = (np.cumsum(gathered_tokens) - gathered_tokens).astype(np.int32)
+        return cls(
+            slots=slots,
+            positions=positions,
+            block_tables=tables,
+            query_starts=starts,
+            kv_lengths=kv_lengths.astype(np.int32),
+            gather_starts=gather_starts,
+            num_gathered_tokens=int(gathered_tokens.sum()),
+            queries_per_key=float(prefill_counts @ prefill_lengths) / max(int(prefill_lengths.sum()), 1),
+            max_query_tokens=int(counts.max(initial=0)),
+            num_decodes=num_decodes,
+            block_tokens=block_tokens,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.kv_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+    def upload(self, device: torch.device, backend: Backend | None = None) -> PagedBatch:
+        """The batch, in memory of its own. `backend` is the device's unless told."""
+        counters = np.zeros(MAX_SPLIT_TILES, np.int32)
+        on_device = upload(
+            [
+                self.slots,
+                self.positions,
+                self.block_tables,
+                self.query_starts,
+                self.kv_lengths,
+                self.gather_starts,
+                counters,
+            ],
+            device,
+        )
+        return PagedBatch(
+            slots=on_device[0],
+            positions=on_device[1],
+            block_tables=on_device[2],
+            query_starts=on_device[3],
+            kv_lengths=on_device[4],
+            gather_starts=on_device[5],
+            counters=on_device[6],
+            max_query_tokens=self.max_query_tokens,
+            num_decodes=self.num_decodes,
+            num_gathered_tokens=self.num_gathered_tokens,
+            queries_per_key=self.queries_per_key,
+            block_tokens=self.block_tokens,
+            backend=backend or Backend.of(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,55 +183,15 @@ class PagedBatch:
         num_padding_tokens: int = 0,
         backend: Backend | None = None,
     ) -> PagedBatch:
-        """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing.
-
-        Then rows without a query, and tokens that belong to no row: what attention leaves for those is undefined.
-        """
-        num_rows = len(rows) + num_padding_rows + num_empty_rows
-        counts = np.ones(num_rows, np.int64)
-        counts[num_rows - num_empty_rows :] = 0
-        kv_lengths = np.zeros(num_rows, np.int64)
-        writes = np.ones(num_rows, np.bool_)
-        num_blocks = [-(-row.kv_tokens // block_tokens) for row in rows]
-        tables = np.zeros((num_rows, max(num_blocks, default=1) or 1), np.int32)
-        for index, row in enumerate(rows):
-            assert 0 <= row.query_tokens <= row.kv_tokens, row
-            counts[index], kv_lengths[index], writes[index] = row.query_tokens, row.kv_tokens, row.writes
-            tables[index, : num_blocks[index]] = row.block_ids[: num_blocks[index]]
-        starts = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        row_of = np.repeat(np.arange(num_rows), counts)
-        positions = np.arange(starts[-1]) - starts[row_of] + (kv_lengths - counts)[row_of]
-        slots = tables[row_of, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        slots[(positions < 0) | ~writes[row_of]] = -1
-        np.maximum(positions, 0, out=positions)
-        if num_padding_tokens:
-            slots = np.concatenate((slots, np.full(num_padding_tokens, -1)))
-            positions = np.concatenate((positions, np.zeros(num_padding_tokens, np.int64)))
-        is_long = counts > 1
-        num_decodes = int(is_long.argmax()) if is_long.any() else num_rows
-        prefill_counts, prefill_lengths = counts[num_decodes:], kv_lengths[num_decodes:]
-        gathered_tokens = -(-prefill_lengths // GATHER_TOKENS) * GATHER_TOKENS
-        gather_starts = (np.cumsum(gathered_tokens) - gathered_tokens).astype(np.int32)
-        counters = np.zeros(MAX_SPLIT_TILES, np.int32)
-        on_device = upload(
-            [slots, positions, tables, starts, kv_lengths.astype(np.int32), gather_starts, counters], device
-        )
-        return cls(
-            slots=on_device[0],
-            positions=on_device[1],
-            block_tables=on_device[2],
-            query_starts=on_device[3],
-            kv_lengths=on_device[4],
-            max_query_tokens=int(counts.max(initial=0)),
-            num_decodes=num_decodes,
-            gather_starts=on_device[5],
-            counters=on_device[6],
-            num_gathered_tokens=int(gathered_tokens.sum()),
-            queries_per_key=float(prefill_counts @ prefill_lengths) / max(int(prefill_lengths.sum()), 1),
+        """What `PagedArrays.lay_out` makes of it, on `device`."""
+        arrays = PagedArrays.lay_out(
+            rows,
             block_tokens=block_tokens,
-            backend=backend or Backend.of(device),
+            num_padding_rows=num_padding_rows,
+            num_empty_rows=num_empty_rows,
+            num_padding_tokens=num_padding_tokens,
         )
+        return arrays.upload(device, backend)
 
     @property
     def num_rows(self) -> int:
@@ -141,80 +211,103 @@ class PagedBatch:
 
 
 class _Buffers:
-    """The arrays of a batch, with room for the largest, at fixed addresses. The runner's thread owns them."""
+    """A step's tokens and its batch, with room for the largest, at fixed addresses. The runner's thread owns them.
+
+    Where the numbers of a batch begin depends on how many tokens and rows it has, and on nothing else.
+    """
 
     def __init__(
-        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device
+        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor
     ) -> None:
-        self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
-        self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._kv_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._counters = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+        """A token `~s` stands for `last_tokens[s]`, as it is when the device gets there."""
+        device = last_tokens.device
         self._block_tokens = block_tokens
+        self._last_tokens = last_tokens
+        self._numbers = torch.zeros(packed_bytes(self._like(max_tokens, max_rows)), dtype=torch.uint8, device=device)
+        self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._counters = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
         self._backend = Backend.of(device)
 
+    def tokens(self, num_tokens: int) -> torch.Tensor:
+        """The token ids of a step of so many, padding included. It reads whatever was filled in last."""
+        return self._numbers[: num_tokens * 8].view(torch.int64)
+
     def _batch(self, *, num_tokens: int, num_rows: int, max_query_tokens: int, num_decodes: int) -> PagedBatch:
+        _, slots, positions, query_starts, kv_lengths = unpack(self._numbers, self._like(num_tokens, num_rows))
         return PagedBatch(
             block_tables=self._block_tables[:num_rows],
-            query_starts=self._query_starts[: num_rows + 1],
-            kv_lengths=self._kv_lengths[:num_rows],
-            slots=self._slots[:num_tokens],
-            positions=self._positions[:num_tokens],
+            query_starts=query_starts,
+            kv_lengths=kv_lengths,
+            slots=slots,
+            positions=positions,
             counters=self._counters,
             max_query_tokens=max_query_tokens,
             num_decodes=num_decodes,
-            gather_starts=self._query_starts[:0],
+            gather_starts=query_starts[:0],
             num_gathered_tokens=0,
             queries_per_key=0.0,
             block_tokens=self._block_tokens,
             backend=self._backend,
         )
 
-    def fill(self, batch: PagedBatch) -> None:
-        """Copy a batch into place, in the current stream's order."""
-        num_rows, num_blocks = batch.block_tables.shape
-        self._block_tables[:num_rows, :num_blocks].copy_(batch.block_tables, non_blocking=True)
-        self._kv_lengths[:num_rows].copy_(batch.kv_lengths, non_blocking=True)
-        self._slots[: batch.num_tokens].copy_(batch.slots, non_blocking=True)
-        self._positions[: batch.num_tokens].copy_(batch.positions, non_blocking=True)
+    def fill(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> None:
+        """Bring a step into place, in the current stream's order. The tokens of padding may be left out."""
+        padded = np.zeros(arrays.num_tokens, np.int64)
+        padded[: len(tokens)] = tokens
+        upload_into(
+            _numbers(padded, arrays),
+            arrays.block_tables,
+            target=self._numbers,
+            table_target=self._block_tables,
+            last_tokens=self._last_tokens,
+        )
+
+    def _like(self, num_tokens: int, num_rows: int) -> list[npt.NDArray[np.generic]]:
+        """Arrays with the dtypes and shapes of those of such a step."""
+        padding = PagedArrays.lay_out(
+            [], block_tokens=self._block_tokens, num_empty_rows=num_rows, num_padding_tokens=num_tokens
+        )
+        return _numbers(np.zeros(num_tokens, np.int64), padding)
+
+
+def _numbers(tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> list[npt.NDArray[np.generic]]:
+    """What buffers hold of a step besides the block tables; the tokens first."""
+    return [tokens, arrays.slots, arrays.positions, arrays.query_starts, arrays.kv_lengths]
 
 
 class DecodeBuffers(_Buffers):
     """Room for the largest decode batch: graphs of every size share it.
 
-    Capture a graph of n rows on `batch(n)`; before each replay `fill` it with a batch of exactly n rows, padding
-    included.
+    Capture a graph of n rows on `tokens(n)` and `batch(n)`; before each replay `fill` it with a batch of exactly n
+    rows, padding included.
     """
 
-    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, device: torch.device) -> None:
+    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor) -> None:
         super().__init__(
-            max_tokens=max_rows, max_rows=max_rows, max_blocks=max_blocks, block_tokens=block_tokens, device=device
+            max_tokens=max_rows,
+            max_rows=max_rows,
+            max_blocks=max_blocks,
+            block_tokens=block_tokens,
+            last_tokens=last_tokens,
         )
 
     def batch(self, num_rows: int) -> PagedBatch:
         """The first rows as a batch of one query each. It reads whatever was filled in last."""
         return self._batch(num_tokens=num_rows, num_rows=num_rows, max_query_tokens=1, num_decodes=num_rows)
 
-    def fill(self, batch: PagedBatch) -> None:
+    def fill(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> None:
         """As for any batch; here each row has one query."""
-        assert batch.num_tokens == batch.num_rows == batch.num_decodes
-        super().fill(batch)
+        assert arrays.num_tokens == arrays.num_rows == arrays.num_decodes
+        super().fill(tokens, arrays)
 
 
 class ChunkBuffers(_Buffers):
     """Room for the largest batch of a few short chunks, decodes among them: graphs of every size share it.
 
-    Capture a graph on `batch(tokens, rows)`; before each replay `fill` it with a batch of exactly as many tokens and
-    rows, padding tokens and empty rows included.
+    Capture a graph on `tokens(n)` and `batch(n, rows)`; before each replay `fill` it with a batch of exactly as many
+    tokens and rows, padding tokens and empty rows included.
     """
 
     def batch(self, num_tokens: int, num_rows: int) -> PagedBatch:
         """Rows of any number of queries. It reads whatever was filled in last."""
         return self._batch(num_tokens=num_tokens, num_rows=num_rows, max_query_tokens=num_tokens, num_decodes=0)
-
-    def fill(self, batch: PagedBatch) -> None:
-        """As for any batch; here rows differ in their queries."""
-        super().fill(batch)
-        self._query_starts[: batch.num_rows + 1].copy_(batch.query_starts, non_blocking=True)

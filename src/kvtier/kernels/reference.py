@@ -255,3 +255,27 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     for head in range(kv_heads):
         torch.index_select(cache[:, head], 0, block_ids, out=gathered[head])
     return gathered.view(kv_heads, len(blocks), -1, kv_dim).transpose(0, 1)
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The ids, int64, of the largest of each row of `logits` (rows, tokens); of equal ones the lowest."""
+    return logits.argmax(-1)
+
+
+def fed(tokens: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+    """The token ids, of which `~s` stands for `last_tokens[s]`."""
+    return torch.where(tokens < 0, last_tokens[(~tokens).clamp_(min=0)], tokens)
+
+
+def place_words(
+    source: torch.Tensor, num_tokens: int, target: torch.Tensor, table: torch.Tensor, last_tokens: torch.Tensor
+) -> None:
+    """Fill `target` with words of `source`, and `table`, which need not be dense, with the next ones.
+
+    All of it is int32. The first words are `num_tokens` token ids of two words each, which are `fed`.
+    """
+    num_words = target.numel()
+    target.copy_(source[:num_words])
+    tokens = target[: 2 * num_tokens].view(torch.int64)
+    tokens.copy_(fed(tokens, last_tokens))
+    table.copy_(source[num_words : num_words + table.numel()].view(table.shape))

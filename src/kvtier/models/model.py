@@ -49,11 +49,11 @@ class Model(Layer):
             return self.norm.add(hidden, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores (R, vocab) in float32 of the tokens that may follow `hidden` (R, hidden)."""
+        """Scores (R, vocab) of the tokens that may follow `hidden` (R, hidden), in its dtype."""
         with torch.inference_mode():
             if self.lm_head is None:
-                return functional.linear(hidden, self.embed_tokens.weight).float()
-            return self.lm_head(hidden).float()
+                return functional.linear(hidden, self.embed_tokens.weight)
+            return self.lm_head(hidden)
 
     def checkpoint_slots(self) -> Iterator[Slot]:
         """Where each tensor of a checkpoint goes."""

@@ -109,8 +109,8 @@ def engine(
 ) -> Iterator[LLM]:
     """vLLM in this process, with the plug-in if there is a `server`; nothing of it is left afterwards.
 
-    What is cached is loaded, unless `settings` say otherwise: these models compute faster than anything loads. And it is
-    waited for, so that a busy machine makes no miss of a hit.
+    What is cached is loaded, unless `settings` say otherwise: these models compute faster than anything loads. And it
+    is waited for, so that a busy machine makes no miss of a hit.
     """
     arguments: dict[str, Any] = {
         "dtype": dtype,

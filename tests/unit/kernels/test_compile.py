@@ -196,6 +196,37 @@ print(json.dumps({
 }))
 """
 
+COMPILE_COPIES = """
+import json, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtier.kernels import best_tokens, host_copy
+
+def ptx(kernel, num_warps, types, **constants):
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if "_ptr" in name}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+longs = dict.fromkeys(
+    ("tokens_ptr", "last_tokens_ptr", "placed_tokens_ptr", "slots_ptr", "target_ptr", "token_ids_ptr"), "*i64"
+)
+words = {"WORDS": host_copy._WORDS, "QUAD": host_copy._QUAD}
+print(json.dumps({
+    "copy": ptx(host_copy._copy_kernel, host_copy._WARPS, {}, **words),
+    "place": ptx(host_copy._place_kernel, host_copy._WARPS, longs, **words),
+    "hand_out": ptx(host_copy._hand_out_kernel, 4, longs, TOKENS=host_copy._TOKENS),
+    "best": ptx(
+        best_tokens._best_kernel, best_tokens._WARPS, {**longs, "logits_ptr": "*bf16"},
+        VOCAB=152064, COLUMNS=best_tokens._COLUMNS, STAGES=best_tokens._STAGES,
+    ),
+}))
+"""
+
 
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "head_dim", "window"),
@@ -230,3 +261,22 @@ def test_products_compile_for_hopper(tmp_path: Path) -> None:
         assert is_early == (not name.startswith(("int4", "dequantize"))), name
         assert is_wide == is_ahead == (name != "dequantize"), name
         assert is_eight_bits == (not name.startswith(("int4", "dequantize", "plain"))), name
+
+
+def test_what_runs_around_graphs_compiles_for_hopper(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMPILE_COPIES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    for name in ("copy", "place"):
+        assert "ld.global.cv.v4.b32" in compiled[name], "16 bytes of the host's memory are read once, not four times"
+    assert "cp.async.cg" in compiled["best"], "logits are on their way while others are compared"
+    assert compiled["hand_out"].count("st.global.b64") == 2, "to the host and to the slot"

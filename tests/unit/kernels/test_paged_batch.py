@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedBatch, PagedRow
+from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedArrays, PagedBatch, PagedRow
 from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
 from tests.unit.kernels.batches import DEVICE, make_case
+
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+def last_tokens() -> torch.Tensor:
+    return torch.tensor([70, 71, 72, 73, 74, 75], device=DEVICE)
 
 
 def build(*rows: PagedRow, num_padding_rows: int = 0) -> PagedBatch:
@@ -35,9 +42,9 @@ def test_dtypes_are_those_kernels_read() -> None:
 
 
 def test_counters_begin_at_zero_and_graphs_of_every_size_share_theirs() -> None:
-    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=4, device=DEVICE)
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=4, last_tokens=last_tokens())
     captured = buffers.batch(4)
-    buffers.fill(build(PagedRow([0], 1, 1)))
+    buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([0], 1, 1)], block_tokens=4))
 
     for batch in (build(PagedRow([0], 1, 1)), captured):
         assert batch.counters.tolist() == [0] * MAX_SPLIT_TILES
@@ -102,14 +109,14 @@ def test_an_empty_batch_and_rows_without_queries() -> None:
 
 
 def test_buffers_hold_each_batch_at_the_same_addresses() -> None:
-    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=8, device=DEVICE)
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=8, last_tokens=last_tokens())
     captured = buffers.batch(4)
     addresses = [captured.slots.data_ptr(), captured.block_tables.data_ptr(), captured.kv_lengths.data_ptr()]
 
     for lengths in ([(1, 40), (1, 3)], [(1, 9), (1, 2), (1, 33)]):
         case = make_case(lengths)
         batch = case.batch(Backend.of(DEVICE), num_padding_rows=4 - len(lengths))
-        buffers.fill(batch)
+        buffers.fill(NO_TOKENS, PagedArrays.lay_out(case.rows, block_tokens=8, num_padding_rows=4 - len(lengths)))
         query, key, value = (
             torch.cat((one, one.new_zeros(4 - len(lengths), *one.shape[1:])))
             for one in (case.query, case.key, case.value)
@@ -122,21 +129,17 @@ def test_buffers_hold_each_batch_at_the_same_addresses() -> None:
 
 
 def test_buffers_of_chunks_hold_rows_of_any_length_at_the_same_addresses() -> None:
-    buffers = ChunkBuffers(max_tokens=16, max_rows=4, max_blocks=8, block_tokens=8, device=DEVICE)
+    buffers = ChunkBuffers(max_tokens=16, max_rows=4, max_blocks=8, block_tokens=8, last_tokens=last_tokens())
     captured = buffers.batch(16, 4)
     addresses = [captured.slots.data_ptr(), captured.query_starts.data_ptr(), captured.kv_lengths.data_ptr()]
 
     for lengths in ([(5, 40), (1, 3)], [(1, 9), (9, 20), (3, 33)]):
         case = make_case(lengths)
         num_tokens = len(case.query)
-        batch = PagedBatch.build(
-            case.rows,
-            block_tokens=8,
-            device=DEVICE,
-            num_empty_rows=4 - len(lengths),
-            num_padding_tokens=16 - num_tokens,
+        arrays = PagedArrays.lay_out(
+            case.rows, block_tokens=8, num_empty_rows=4 - len(lengths), num_padding_tokens=16 - num_tokens
         )
-        buffers.fill(batch)
+        buffers.fill(NO_TOKENS, arrays)
         padded = [
             torch.cat((one, one.new_zeros(16 - num_tokens, *one.shape[1:])))
             for one in (case.query, case.key, case.value)
@@ -148,3 +151,57 @@ def test_buffers_of_chunks_hold_rows_of_any_length_at_the_same_addresses() -> No
         torch.testing.assert_close(found[:num_tokens], expected)
 
     assert addresses == [captured.slots.data_ptr(), captured.query_starts.data_ptr(), captured.kv_lengths.data_ptr()]
+
+
+TENSORS = ("slots", "positions", "query_starts", "kv_lengths")
+
+
+@pytest.mark.parametrize("num_padding_rows", [0, 1, 5])
+def test_decode_buffers_hold_what_was_laid_out_and_the_tokens_of_slots(num_padding_rows: int) -> None:
+    last = last_tokens()
+    buffers = DecodeBuffers(max_rows=8, max_blocks=9, block_tokens=4, last_tokens=last)
+    rows = [PagedRow([7, 3], 1, 6), PagedRow([9, 2, 5], 1, 9), PagedRow([1], 1, 1)]
+    arrays = PagedArrays.lay_out(rows, block_tokens=4, num_padding_rows=num_padding_rows)
+
+    buffers.fill(np.array([~4, 11, ~0]), arrays)
+
+    num_rows = 3 + num_padding_rows
+    assert buffers.tokens(num_rows).tolist() == [74, 11, 70] + [0] * num_padding_rows
+    assert_holds(buffers.batch(num_rows), arrays)
+
+
+def test_chunk_buffers_hold_what_was_laid_out_and_the_tokens_of_slots() -> None:
+    buffers = ChunkBuffers(max_tokens=16, max_rows=4, max_blocks=9, block_tokens=4, last_tokens=last_tokens())
+    small = PagedArrays.lay_out([PagedRow([2], 2, 3)], block_tokens=4)
+    large = PagedArrays.lay_out(
+        [PagedRow([7, 3], 1, 6), PagedRow([9, 2, 5], 5, 9)], block_tokens=4, num_empty_rows=2, num_padding_tokens=10
+    )
+
+    for arrays, tokens, expected in (
+        (large, [~5, 1, 2, 3, 4, 5], [75, 1, 2, 3, 4, 5] + [0] * 10),
+        (small, [8, 9], [8, 9]),
+        (large, [6, 1, 2, 3, 4, ~0], [6, 1, 2, 3, 4, 70] + [0] * 10),
+    ):
+        buffers.fill(np.array(tokens), arrays)
+
+        assert buffers.tokens(arrays.num_tokens).tolist() == expected
+        assert_holds(buffers.batch(arrays.num_tokens, arrays.num_rows), arrays)
+
+
+def test_filling_leaves_the_rest_of_the_block_tables_alone() -> None:
+    buffers = DecodeBuffers(max_rows=3, max_blocks=4, block_tokens=4, last_tokens=last_tokens())
+    buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([5, 6, 7, 8], 1, 16)] * 3, block_tokens=4))
+
+    buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([1, 2], 1, 8)] * 2, block_tokens=4))
+
+    assert buffers.batch(3).block_tables.tolist() == [[1, 2, 7, 8], [1, 2, 7, 8], [5, 6, 7, 8]]
+
+
+def assert_holds(batch: PagedBatch, arrays: PagedArrays) -> None:
+    for name in TENSORS:
+        found, expected = getattr(batch, name), torch.from_numpy(getattr(arrays, name))
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.cpu(), expected), name
+    num_rows, num_blocks = arrays.block_tables.shape
+    assert batch.block_tables.shape[0] == num_rows
+    assert batch.block_tables[:, :num_blocks].tolist() == arrays.block_tables.tolist()

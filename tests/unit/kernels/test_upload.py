@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kernels.upload import Download, pack, unpack, upload
+from kvtier.kernels.upload import Download, LastTokens, pack, unpack, upload
 from tests.unit.kernels.batches import DEVICE
 
 ARRAYS: list[npt.NDArray[np.generic]] = [
@@ -63,3 +63,13 @@ def test_results_come_back_with_their_shapes_and_dtypes() -> None:
         assert one.device.type == "cpu"
         assert one.dtype == tensor.dtype
         assert torch.equal(one, tensor.cpu())
+
+
+def test_tokens_come_back_and_are_kept_in_their_slots() -> None:
+    tokens, logprobs = torch.tensor([11, 12, 13], device=DEVICE), torch.tensor([0.5, 0.25, 1.0], device=DEVICE)
+    last_tokens = torch.arange(6, device=DEVICE)
+
+    found = Download([tokens, logprobs], LastTokens(last_tokens, torch.tensor([4, 0, 2], device=DEVICE))).wait()
+
+    assert [one.tolist() for one in found] == [[11, 12, 13], [0.5, 0.25, 1.0]]
+    assert last_tokens.tolist() == [12, 1, 13, 3, 11, 5]

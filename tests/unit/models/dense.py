@@ -39,7 +39,7 @@ class DenseAttention:
 def all_logits(model: Model, tokens: Tensor) -> Tensor:
     """Logits after each of `tokens` (T,), computed in one step."""
     hidden = model(tokens, torch.arange(len(tokens)), DenseAttention(model.config))
-    return model.logits(hidden)
+    return model.logits(hidden).float()
 
 
 def greedy(model: Model, tokens: Tensor, count: int) -> list[int]:
