@@ -73,7 +73,10 @@ class LoadOrCompute:
         compute_s = self.compute_s(position, part.end, prompt_tokens)
         if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
             return plan
-        from_back = self._from_back(plan, load_s, compute_s, prompt_tokens)
+        before_last = (prompt_tokens - 1) // self._block_tokens
+        if position >= before_last:  # a step that comes anyway has these few tokens more: that says nothing of the tier
+            return plan if load_s <= compute_s else None
+        from_back = self._from_back(plan, min(part.end, before_last), prompt_tokens)
         if from_back is not None:
             return from_back
         return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
@@ -118,9 +121,14 @@ class LoadOrCompute:
         return num_missing * self._per_block_s(load, elapsed) > shared * compute_s
 
     def compute_s(self, first: int, end: int, prompt_tokens: int | None) -> float | None:
-        """How much longer the prompt takes if blocks `first..end` are computed too."""
+        """How much longer the prompt takes if blocks `first..end` are computed too.
+
+        Of an unknown prompt, how long they take by themselves.
+        """
         start, stop = first * self._block_tokens, end * self._block_tokens
-        total = max(stop, prompt_tokens or 0)
+        if prompt_tokens is None:
+            return self.speeds.prefill_s(start, stop - start, self._chunk_tokens)
+        total = max(stop, prompt_tokens)
         whole = self.speeds.prefill_s(start, total - start, self._chunk_tokens)
         left = max(total - stop, 1)  # of a prompt that is all there, the last token is computed still
         rest = self.speeds.prefill_s(total - left, left, self._chunk_tokens)
@@ -162,15 +170,16 @@ class LoadOrCompute:
             return elapsed_s / load.num_arrived
         return max(expected, elapsed_s / load.num_blocks)
 
-    def _from_back(self, plan: Plan, load_s: float, compute_s: float, prompt_tokens: int) -> Plan | None:
-        """Load from the back while the front is computed, if that is the fastest by far; None if not.
+    def _from_back(self, plan: Plan, end: int, prompt_tokens: int) -> Plan | None:
+        """Load from the back, from `end`, while the front is computed, if that is the fastest by far; None if not.
 
-        The prompt's last token is not among it: it is computed once all before it is there.
+        The prompt's last token lies behind `end`: it is computed once all before it is there.
         """
-        end = min(plan.end, (prompt_tokens - 1) // self._block_tokens)
-        if plan.part.comes_in_order or end <= plan.first:
+        num_blocks = end - plan.first
+        load_s = self.speeds.load_s(plan.part.tier, num_blocks * self._block_bytes)
+        compute_s = self.compute_s(plan.first, end, prompt_tokens)
+        if plan.part.comes_in_order or load_s is None or compute_s is None:
             return None
-        num_blocks = plan.end - plan.first
         load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
         num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
         meet_s = num_loaded * load_block_s + _MEETING_STEPS * self.speeds.step_s()
@@ -181,7 +190,8 @@ class LoadOrCompute:
         ):
             return None
         unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
-        return replace(plan, end=end, order=Order.BACK, unit=min(unit, plan.unit), meets_after_s=meet_s)
+        unit = min(unit, plan.unit)
+        return replace(plan, end=end, order=Order.BACK, expected_s=load_s, unit=unit, meets_after_s=meet_s)
 
     def _is_resting(self, tier: str) -> bool:
         rest = self._rests.get(tier)

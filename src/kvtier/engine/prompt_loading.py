@@ -341,7 +341,9 @@ class PromptLoading:
         if request.ending is None:
             ending = fetch.ending
             left = next((part for part in fetch.parts if part.end > position), None)
-            if position >= self._num_wanted(request):
+            # What meets from the back leaves out the block of the last token, found or not.
+            before_last = (len(request.tokens) - 1) // self._blocks.block_tokens
+            if position >= (before_last if fetch.has_all else self._num_wanted(request)):
                 request.ending = MatchEnding(position, MatchEnd.ALL, "")
             elif left is None:
                 request.ending = MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)

@@ -73,8 +73,8 @@ class SequenceBlocks:
 
     `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
     been shown under their hashes, which are chained from `root`, once it is known. Of a long prompt that is looked for
-    piece by piece no more than `max_hashes` are known for now. The KV of the first `num_filled` tokens was found, not
-    computed: it is not written again. `version` changes when `ids` are not just longer than before.
+    piece by piece no more than `max_hashes` are known for now. Up to `num_filled` tokens the KV was found, or computed
+    before what was found: it is not written again. `version` changes when `ids` are not just longer than before.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -290,7 +290,7 @@ class Runner:
         return hidden[places]
 
     def _sampling_of(self, rows: list[StepRow]) -> _Sampling:
-        """The last step's, if its rows are the same: it has moved on by one position."""
+        """The last step's, if its rows are the same: it has moved on by as much as sampling needs."""
         requests = [row.request for row in rows]
         slots = [request.slot for request in requests]
         last = self._sampling

@@ -74,7 +74,10 @@ class Suppression:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """`positions[r]` is the place in row r's output of the token that is sampled next; sampling advances it."""
+    """`positions[r]` is the place in row r's output of the token that is sampled next; sampling advances it.
+
+    Of rows that are all greedy nothing asks for it, and it stays.
+    """
 
     positions: torch.Tensor
     draws: Draws | None

@@ -84,7 +84,7 @@ class Scheduler:
             request = self.running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
-            if remaining == 1 and start >= request.prompt_tokens:
+            if remaining == 1 and start >= request.prompt_tokens and request.fetch is None:
                 # The common case: one token, whose successor is sampled.
                 if not request.may_sample:
                     position += 1

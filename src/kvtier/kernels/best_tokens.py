@@ -15,7 +15,7 @@ _STAGES = 4
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """As `reference.best_tokens`. NaN counts as infinity."""
+    """As `reference.best_tokens`, but that NaN counts as infinity, of which the first wins; there it counts as more."""
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous(), "rows must be dense"
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -66,7 +66,7 @@ class _Row:
 def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Put the KV of token t, `key[t]` and `value[t]` of `(kv_heads, head_dim)`, at `slots[t]` of a layer's cache.
 
-    A slot is `block_id * block_tokens + offset`. Negative slots are padding and are skipped.
+    A slot is `block_id * block_tokens + offset`. Tokens with a negative one are not written.
     """
     block_tokens = cache.shape[2]
     is_real = slots >= 0

@@ -68,6 +68,8 @@ def upload_into(
     corner = table_target[: table.shape[0], : table.shape[1]]
     target = target[: packed_bytes(arrays)].view(torch.int32)
     num_tokens = len(arrays[0])
+    assert target.numel() * 4 == packed_bytes(arrays), "there is no room for the arrays"
+    assert corner.shape == table.shape, "there is no room for the table"
     if target.device.type == "cpu":
         staging = np.empty(packed_bytes(packed), np.uint8)
         pack(packed, staging)

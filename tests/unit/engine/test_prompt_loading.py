@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.block_manager import BlockManagerName
-from kvtier.engine.load import Order
+from kvtier.engine.load import Order, Plan
 from kvtier.engine.request import Request, Status
 from kvtier.engine.tier_traffic import Fetch
 from kvtier.tiers.explanation import MatchEnd
@@ -273,6 +273,31 @@ def test_a_prompt_that_a_tier_has_is_computed_from_where_the_tier_ends(manager: 
 
     assert _tokens_loaded(request) == 20
     assert engine.num_computed(request) == 2 + 2
+
+
+@every_manager
+@pytest.mark.parametrize("length", [32, 33])
+def test_a_prompt_of_which_all_was_found_says_so_though_its_end_is_computed(
+    manager: BlockManagerName, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What meets from the back leaves out the last token's block, and computing it is faster than to load it."""
+    engine = TieredEngine(manager)
+    engine.traffic.is_forced = Order.BACK
+    any_plan = engine.traffic.plan
+
+    def from_back(fetch: Fetch, position: int, prompt_tokens: int) -> Plan | None:
+        plan = any_plan(fetch, position, prompt_tokens)
+        return plan if plan is None or plan.order is Order.BACK else None
+
+    monkeypatch.setattr(engine.traffic, "plan", from_back)
+    engine.traffic.is_smooth = True
+    prompt = prompt_of(length)
+    engine.traffic.remember(prompt, SERVER)
+    request = engine.submit(prompt)
+    engine.run()
+
+    assert request.ending is not None
+    assert request.ending.reason is MatchEnd.ALL
 
 
 @every_manager
