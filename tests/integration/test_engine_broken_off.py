@@ -13,6 +13,7 @@ import pytest
 from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
 from kvtier.engine.held import Held
+from kvtier.engine.runner import Submitted
 from kvtier.errors import ConfigError, EngineStopped
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
@@ -44,6 +45,18 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 def expected(model: Path) -> dict[str, list[list[int]]]:
     with LLM(str(model), kv_cache_space=4 << 20) as llm:
         return {"some": answers(llm, SOME), "others": answers(llm, OTHERS)}
+
+
+def test_an_engine_that_is_closed_gives_back_what_its_steps_hold(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Submitted] = []
+    monkeypatch.setattr(Submitted, "close", lambda step: closed.append(step))
+    with open_llm(model, schedule="async-2") as llm:
+        llm.engine.add("one", SOME[0], GREEDY)
+        llm.engine.step()
+        llm.engine.step()
+        assert closed == []
+
+    assert len(closed) == 2
 
 
 def test_what_was_offered_before_an_interrupt_is_never_stored(

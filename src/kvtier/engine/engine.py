@@ -296,8 +296,7 @@ class Engine:
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
                     self._count_end(request)
-        while self._under_way:
-            self._under_way.popleft().close()
+        self._drop_steps()
         if self.traffic is not None:
             self.traffic.drain()
         self.scheduler = self._make_scheduler()
@@ -353,12 +352,18 @@ class Engine:
         return str(self.config.model).rstrip("/").rsplit("/", 1)[-1]
 
     def close(self) -> None:
-        """Give the tiers back. The engine does no step after it."""
+        """Give the tiers back, and the host's memory of steps under way. The engine does no step after it."""
+        self._drop_steps()
         if self.traffic is not None:
             for requests in self._requests.values():
                 for request in requests:
                     self.scheduler.leave(request)
             self.traffic.close()
+
+    def _drop_steps(self) -> None:
+        """Nobody asks for the tokens of what is under way."""
+        while self._under_way:
+            self._under_way.popleft().close()
 
     def _step(self) -> list[Progress]:
         started_at = time.perf_counter()
