@@ -194,8 +194,7 @@ class Runner:
         """Hand a step to the device."""
         with torch.inference_mode():
             if step.copies:
-                for transfer in step.arrivals:  # a source may be among what arrives
-                    transfer.precede(self.arena.layout.layers - 1)
+                self._put_behind(step.arrivals)  # a source may be among what arrives
                 self.arena.copy(step.copies)
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step))
@@ -219,14 +218,12 @@ class Runner:
         if self._decode_graphs is not None and num_tokens == num_rows:
             graph_rows = self._decode_graphs.size_for(num_rows)
             if graph_rows is not None:
-                for transfer in step.arrivals:
-                    transfer.precede(self.arena.layout.layers - 1)
+                self._put_behind(step.arrivals)
                 return self._decode_graphs.run(tokens, self._batch(step, num_padding_rows=graph_rows - num_rows))
         if self._chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
             size = self._chunk_graphs.size_for(num_tokens, num_rows)
             if size is not None:
-                for transfer in step.arrivals:
-                    transfer.precede(self.arena.layout.layers - 1)
+                self._put_behind(step.arrivals)
                 batch = self._batch(
                     step,
                     num_empty_rows=size.num_rows - num_rows,
@@ -235,6 +232,11 @@ class Runner:
                 return self._chunk_graphs.run(tokens, batch, size)
         uploaded = self._batch(step).upload(self._device, self._backend)
         return self._forward(self._on_device(tokens), uploaded, step.arrivals)
+
+    def _put_behind(self, arrivals: Sequence[Transfer]) -> None:
+        """What is handed to the device from now on runs after all layers of them have arrived."""
+        for transfer in arrivals:
+            transfer.precede(self.arena.layout.layers - 1)
 
     def _batch(
         self, step: Step, *, num_padding_rows: int = 0, num_empty_rows: int = 0, num_padding_tokens: int = 0

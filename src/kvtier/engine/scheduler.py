@@ -93,7 +93,7 @@ class Scheduler:
                 if start < len(request.blocks.ids) * block_tokens or self._make_room(request, start + 1):
                     request.num_computed = start + 1
                     request.num_in_flight += 1
-                    decodes.append(StepRow(request, start, 1, True, writes=start >= request.blocks.num_filled))
+                    decodes.append(StepRow(request, start, 1, True))
                     budget -= 1
                     position += 1
                 elif num_running == len(self.running):
@@ -199,7 +199,7 @@ class Scheduler:
         samples = request.num_computed == request.num_tokens
         if samples:
             request.num_in_flight += 1
-        return StepRow(request, start, count, samples, writes=start >= request.blocks.num_filled)
+        return StepRow(request, start, count, samples)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Blocks for `num_tokens`, from those that came last if need be; False when the request itself was the last.

@@ -10,16 +10,17 @@ from kvtier.engine.request import Request
 
 @dataclass(slots=True)
 class StepRow:
-    """`count` tokens of `request` from position `start`. `samples` when they reach its last token.
-
-    One whose KV was found, and which is computed for what follows it, is a row of its own that does not write.
-    """
+    """`count` tokens of `request` from position `start`. `samples` when they reach its last token."""
 
     request: Request
     start: int
     count: int
     samples: bool
-    writes: bool = True
+
+    @property
+    def writes(self) -> bool:
+        """Not a token whose KV was found, which is computed for what follows it: that is a row of its own."""
+        return self.start >= self.request.blocks.num_filled
 
 
 @dataclass(frozen=True, slots=True)
