@@ -171,28 +171,6 @@ class PagedBatch:
     backend: Backend
     _plans: dict[int | None, reference.RowPlan] = field(default_factory=dict, repr=False, compare=False)
 
-    @classmethod
-    def build(
-        cls,
-        rows: Sequence[PagedRow],
-        *,
-        block_tokens: int,
-        device: torch.device,
-        num_padding_rows: int = 0,
-        num_empty_rows: int = 0,
-        num_padding_tokens: int = 0,
-        backend: Backend | None = None,
-    ) -> PagedBatch:
-        """What `PagedArrays.lay_out` makes of it, on `device`."""
-        arrays = PagedArrays.lay_out(
-            rows,
-            block_tokens=block_tokens,
-            num_padding_rows=num_padding_rows,
-            num_empty_rows=num_empty_rows,
-            num_padding_tokens=num_padding_tokens,
-        )
-        return arrays.upload(device, backend)
-
     @property
     def num_rows(self) -> int:
         return int(self.kv_lengths.shape[0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.paged_batch import PagedBatch, PagedRow
+from kvtier.kernels.paged_batch import PagedArrays, PagedBatch, PagedRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -49,13 +49,9 @@ class Case:
         return self.shape.head_dim**-0.5
 
     def batch(self, backend: Backend, num_padding_rows: int = 0) -> PagedBatch:
-        return PagedBatch.build(
-            self.rows,
-            block_tokens=self.shape.block_tokens,
-            device=DEVICE,
-            backend=backend,
-            num_padding_rows=num_padding_rows,
-        )
+        block_tokens = self.shape.block_tokens
+        arrays = PagedArrays.lay_out(self.rows, block_tokens=block_tokens, num_padding_rows=num_padding_rows)
+        return arrays.upload(DEVICE, backend)
 
 
 def make_case(lengths: Sequence[tuple[int, int]], shape: Shape = Shape(), seed: int = 0) -> Case:  # noqa: B008

@@ -15,8 +15,8 @@ import sys
 sys.modules["triton"] = None
 import torch
 from kvtier.kernels.attention import attend
-from kvtier.kernels.paged_batch import PagedBatch, PagedRow
-batch = PagedBatch.build([PagedRow([0], 1, 1)], block_tokens=4, device=torch.device("cpu"))
+from kvtier.kernels.paged_batch import PagedArrays, PagedRow
+batch = PagedArrays.lay_out([PagedRow([0], 1, 1)], block_tokens=4).upload(torch.device("cpu"))
 one = torch.ones(1, 1, 8)
 assert torch.equal(attend(one, one, one, torch.zeros(1, 1, 4, 16), batch, scale=1.0), one)
 """

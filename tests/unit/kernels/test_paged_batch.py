@@ -20,7 +20,7 @@ def last_tokens() -> torch.Tensor:
 
 
 def build(*rows: PagedRow, num_padding_rows: int = 0) -> PagedBatch:
-    return PagedBatch.build(rows, block_tokens=4, device=DEVICE, num_padding_rows=num_padding_rows)
+    return PagedArrays.lay_out(rows, block_tokens=4, num_padding_rows=num_padding_rows).upload(DEVICE)
 
 
 def test_slots_and_positions_follow_the_blocks() -> None:
@@ -82,9 +82,8 @@ def test_rows_that_do_not_write_have_no_slots_and_read_all_the_same() -> None:
 
 
 def test_empty_rows_have_no_query_and_padding_tokens_no_row() -> None:
-    batch = PagedBatch.build(
-        [PagedRow([1], 2, 2)], block_tokens=4, device=DEVICE, num_empty_rows=2, num_padding_tokens=3
-    )
+    arrays = PagedArrays.lay_out([PagedRow([1], 2, 2)], block_tokens=4, num_empty_rows=2, num_padding_tokens=3)
+    batch = arrays.upload(DEVICE)
 
     assert batch.slots.tolist() == [4, 5, -1, -1, -1]
     assert batch.positions.tolist() == [0, 1, 0, 0, 0]
