@@ -32,6 +32,7 @@ class GatedTransfer:
         self._arena = arena
         self._lock = threading.Lock()
         self.is_done = False
+        self.num_bytes_left = len(targets) * LAYOUT.block_bytes
         self.preceded: list[int] = []
         self.error: Exception | None = None
 
@@ -44,6 +45,7 @@ class GatedTransfer:
                 with self._arena.in_use():
                     copy_blocks(self._targets, self._sources, LAYOUT.block_bytes)
                 self.is_done = True
+                self.num_bytes_left = 0
 
     def precede(self, layer: int) -> None:
         self.preceded.append(layer)

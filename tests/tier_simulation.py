@@ -226,6 +226,8 @@ class SimulatedTraffic:
         """Loads bring everything and are never late, and copies to the device take a while."""
         self.is_quick = False
         """Matches are answered at once."""
+        self.copies_left_s: float | None = None
+        """What a smooth one says of copies that were handed to the device."""
         self.num_late = 0
         self.num_steps = 0
         self._device = device
@@ -409,6 +411,10 @@ class SimulatedTraffic:
 
     def note_met(self, load: Load) -> None:
         pass
+
+    def left_s(self, loads: Sequence[Load]) -> float | None:
+        assert all(load.is_submitted for load in loads)
+        return self.copies_left_s if self.is_smooth else self._chance.choice((0.0, 1.0, None))
 
     def abandon_late(self, load: Load) -> None:
         self.abandon(load)

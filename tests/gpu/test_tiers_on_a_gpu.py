@@ -8,13 +8,16 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.cuda_copier import layer_groups
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.kernels.paged_batch import PagedArrays, PagedRow
 from kvtier.testing.servers import cache_server
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -63,6 +66,40 @@ def tier_settings(tier: str, folder: Path) -> Iterator[dict[str, object]]:
             settings["cache_server"] = server.tcp if tier == "tcp" else server.unix
             settings["cache_server_token"] = server.token
         yield settings
+
+
+def test_decodes_in_parts_are_those_of_whole_graphs(tmp_path: Path) -> None:
+    """The same hidden states, to the bit, whatever ran in between."""
+    engine = make_engine(tmp_path, cuda_graphs=True, max_num_requests=16)
+    graphs = engine.runner._decode_graphs
+    assert graphs is not None
+    engine.arena.blocks.normal_()
+    order: list[int] = []
+
+    class Arrival:
+        def precede(self, layer: int) -> None:
+            order.append(layer)
+            torch.cuda._sleep(100_000)
+
+    dice = random.Random(5)
+    with torch.inference_mode():
+        for num_rows in (1, 2, 3, 8, 11, 16):
+            rows = [
+                PagedRow([dice.randrange(400) for _ in range(30)], 1, 1 + dice.randrange(480)) for _ in range(num_rows)
+            ]
+            size = graphs.size_for(num_rows)
+            assert size is not None
+            batch = PagedArrays.lay_out(rows, block_tokens=16, num_padding_rows=size - num_rows)
+            tokens = np.array([dice.randrange(32000) for _ in range(num_rows)], np.int64)
+            expected = graphs.run(tokens, batch)[:num_rows].clone()
+            order.clear()
+
+            found = graphs.run(tokens, batch, [Arrival()])[:num_rows].clone()
+
+            assert torch.equal(found, expected)
+            assert order == [group.first_layer + group.num_layers - 1 for group in layer_groups(engine.arena.layout)]
+            assert torch.equal(graphs.run(tokens, batch)[:num_rows], expected)
+    engine.close()
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -133,12 +170,20 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
             restarted.close()
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("tier", ["host", "server", "tcp"])
-def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str) -> None:
+def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str, has_graphs: bool) -> None:
     """Requests that decode go on while others load, some of which are aborted on the way; nobody's tokens change."""
     long_prompts = [prompts_of(seed)[0] for seed in range(8)]
     with tier_settings(tier, tmp_path) as settings:
-        engine = make_engine(tmp_path, block_manager="disable_prefix_caching", kv_cache_space=300 << 20, **settings)
+        engine = make_engine(
+            tmp_path,
+            block_manager="disable_prefix_caching",
+            kv_cache_space=300 << 20,
+            cuda_graphs=has_graphs,
+            max_num_requests=16,
+            **settings,
+        )
         expected = tokens_of(generate(engine, long_prompts))
         settle(engine)
         for round_ in range(4):
@@ -160,9 +205,18 @@ def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str) -> None:
         engine.close()
 
 
-def test_a_step_begins_before_the_last_layer_has_arrived(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_step_begins_before_the_last_layer_has_arrived(tmp_path: Path, has_graphs: bool) -> None:
+    """With graphs it is that of a decode, in parts."""
     (prompt,) = [[random.Random(4).randrange(32000) for _ in range(8000)]]
-    engine = make_engine(tmp_path, block_manager="disable_prefix_caching", swap_space=1 << 30)
+    engine = make_engine(
+        tmp_path,
+        block_manager="disable_prefix_caching",
+        swap_space=1 << 30,
+        cuda_graphs=has_graphs,
+        max_num_requests=4,
+    )
+    assert len(layer_groups(engine.arena.layout)) > 1
     expected = tokens_of(generate(engine, [prompt]))
     settle(engine)
     num_early = 0

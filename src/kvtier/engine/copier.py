@@ -25,18 +25,27 @@ class Mark(Protocol):
         ...
 
 
-class Transfer(Protocol):
+class Arrival(Protocol):
+    """Something whose layers come one after the other."""
+
+    def precede(self, layer: int) -> None:
+        """What the engine's thread hands to the device from now on runs after `layer` of every block has arrived."""
+        ...
+
+
+class Transfer(Arrival, Protocol):
     """Copies that were begun."""
 
     @property
     def is_done(self) -> bool: ...
 
-    def wait(self) -> None:
-        """Until they are done. Other threads run meanwhile."""
+    @property
+    def num_bytes_left(self) -> int:
+        """No more than these have still to come."""
         ...
 
-    def precede(self, layer: int) -> None:
-        """What the engine's thread hands to the device from now on runs after `layer` of every block has arrived."""
+    def wait(self) -> None:
+        """Until they are done. Other threads run meanwhile."""
         ...
 
 
@@ -66,6 +75,7 @@ class _Done:
     """Copies that were over when their call returned."""
 
     is_done = True
+    num_bytes_left = 0
 
     def query(self) -> bool:
         return True

@@ -49,7 +49,7 @@ class LayerGroup:
     nbytes: int
 
 
-def layer_groups(layout: KvLayout, num_groups: int) -> list[LayerGroup]:
+def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGroup]:
     """All layers, in order, in `num_groups` groups that differ by a layer at most; in fewer where those were small."""
     num_groups = max(1, min(num_groups, layout.layers, layout.block_bytes // _MIN_PART_BYTES))
     layer_bytes = layout.block_bytes // layout.layers
@@ -63,9 +63,10 @@ def layer_groups(layout: KvLayout, num_groups: int) -> list[LayerGroup]:
 class _CudaTransfer:
     """Copies under way. Their arena stays mapped until somebody sees that they are done; the copier's thread does."""
 
-    def __init__(self, arena: MappedArena, groups: Sequence[LayerGroup], device: torch.device) -> None:
+    def __init__(self, arena: MappedArena, groups: Sequence[LayerGroup], num_blocks: int, device: torch.device) -> None:
         """Raises `LeaseError` when the arena is closed."""
         self._groups = groups
+        self._num_blocks = num_blocks
         self._device = device
         self._arrivals: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
@@ -88,6 +89,14 @@ class _CudaTransfer:
         if is_done:
             self.end_use()
         return is_done
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Groups count as a whole."""
+        if self.is_done:
+            return 0
+        pairs = zip(self._groups, self._arrivals, strict=True)
+        return self._num_blocks * sum(group.nbytes for group, arrival in pairs if not arrival.query())
 
     def wait(self) -> None:
         try:
@@ -182,7 +191,7 @@ class CudaCopier:
         assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._kv.num_blocks
         assert not offsets or 0 <= min(offsets) <= max(offsets) <= arena.nbytes - self._block_bytes
         with self._submitting():
-            transfer = _CudaTransfer(arena, groups, self._device)
+            transfer = _CudaTransfer(arena, groups, len(block_ids), self._device)
             try:
                 with torch.cuda.device(self._device):
                     stream.wait_event(after)

@@ -2,41 +2,62 @@
 
 A graph reads its inputs from fixed addresses and stands for one number of rows, so steps are padded up to the next
 size; rows of padding read and write nothing. Graphs share their memory: what one returns is gone with the next.
+
+A step whose KV is still arriving, a group of layers at a time, is a graph for each group, so that the first layers are
+computed while the last arrive. Of a few rows only: others are not worth a second set of graphs.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.copier import Arrival
 from kvtier.kernels.paged_batch import DecodeBuffers, PagedArrays, PagedBatch
-
-Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
-"""Hidden states of the tokens of a batch."""
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64))
 MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2
+_MAX_PARTED_ROWS = 16
+
+
+class Forward(Protocol):
+    """Hidden states of the tokens of a batch. All of `arrivals` precede each layer's attention."""
+
+    def __call__(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Arrival] = ()) -> torch.Tensor: ...
 
 
 class DecodeGraphs:
     """Graphs for up to `max_rows` rows of up to `max_blocks` blocks."""
 
     def __init__(
-        self, forward: Forward, *, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor
+        self,
+        forward: Forward,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        block_tokens: int,
+        last_tokens: torch.Tensor,
+        part_ends: Sequence[int],
     ) -> None:
-        """A token `~s` stands for `last_tokens[s]`, as it is when the graph's turn comes."""
+        """A token `~s` stands for `last_tokens[s]`, as it is when the graph's turn comes.
+
+        What arrives does so in groups of layers that end before `part_ends`, the last of which is their number.
+        """
         self._forward = forward
+        self._part_ends = part_ends
         self._sizes = _SIZES[: bisect.bisect_left(_SIZES, max_rows) + 1]
         largest = self._sizes[-1]
         self._buffers = DecodeBuffers(
             max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, last_tokens=last_tokens
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._parted: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
         self._block_tokens = block_tokens
         self._memory = torch.cuda.graph_pool_handle()
 
@@ -50,14 +71,20 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._capture(size)
 
-    def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays) -> torch.Tensor:
-        """Hidden states of a batch with the number of rows of a graph, padding included."""
+    def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays, arrivals: Sequence[Arrival] = ()) -> torch.Tensor:
+        """Hidden states of a batch with the number of rows of a graph, padding included, behind `arrivals`."""
         num_rows = batch.num_rows
-        if num_rows not in self._graphs:
-            self._capture(num_rows)
-        graph, hidden = self._graphs[num_rows]
         self._buffers.fill(tokens, batch)
-        graph.replay()
+        if arrivals and num_rows in self._parted:
+            graphs, hidden = self._parted[num_rows]
+            parts = list(zip(graphs, self._part_ends, strict=True))
+        else:
+            graph, hidden = self._graphs[num_rows]
+            parts = [(graph, self._part_ends[-1])]
+        for graph, end in parts:
+            for arrival in arrivals:
+                arrival.precede(end - 1)
+            graph.replay()
         return hidden
 
     def _capture(self, num_rows: int) -> None:
@@ -65,6 +92,8 @@ class DecodeGraphs:
         self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
         tokens, batch = self._buffers.tokens(num_rows), self._buffers.batch(num_rows)
         self._graphs[num_rows] = capture_graph(self._forward, tokens, batch, self._memory)
+        if num_rows <= _MAX_PARTED_ROWS and len(self._part_ends) > 1:
+            self._parted[num_rows] = capture_parts(self._forward, tokens, batch, self._memory, self._part_ends)
 
 
 def capture_graph(
@@ -83,3 +112,42 @@ def capture_graph(
     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
         hidden = forward(tokens, batch)
     return graph, hidden
+
+
+def capture_parts(
+    forward: Forward, tokens: torch.Tensor, batch: PagedBatch, memory: tuple[int, int], part_ends: Sequence[int]
+) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
+    """As `capture_graph`, which comes first: it warms up. One graph for each of `part_ends`, to be run in order.
+
+    Each but the last ends where the next group of layers begins to attend.
+    """
+    torch.cuda.synchronize(tokens.device)
+    cutter = _Cutter(memory, part_ends[:-1])
+    with torch.cuda.stream(torch.cuda.Stream(tokens.device)):
+        cutter.begin()
+        try:
+            hidden = forward(tokens, batch, [cutter])
+        finally:
+            cutter.end()
+    return cutter.graphs, hidden
+
+
+class _Cutter:
+    """Takes the place of an arrival while its graphs are captured, so that it is told of every layer."""
+
+    def __init__(self, memory: tuple[int, int], first_layers: Sequence[int]) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._memory = memory
+        self._first_layers = first_layers
+
+    def begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+
+    def precede(self, layer: int) -> None:
+        if layer in self._first_layers:
+            self.end()
+            self.begin()

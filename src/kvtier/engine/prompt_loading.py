@@ -35,6 +35,9 @@ _MAX_MATCHING_S = 0.05
 _PIECE_BLOCKS = 256
 """So much of a long prompt is hashed at a time, in about a third of a millisecond, while others compute."""
 
+_MAX_EARLY_S = 0.01
+"""A step that has others to compute waits no longer for what a prompt loads, whatever was computed before it."""
+
 _MAX_REMATCHES = 2
 _MAX_OFFERED_AGAIN = 1 << 18
 _PATIENCE_S = 0.05
@@ -61,6 +64,8 @@ class PromptLoading:
         self._arrivals: list[Transfer] = []
         self._short_since: float | None = None
         self._polled_at = clock()
+        self._step_s = 0.0
+        """How long after the poll before it the last one came: about a step, while there is something to compute."""
         self.has_unmatched = False
         """Some who wait were not looked at, so that what was found for others is loaded meanwhile: poll again soon."""
         self._looking: list[Request] = []
@@ -87,7 +92,8 @@ class PromptLoading:
             self._short_since = None
         started_at, polled_at = self._clock(), self._polled_at
         self._polled_at = started_at
-        allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * (started_at - polled_at), _MAX_MATCHING_S)
+        self._step_s = started_at - polled_at
+        allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * self._step_s, _MAX_MATCHING_S)
         self.has_unmatched = False
         for request in list(self._looking):
             while not self.has_unmatched and self._look_further(request, is_idle=is_idle):
@@ -307,14 +313,21 @@ class PromptLoading:
             self._end(request, load)
         return True
 
-    def start_early(self, request: Request) -> bool:
-        """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival."""
+    def start_early(self, request: Request, *, is_alone: bool) -> bool:
+        """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival.
+
+        Unless the request `is_alone` in its step, only if the rest comes while the device does the step before.
+        """
         assert request.load is not None
         loads = [request.load, *request.next_loads]
         if self.is_looking(request):
             return False
         if any(not load.is_submitted or load.plan.order is not Order.FRONT for load in loads):
             return False
+        if not is_alone:
+            left_s = self._traffic.left_s(loads)
+            if left_s is None or left_s > min(self._step_s, _MAX_EARLY_S):
+                return False
         for load in loads:
             self._arrivals += [transfer for transfer in load.transfers if not transfer.is_done]
             self._end(request, load)

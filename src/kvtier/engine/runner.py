@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS, ChunkGraphs
-from kvtier.engine.copier import Transfer
+from kvtier.engine.copier import Arrival
+from kvtier.engine.cuda_copier import layer_groups
 from kvtier.engine.decode_graphs import DecodeGraphs
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.request import Request
@@ -109,7 +110,7 @@ class _PagedAttention:
         batch: PagedBatch,
         scale: float,
         windows: tuple[int | None, ...],
-        arrivals: Sequence[Transfer],
+        arrivals: Sequence[Arrival],
     ) -> None:
         self._caches = arena.layers
         self._batch = batch
@@ -120,8 +121,8 @@ class _PagedAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        for transfer in self._arrivals:
-            transfer.precede(layer)
+        for arrival in self._arrivals:
+            arrival.precede(layer)
         out = attend(
             query,
             key,
@@ -177,6 +178,7 @@ class Runner:
                 max_blocks=max_blocks,
                 block_tokens=self._block_tokens,
                 last_tokens=self._last_tokens,
+                part_ends=[group.first_layer + group.num_layers for group in layer_groups(arena.layout)],
             )
             self._chunk_graphs = ChunkGraphs(
                 self._forward,
@@ -218,8 +220,8 @@ class Runner:
         if self._decode_graphs is not None and num_tokens == num_rows:
             graph_rows = self._decode_graphs.size_for(num_rows)
             if graph_rows is not None:
-                self._put_behind(step.arrivals)
-                return self._decode_graphs.run(tokens, self._batch(step, num_padding_rows=graph_rows - num_rows))
+                batch = self._batch(step, num_padding_rows=graph_rows - num_rows)
+                return self._decode_graphs.run(tokens, batch, step.arrivals)
         if self._chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
             size = self._chunk_graphs.size_for(num_tokens, num_rows)
             if size is not None:
@@ -233,10 +235,10 @@ class Runner:
         uploaded = self._batch(step).upload(self._device, self._backend)
         return self._forward(self._on_device(tokens), uploaded, step.arrivals)
 
-    def _put_behind(self, arrivals: Sequence[Transfer]) -> None:
+    def _put_behind(self, arrivals: Sequence[Arrival]) -> None:
         """What is handed to the device from now on runs after all layers of them have arrived."""
-        for transfer in arrivals:
-            transfer.precede(self.arena.layout.layers - 1)
+        for arrival in arrivals:
+            arrival.precede(self.arena.layout.layers - 1)
 
     def _batch(
         self, step: Step, *, num_padding_rows: int = 0, num_empty_rows: int = 0, num_padding_tokens: int = 0
@@ -249,7 +251,7 @@ class Runner:
             num_padding_tokens=num_padding_tokens,
         )
 
-    def _forward(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Transfer] = ()) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Arrival] = ()) -> torch.Tensor:
         attention = _PagedAttention(self.arena, batch, self._scale, self.model.config.windows, arrivals)
         hidden: torch.Tensor = self.model(tokens, batch.positions, attention)
         return hidden

@@ -112,8 +112,8 @@ class Scheduler:
                 position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
-        if self._loading is not None and not decodes and not prefills and not self._loading.has_unmatched:
-            self._start_early(budget, decodes, prefills)
+        if self._loading is not None:
+            self._start_early(decodes, prefills)
         rows = decodes + prefills
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
         if self._loading is not None and not rows:
@@ -162,22 +162,31 @@ class Scheduler:
             request.cached_tokens += request.num_computed - start
         return is_clear
 
-    def _start_early(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
-        """Nothing else is to be done: compute each layer of a prompt as soon as that layer of its prefix is there.
+    def _start_early(self, decodes: list[StepRow], prefills: list[StepRow]) -> None:
+        """Compute each layer of a prompt as soon as that layer of its prefix is there.
 
+        If nothing else is to be done; or if the device has a step to do before this one, and the rest comes meanwhile.
         The step waits for one prompt at most; those that come after it are for the next ones.
         """
         assert self._loading is not None
+        is_empty = not decodes and not prefills
+        if self._loading.has_unmatched if is_empty else not any(row.request.num_in_flight > 1 for row in decodes):
+            return
+        budget = self.max_num_batched_tokens - sum(row.count for row in (*decodes, *prefills))
         for request in list(self.running):
-            if budget and request.load is not None and self._loading.start_early(request):
-                row = self._row(request, budget)
+            if not budget or request.load is None:
+                continue
+            if self._loading.start_early(request, is_alone=is_empty):
+                row = self._row(request, budget, may_preempt=is_empty)
                 if row is not None:
                     (decodes if row.count == 1 else prefills).append(row)
                     budget -= row.count
-                if self._loading.has_arrivals:
-                    return
+            elif not is_empty:
+                return  # others come behind it
+            if self._loading.has_arrivals:
+                return
 
-    def _row(self, request: Request, budget: int) -> StepRow | None:
+    def _row(self, request: Request, budget: int, *, may_preempt: bool = True) -> StepRow | None:
         """The next chunk of a prompt, with blocks for it; None when the request had to give way."""
         start = request.num_computed
         count = min(request.num_tokens - start, budget)
@@ -188,7 +197,7 @@ class Scheduler:
                 return None
         else:
             count = self.blocks.chunk(request, count)
-        if not self._make_room(request, start + count):
+        if not (self._make_room(request, start + count) if may_preempt else self.blocks.grow(request, start + count)):
             return None
         return self._take_row(request, start, count)
 

@@ -238,6 +238,14 @@ class TierTraffic:
             if not transfer.is_done:
                 transfer.precede(self._last_layer)
 
+    def left_s(self, loads: Sequence[Load]) -> float | None:
+        """How long copies that were handed to the device take still, if no others come first; None if that is unknown.
+
+        The loads are from one tier.
+        """
+        num_bytes = sum(transfer.num_bytes_left for load in loads for transfer in load.transfers)
+        return self.speeds.load_s(loads[0].plan.part.tier, num_bytes) if num_bytes else 0.0
+
     # --- storing ---------------------------------------------------------------------------------------------------
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:

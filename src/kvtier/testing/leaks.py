@@ -87,12 +87,14 @@ def _left_since(before: set[str]) -> set[str]:
 
 
 def _descriptors() -> Iterator[str]:
+    """Without the file in which a library that makes code as it runs tells profilers of it, once for the process."""
+    code_map = f"/perf-{os.getpid()}.map"
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue  # the listing's own
-        if not target.endswith("/fd") and "/proc/" not in target:
+        if not target.endswith(("/fd", code_map)) and "/proc/" not in target:
             yield f"fd {fd} {target}"
 
 

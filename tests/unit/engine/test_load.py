@@ -18,6 +18,7 @@ from tests.host_device import Past
 
 class _Arrived:
     is_done = True
+    num_bytes_left = 0
 
     def __init__(self, block_ids: Sequence[int]) -> None:
         self.block_ids = list(block_ids)

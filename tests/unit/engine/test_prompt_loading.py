@@ -430,6 +430,97 @@ def test_a_step_waits_for_the_first_of_several_loads_only(manager: BlockManagerN
     assert all(request.status is Status.FINISHED for request in requests)
 
 
+def _engine_that_decodes(manager: BlockManagerName, num_steps_ahead: int = 1, num_blocks: int = 64) -> TieredEngine:
+    """Its steps take 20 ms, and what it is asked for next is all in the host's memory."""
+    engine = TieredEngine(manager, num_steps_ahead=num_steps_ahead, num_blocks=num_blocks)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
+    engine.submit(prompt_of(5, seed=1), 40)
+    for _ in range(3):
+        engine.now += 0.02
+        engine.step()
+    return engine
+
+
+def _submit_known(engine: TieredEngine, length: int, seed: int = 0) -> Request:
+    """All of it is handed to the device, and nothing has arrived."""
+    prompt = prompt_of(length, seed=seed)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.now += 0.02
+    engine.step()
+    assert request.load is not None
+    engine.traffic.submit_loads()
+    return request
+
+
+@every_manager
+@pytest.mark.parametrize(("left_s", "joins"), [(0.008, True), (0.012, False), (None, False)])
+def test_a_prompt_joins_others_when_the_rest_of_it_comes_during_the_step_before(
+    manager: BlockManagerName, left_s: float | None, joins: bool
+) -> None:
+    engine = _engine_that_decodes(manager)
+    request = _submit_known(engine, 12)
+    engine.traffic.copies_left_s = left_s
+    engine.now += 0.02
+    engine.step()
+
+    rows = [row.request for row in engine.steps[-1].rows]
+    assert rows == [engine.requests[0], *([request] if joins else [])]
+    assert bool(engine.steps[-1].arrivals) == joins
+    assert (request.load is None) == joins
+    engine.run()
+    assert request.status is Status.FINISHED
+
+
+@every_manager
+def test_a_prompt_joins_nobody_early_if_the_device_has_no_step_to_do_before(manager: BlockManagerName) -> None:
+    engine = _engine_that_decodes(manager, num_steps_ahead=0)
+    request = _submit_known(engine, 12)
+    engine.traffic.copies_left_s = 0.001
+    engine.now += 0.02
+    engine.step()
+
+    assert [row.request for row in engine.steps[-1].rows] == engine.requests[:1]
+    engine.run()
+    assert request.status is Status.FINISHED
+
+
+@every_manager
+def test_nobody_joins_others_early_who_comes_behind_one_that_does_not(manager: BlockManagerName) -> None:
+    """Copies run one after the other: how much is left of one says nothing of when it begins."""
+    engine = _engine_that_decodes(manager)
+    far, near = _submit_known(engine, 40, seed=2), _submit_known(engine, 8, seed=3)
+    engine.traffic.left_s = lambda loads: 0.001 * len(loads[0].hashes)  # type: ignore[method-assign]
+    engine.now += 0.003
+    engine.step()
+
+    assert far.load is not None
+    assert near.load is not None
+    engine.run()
+    assert near.status is far.status is Status.FINISHED
+
+
+@every_manager
+def test_who_joins_others_early_takes_nobodys_blocks(manager: BlockManagerName) -> None:
+    engine = _engine_that_decodes(manager, num_blocks=5)
+    request = _submit_known(engine, 9)  # two blocks of five are the first one's
+    while len(engine.requests[0].blocks.ids) < 3:
+        engine.now += 0.02
+        engine.step()
+    engine.traffic.copies_left_s = 0.001
+    engine.now += 0.02
+    engine.step()
+
+    assert request.load is None, "it goes on as if all had arrived"
+    assert engine.steps[-1].arrivals
+    assert [row.request for row in engine.steps[-1].rows] == engine.requests[:1]
+    assert not engine.scheduler.num_preemptions
+    engine.run()
+    assert request.status is Status.FINISHED
+
+
 @every_manager
 def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(manager: BlockManagerName) -> None:
     """The first part is handed to the device, the second is lost: the step that computes it reads the first."""
