@@ -84,50 +84,45 @@ class Setting:
     num_stages: int
     programs: int
     """For each multiprocessor."""
-    bytes_ahead: int = 0
     overlaps: bool = True
 
     def tile(self, shape: Shape) -> tuning.ProductTile:
         splits = tuning.product_splits(
             -(-shape.outputs // self.rows), -(-shape.inputs // self.step), self.programs * tuning.MULTIPROCESSORS
         )
-        return tuning.ProductTile(
-            self.rows, self.step, splits, self.num_warps, self.num_stages, self.bytes_ahead, self.overlaps
-        )
+        return tuning.ProductTile(self.rows, self.step, splits, self.num_warps, self.num_stages, self.overlaps)
 
 
 FP8_SETTINGS = [
-    Setting(rows, step, warps, stages, programs, ahead)
-    for (rows, step, warps, stages), all_programs, all_ahead in [
-        ((64, 128, 4, 3), (4,), (0, 512)),
-        ((64, 128, 4, 4), (2, 3, 4), (0, 512)),
-        ((64, 128, 4, 4), (4,), (1024,)),
-        ((64, 128, 4, 5), (3, 4), (0, 512)),
-        ((64, 128, 4, 6), (2, 4), (0, 512)),
-        ((64, 256, 4, 2), (4,), (0, 512)),
-        ((64, 256, 4, 3), (2, 4), (512,)),
-        ((64, 256, 4, 4), (2,), (0, 512)),
-        ((128, 128, 4, 3), (2,), (0, 512)),
-        ((128, 128, 4, 4), (2, 3), (512,)),
-        ((128, 128, 8, 4), (2,), (512,)),
+    Setting(rows, step, warps, stages, programs)
+    for (rows, step, warps, stages), all_programs in [
+        ((64, 128, 4, 3), (4,)),
+        ((64, 128, 4, 4), (2, 3, 4)),
+        ((64, 128, 4, 5), (3, 4)),
+        ((64, 128, 4, 6), (2, 4)),
+        ((64, 256, 4, 2), (4,)),
+        ((64, 256, 4, 3), (2, 4)),
+        ((64, 256, 4, 4), (2,)),
+        ((128, 128, 4, 3), (2,)),
+        ((128, 128, 4, 4), (2, 3)),
+        ((128, 128, 8, 4), (2,)),
     ]
-    for programs, ahead in itertools.product(all_programs, all_ahead)
+    for programs in all_programs
 ]
 FP8_SETTINGS.append(Setting(64, 128, 4, 4, 4, overlaps=False))
 PLAIN_SETTINGS = [
-    Setting(rows, step, 4, stages, programs, ahead)
-    for (rows, step, stages), programs, all_ahead in [
-        ((64, 128, 3), 3, (0, 512, 1024)),
-        ((64, 128, 4), 2, (0, 512)),
-        ((64, 128, 3), 2, (512,)),
-        ((64, 128, 2), 4, (512,)),
-        ((64, 128, 2), 5, (512,)),
-        ((64, 64, 6), 3, (0, 512)),
-        ((64, 64, 8), 2, (512,)),
-        ((64, 256, 2), 2, (512,)),
-        ((128, 64, 4), 3, (512,)),
+    Setting(rows, step, 4, stages, programs)
+    for (rows, step, stages), programs in [
+        ((64, 128, 3), 3),
+        ((64, 128, 4), 2),
+        ((64, 128, 3), 2),
+        ((64, 128, 2), 4),
+        ((64, 128, 2), 5),
+        ((64, 64, 6), 3),
+        ((64, 64, 8), 2),
+        ((64, 256, 2), 2),
+        ((128, 64, 4), 3),
     ]
-    for ahead in all_ahead
 ]
 PLAIN_SETTINGS.append(Setting(64, 128, 4, 3, 3, overlaps=False))
 INT4_SETTINGS = [

@@ -4,7 +4,7 @@ A graph reads its inputs from fixed addresses and stands for one number of rows,
 size; rows of padding read and write nothing. Graphs share their memory: what one returns is gone with the next.
 
 A step whose KV is still arriving, a group of layers at a time, is a graph for each group, so that the first layers are
-computed while the last arrive. Of a few rows only: others are not worth a second set of graphs.
+computed while the last arrive.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ import torch
 from kvtier.engine.copier import Arrival
 from kvtier.kernels.paged_batch import DecodeBuffers, PagedArrays, PagedBatch
 
-_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 64))
+_SIZES = (
+    *range(1, 8),
+    *range(8, 16, 2),
+    *range(16, 32, 4),
+    *range(32, 64, 8),
+    *range(64, 256, 16),
+    *range(256, 512, 32),
+    *range(512, 1025, 64),
+)
+"""Attention is cut for a graph's rows: with a quarter of them padding, a quarter of the device would have no part."""
+
 MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2
-_MAX_PARTED_ROWS = 16
 
 
 class Forward(Protocol):
@@ -75,7 +84,7 @@ class DecodeGraphs:
         """Hidden states of a batch with the number of rows of a graph, padding included, behind `arrivals`."""
         num_rows = batch.num_rows
         self._buffers.fill(tokens, batch)
-        if arrivals and num_rows in self._parted:
+        if arrivals and self._parted:
             graphs, hidden = self._parted[num_rows]
             parts = list(zip(graphs, self._part_ends, strict=True))
         else:
@@ -92,7 +101,7 @@ class DecodeGraphs:
         self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
         tokens, batch = self._buffers.tokens(num_rows), self._buffers.batch(num_rows)
         self._graphs[num_rows] = capture_graph(self._forward, tokens, batch, self._memory)
-        if num_rows <= _MAX_PARTED_ROWS and len(self._part_ends) > 1:
+        if len(self._part_ends) > 1:
             self._parted[num_rows] = capture_parts(self._forward, tokens, batch, self._memory, self._part_ends)
 
 
@@ -107,11 +116,8 @@ def capture_graph(
         for _ in range(_NUM_WARM_UPS):
             forward(tokens, batch)
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may register memory meanwhile, for another engine of this process.
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        hidden = forward(tokens, batch)
-    return graph, hidden
+    graphs, hidden = _capture(forward, tokens, batch, _Cutter(memory, ()))
+    return graphs[0], hidden
 
 
 def capture_parts(
@@ -121,19 +127,11 @@ def capture_parts(
 
     Each but the last ends where the next group of layers begins to attend.
     """
-    torch.cuda.synchronize(tokens.device)
-    cutter = _Cutter(memory, part_ends[:-1])
-    with torch.cuda.stream(torch.cuda.Stream(tokens.device)):
-        cutter.begin()
-        try:
-            hidden = forward(tokens, batch, [cutter])
-        finally:
-            cutter.end()
-    return cutter.graphs, hidden
+    return _capture(forward, tokens, batch, _Cutter(memory, part_ends[:-1]))
 
 
 class _Cutter:
-    """Takes the place of an arrival while its graphs are captured, so that it is told of every layer."""
+    """Takes the place of an arrival while graphs are captured, so that it is told of every layer."""
 
     def __init__(self, memory: tuple[int, int], first_layers: Sequence[int]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -142,6 +140,7 @@ class _Cutter:
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
+        # Other threads may register memory meanwhile, for another engine of this process.
         self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
     def end(self) -> None:
@@ -151,3 +150,16 @@ class _Cutter:
         if layer in self._first_layers:
             self.end()
             self.begin()
+
+
+def _capture(
+    forward: Forward, tokens: torch.Tensor, batch: PagedBatch, cutter: _Cutter
+) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
+    torch.cuda.synchronize(tokens.device)
+    with torch.cuda.stream(torch.cuda.Stream(tokens.device)):
+        cutter.begin()
+        try:
+            hidden = forward(tokens, batch, [cutter])
+        finally:
+            cutter.end()
+    return cutter.graphs, hidden

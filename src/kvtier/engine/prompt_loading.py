@@ -35,8 +35,10 @@ _MAX_MATCHING_S = 0.05
 _PIECE_BLOCKS = 256
 """So much of a long prompt is hashed at a time, in about a third of a millisecond, while others compute."""
 
+_EARLY_STEPS = 1.5
 _MAX_EARLY_S = 0.01
-"""A step that has others to compute waits no longer for what a prompt loads, whatever was computed before it."""
+"""What is left of a load is there in time for a step if it comes during the one before, or the first half of its own:
+the last layers come last. Longer than the second of these, no step waits, whatever was computed before it."""
 
 _MAX_REMATCHES = 2
 _MAX_OFFERED_AGAIN = 1 << 18
@@ -316,7 +318,7 @@ class PromptLoading:
     def start_early(self, request: Request, *, is_alone: bool) -> bool:
         """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival.
 
-        Unless the request `is_alone` in its step, only if the rest comes while the device does the step before.
+        Unless the request `is_alone` in its step, only if the rest comes while the device does other things.
         """
         assert request.load is not None
         loads = [request.load, *request.next_loads]
@@ -326,7 +328,7 @@ class PromptLoading:
             return False
         if not is_alone:
             left_s = self._traffic.left_s(loads)
-            if left_s is None or left_s > min(self._step_s, _MAX_EARLY_S):
+            if left_s is None or left_s > min(_EARLY_STEPS * self._step_s, _MAX_EARLY_S):
                 return False
         for load in loads:
             self._arrivals += [transfer for transfer in load.transfers if not transfer.is_done]

@@ -96,7 +96,6 @@ def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor 
             COLUMNS=_FEW_COLUMNS,
             STEP=_FEW_INPUTS,
             OPERAND=operand(hidden.dtype),
-            AHEAD=tuning.BYTES_AHEAD,
             **_overlap(hidden.device),
             num_warps=4,
             num_stages=4,
@@ -235,7 +234,6 @@ def _linear_gate_kernel(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     OPERAND: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Some columns of gate and of up, and their product: a stream of weights, each read once."""
@@ -244,12 +242,8 @@ def _linear_gate_kernel(
     inputs = tl.arange(0, STEP)
     is_token = (tokens < num_tokens)[:, None]
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
-    gate_row_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS
-    gate_ptrs = gate_row_ptrs + inputs[None, :]
+    gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     up_ptrs = gate_ptrs + SIZE * INPUTS
-    if OVERLAPS:
-        overlap.fetch_ahead(gate_row_ptrs, 0, INPUTS, AHEAD)
-        overlap.fetch_ahead(gate_row_ptrs + SIZE * INPUTS, 0, INPUTS, AHEAD)
     overlap.wait(OVERLAPS)
     gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)

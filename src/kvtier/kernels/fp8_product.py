@@ -148,7 +148,6 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         COPIED=tokens if is_quantized else tuning.copied_tokens(num_tokens),
         ROWS=tile.rows,
         STEP=tile.step,
-        AHEAD=tile.bytes_ahead if overlap.can_overlap(hidden.device) else 0,
         **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -185,7 +184,6 @@ def _product_kernel(
     COPIED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs. A gated tile is half of gate's outputs, half of up's."""
@@ -199,8 +197,6 @@ def _product_kernel(
     weight_rows = tl.minimum(columns, OUTPUTS - 1) + rows // COLUMNS * OUTPUTS
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    weight_row_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS
-    overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
     overlap.wait(OVERLAPS)
     # Here, before they are needed: after the loop every program would wait for memory once more.
     weight_scales = tl.load(scales_ptr + weight_rows)
@@ -216,7 +212,7 @@ def _product_kernel(
     copied = tl.arange(0, COPIED)
     is_copied = (copied < num_tokens)[:, None]
     hidden_ptrs = hidden_ptr + (copied * hidden_stride)[:, None] + inputs[None, :]
-    weight_ptrs = weight_row_ptrs + inputs[None, :]
+    weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     part = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + SHARE, INPUTS), STEP):
         if INPUTS % STEP == 0:

@@ -260,38 +260,6 @@ def row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES: tl.constexpr, HAS_ROW_
     return low, first_tile
 
 
-@triton.jit
-def _ask_for(
-    layer_ptr,
-    table_ptr,
-    first_key,
-    end_key,
-    block_stride,
-    token_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-):
-    """Send the first tile of keys and values on their way into the cache, while the kernel before ends.
-
-    What that one still writes is read later, and from the same cache.
-    """
-    LINE: tl.constexpr = 128 // (layer_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(2 * HEAD_DIM, LINE))
-    keys = tl.maximum(tl.minimum(first_key + tl.arange(0, TILE_KEYS), end_key - 1), 0)
-    block_ids = tl.load(table_ptr + keys // BLOCK_TOKENS).to(tl.int64)
-    places = block_ids * block_stride + (keys % BLOCK_TOKENS) * token_stride
-    numbers = tl.minimum(tl.arange(0, LINES) * LINE, 2 * HEAD_DIM - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(layer_ptr + places[:, None] + numbers[None, :]).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING_ALIGNMENT)
 def _attend_kernel(
     query_ptr,
@@ -355,9 +323,6 @@ def _attend_kernel(
     layer_ptr = cache_ptr + kv_head * head_stride
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     if OVERLAPS:
-        _ask_for(
-            layer_ptr, table_ptr, first_key, end_key, block_stride, token_stride, HEAD_DIM, BLOCK_TOKENS, TILE_KEYS
-        )
         gdc_wait()
     if first_query >= num_queries or (JOINS_LAST and split >= num_parts):
         return

@@ -66,7 +66,6 @@ def linear(
         ROWS=tile.rows,
         STEP=tile.step,
         OPERAND=operand(hidden.dtype),
-        AHEAD=tile.bytes_ahead if overlap.can_overlap(hidden.device) else 0,
         **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -92,7 +91,6 @@ def _product_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     OPERAND: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs."""
@@ -105,11 +103,9 @@ def _product_kernel(
     is_token = (tokens < num_tokens)[:, None]
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    weight_row_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * INPUTS
-    overlap.fetch_ahead(weight_row_ptrs, begin, INPUTS, AHEAD)
     overlap.wait(OVERLAPS)
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
-    weight_ptrs = weight_row_ptrs + inputs[None, :]
+    weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     part = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + SHARE, INPUTS), STEP):
         if INPUTS % STEP == 0:

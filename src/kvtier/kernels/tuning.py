@@ -17,11 +17,8 @@ MIN_DOT_ROWS = 16
 FULL_PROGRAMS = 1056
 """Tiles are split into about this many programs when there are fewer: eight for each of an H200's 132 SMs."""
 
-FULL_DECODE_PROGRAMS = 576
-"""The same for decodes, whose programs are larger. Some of their rows are padding."""
-
-MIN_UNSPLIT_DECODES = 192
-"""From so many programs on, joining parts costs a decode more than an uneven load."""
+FULL_DECODE_PROGRAMS = 264
+"""The same for decodes, whose programs are larger: two for each SM, so that all run at once."""
 
 MIN_SPLIT_TOKENS = 128
 """A split shorter than this costs more in the joining than it gains."""
@@ -71,9 +68,6 @@ Which products do so, their tiles say."""
 
 NORMS_QUANTIZE = True
 """Whether norms before layers with weights in 8 bits write rows in 8 bits, with their scales, and in no other way."""
-
-BYTES_AHEAD = 512
-"""So much of each row of its weight a product in 16 bits fetches while the kernel before it ends."""
 
 MAX_FEW_TOKENS = 64
 """Products of up to so many tokens with quantised weights read each weight once, in a kernel of ours."""
@@ -177,9 +171,7 @@ def gathers(*, head_dim: int, itemsize: int, gathered_bytes: int, queries_per_ke
 
 def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> int:
     """Into how many parts the keys of each tile are split so that `num_programs` tiles fill the GPU."""
-    full = FULL_PROGRAMS
-    if max_query_tokens == 1:
-        full = FULL_DECODE_PROGRAMS if num_programs < MIN_UNSPLIT_DECODES else 1
+    full = FULL_DECODE_PROGRAMS if max_query_tokens == 1 else FULL_PROGRAMS
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
     return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
 
@@ -203,8 +195,6 @@ class ProductTile:
     splits: int
     num_warps: int
     num_stages: int
-    bytes_ahead: int = 0
-    """Of each row, fetched into the cache before the inputs are looked at: 256 times a power of two, or none."""
     overlaps: bool = False
     """Whether the kernel may start while the one before it ends."""
 
@@ -253,7 +243,7 @@ def plain_tile(*, inputs: int, outputs: int) -> ProductTile | None:
     if num_tiles > PLAIN_PROGRAMS // 2:
         return None
     splits = product_splits(num_tiles, _ceil_div(inputs, step), PLAIN_PROGRAMS)
-    return ProductTile(rows, step, splits, num_warps=4, num_stages=3, bytes_ahead=BYTES_AHEAD, overlaps=True)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=3, overlaps=True)
 
 
 def int4_tile(*, inputs: int, outputs: int) -> ProductTile:

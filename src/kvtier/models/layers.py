@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.nn import functional
 
 from kvtier.kernels import tuning
 from kvtier.kernels.quantized_rows import QuantizedRows
@@ -31,7 +30,7 @@ class Embedding(Layer):
         yield Slot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.WEIGHT, self.weight.copy_)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.weight)
+        return self.weight[tokens]
 
 
 class RmsNorm(Layer):

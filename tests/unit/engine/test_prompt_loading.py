@@ -456,14 +456,17 @@ def _submit_known(engine: TieredEngine, length: int, seed: int = 0) -> Request:
 
 
 @every_manager
-@pytest.mark.parametrize(("left_s", "joins"), [(0.008, True), (0.012, False), (None, False)])
-def test_a_prompt_joins_others_when_the_rest_of_it_comes_during_the_step_before(
-    manager: BlockManagerName, left_s: float | None, joins: bool
+@pytest.mark.parametrize(
+    ("left_s", "step_s", "joins"),
+    [(0.008, 0.02, True), (0.012, 0.02, False), (None, 0.02, False), (0.005, 0.004, True), (0.007, 0.004, False)],
+)
+def test_a_prompt_joins_others_when_the_rest_of_it_comes_while_the_device_does_other_things(
+    manager: BlockManagerName, left_s: float | None, step_s: float, joins: bool
 ) -> None:
     engine = _engine_that_decodes(manager)
     request = _submit_known(engine, 12)
     engine.traffic.copies_left_s = left_s
-    engine.now += 0.02
+    engine.now += step_s
     engine.step()
 
     rows = [row.request for row in engine.steps[-1].rows]

@@ -238,7 +238,7 @@ def test_products_in_sixteen_bits(
 def test_a_product_in_sixteen_bits_is_the_same_however_it_is_cut(splits: int, overlaps: bool) -> None:
     layer = Plain(640, 144, torch.float16)
     hidden = torch.randn(9, 640, generator=random(22)).to(DEVICE, torch.float16)
-    tile = tuning.ProductTile(64, 128, splits, num_warps=4, num_stages=3, bytes_ahead=1024, overlaps=overlaps)
+    tile = tuning.ProductTile(64, 128, splits, num_warps=4, num_stages=3, overlaps=overlaps)
 
     assert_same(layer.product(hidden, tile), layer.expected(hidden))
 

@@ -45,7 +45,7 @@ sizes = {
     "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 8,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
-    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "AHEAD": tuning.BYTES_AHEAD, "JOINS_LAST": False,
+    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False,
     "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
     "HAS_NORMS": False, "IS_QUANTIZED": False, "HAS_RESIDUAL": True,
 }
@@ -133,7 +133,7 @@ types = {
 
 def compiled(kernel, tile, special=None, **constants):
     known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True,
-             "AHEAD": tuning.BYTES_AHEAD, "OVERLAPS": tile.overlaps, **constants}
+             "OVERLAPS": tile.overlaps, **constants}
     known["OPERAND"] = triton.language.bfloat16
     types_now = {**types, **(special or {})}
     signature = {
@@ -221,9 +221,13 @@ print(json.dumps({
     "copy": ptx(host_copy._copy_kernel, host_copy._WARPS, {}, **words),
     "place": ptx(host_copy._place_kernel, host_copy._WARPS, longs, **words),
     "hand_out": ptx(host_copy._hand_out_kernel, 4, longs, TOKENS=host_copy._TOKENS),
+    "piece": ptx(
+        best_tokens._piece_kernel, best_tokens._WARPS, {"logits_ptr": "*bf16", "bests_ptr": "*fp32"},
+        VOCAB=152064, COLUMNS=best_tokens._COLUMNS,
+    ),
     "best": ptx(
-        best_tokens._best_kernel, best_tokens._WARPS, {**longs, "logits_ptr": "*bf16"},
-        VOCAB=152064, COLUMNS=best_tokens._COLUMNS, STAGES=best_tokens._STAGES,
+        best_tokens._best_kernel, best_tokens._JOIN_WARPS, {**longs, "bests_ptr": "*fp32"},
+        VOCAB=152064, PIECES=38, COLUMNS=64,
     ),
 }))
 """
@@ -281,5 +285,5 @@ def test_what_runs_around_graphs_compiles_for_hopper(tmp_path: Path) -> None:
         # Triton 3.6 leaves the modifier out. It needs none in the first cache, which is empty when a kernel begins.
         reads = re.search(r"ld\.global(\.cv)?\.v4\.b32", compiled[name])
         assert reads, "16 bytes of the host's memory are read once, not four times"
-    assert "cp.async.cg" in compiled["best"], "logits are on their way while others are compared"
+    assert re.search(r"ld\.global\.v4\.b32", compiled["piece"]), "eight logits are read at a time"
     assert compiled["hand_out"].count("st.global.b64") == 2, "to the host and to the slot"

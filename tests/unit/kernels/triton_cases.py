@@ -324,10 +324,17 @@ def test_a_small_batch_of_long_contexts_is_split_and_a_large_one_is_not(max_quer
     def splits(num_programs: int, max_kv_tokens: int) -> int:
         return tuning.splits(num_programs=num_programs, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens)
 
-    assert splits(32, 1 << 20) > 8
+    assert splits(32, 1 << 20) == (8 if max_query_tokens == 1 else 33), "as many programs as run at once, or so"
     assert splits(256 * 8, 1 << 20) == 1
     assert splits(1, 100) == 1
     assert splits(1, 1 << 20) == tuning.MAX_SPLITS
+
+
+def test_the_programs_of_every_small_decode_run_at_once() -> None:
+    for num_programs in range(1, tuning.FULL_DECODE_PROGRAMS + 1):
+        splits = tuning.splits(num_programs=num_programs, max_query_tokens=1, max_kv_tokens=1 << 20)
+        assert num_programs * splits <= tuning.FULL_DECODE_PROGRAMS
+        assert num_programs * (splits + 1) > tuning.FULL_DECODE_PROGRAMS or splits == tuning.MAX_SPLITS
 
 
 def test_only_few_small_parts_are_left_to_the_program_that_ends_last() -> None:
