@@ -183,5 +183,5 @@ def test_little_is_launched_around_the_graph_of_a_greedy_decode(tmp_path: Path) 
         pytest.skip("the profiler does not see what is launched")
     kinds = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
     launches = {name: count for name, count in names.items() if name.startswith(kinds)}
-    # The inputs, the head in up to two kernels and a memset, the likeliest tokens, the tokens to the host.
-    assert sum(launches.values()) <= 6 * names["cudaGraphLaunch"], launches
+    # The inputs, the head in up to two kernels and a memset, the likeliest tokens in two, the tokens to the host.
+    assert sum(launches.values()) <= 7 * names["cudaGraphLaunch"], launches
