@@ -52,6 +52,7 @@ class DecodeGraphs:
         max_blocks: int,
         block_tokens: int,
         last_tokens: torch.Tensor,
+        kv_heads: int,
         part_ends: Sequence[int],
     ) -> None:
         """A token `~s` stands for `last_tokens[s]`, as it is when the graph's turn comes.
@@ -63,7 +64,11 @@ class DecodeGraphs:
         self._sizes = _SIZES[: bisect.bisect_left(_SIZES, max_rows) + 1]
         largest = self._sizes[-1]
         self._buffers = DecodeBuffers(
-            max_rows=largest, max_blocks=max_blocks, block_tokens=block_tokens, last_tokens=last_tokens
+            max_rows=largest,
+            max_blocks=max_blocks,
+            block_tokens=block_tokens,
+            last_tokens=last_tokens,
+            kv_heads=kv_heads,
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._parted: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}

@@ -101,6 +101,22 @@ class LLM:
         engine = self.engine
         places: dict[str, tuple[int, list[Request]]] = {}
         left: dict[str, int] = {}
+
+        def step() -> None:
+            for news in engine.step():
+                if not news.is_finished:
+                    continue
+                group = news.request.group
+                left[group] -= 1
+                if not left[group]:
+                    del left[group]
+                    place, requests = places[group]
+                    outputs[place] = _output(engine, group, requests)
+                    engine.forget(group)
+                    advance(1)
+
+        num_tokens = 0
+        has_begun = engine.traffic is not None  # a step would wait for what the tiers have of the first prompts
         try:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"request-{next(self._numbers)}"
@@ -113,18 +129,12 @@ class LLM:
                     continue
                 places[request_id] = (place, requests)
                 left[request_id] = len(requests)
+                num_tokens += requests[0].prompt_tokens
+                if not has_begun and num_tokens >= engine.config.max_num_batched_tokens:
+                    has_begun = True  # with a whole step, on which the device works while the others are taken in
+                    step()
             while left:
-                for news in engine.step():
-                    if not news.is_finished:
-                        continue
-                    group = news.request.group
-                    left[group] -= 1
-                    if not left[group]:
-                        del left[group]
-                        place, requests = places[group]
-                        outputs[place] = _output(engine, group, requests)
-                        engine.forget(group)
-                        advance(1)
+                step()
         except BaseException:  # an interrupt too: the next call must find an idle engine
             for request_id in left:
                 engine.abort(request_id)

@@ -178,6 +178,7 @@ class Runner:
                 max_blocks=max_blocks,
                 block_tokens=self._block_tokens,
                 last_tokens=self._last_tokens,
+                kv_heads=arena.layout.kv_heads,
                 part_ends=[group.first_layer + group.num_layers for group in layer_groups(arena.layout)],
             )
             self._chunk_graphs = ChunkGraphs(

@@ -1,8 +1,8 @@
 """Runs every kernel of a greedy step once before the first request, on a GPU: none is compiled while somebody waits.
 
 Captured graphs have compiled what they hold. Left are what runs around them, and steps that are too large for them, or
-all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix
-(`kernels/tuning`).
+all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix, and
+short ones of many requests (`kernels/tuning`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.step import Step, StepRow
 
 _SHORT_COUNTS = (2, 8, 64)
+_MANY_COUNTS = (2, 8, 16, 64)
 _LONG_CONTEXT = 4096
 
 
@@ -28,6 +29,10 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
             continue
         for start in (0, max(far - count, 0)):
             _run(runner, [_row(0, start, count, block_tokens)])
+    for count in _MANY_COUNTS:
+        num_rows = min(config.max_num_requests, most // count)
+        if num_rows * count > MAX_GRAPH_TOKENS:
+            _run(runner, [_row(slot, max(far - count, 0), count, block_tokens) for slot in range(num_rows)])
     if config.max_num_requests > 1 and most > 2:
         for context in (1, far):
             _run(runner, [_row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)])

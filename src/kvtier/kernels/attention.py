@@ -44,7 +44,8 @@ def attend(
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first_prefill = batch.num_decodes
     if first_prefill:
-        _attend_rows(query, cache, batch, slice(0, first_prefill), 1, scale=scale, window=window, out=out)
+        rows = slice(0, first_prefill)
+        _attend_rows(query, cache, batch, rows, 1, scale=scale, window=window, shares=batch.shares, out=out)
     if first_prefill < batch.num_rows:
         rows = slice(first_prefill, batch.num_rows)
         if window is None and _gathers(cache, batch):
@@ -84,6 +85,7 @@ def _attend_rows(
     *,
     scale: float,
     window: int | None,
+    shares: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Some of the rows; their starts still count from the first token of the batch."""
@@ -97,5 +99,6 @@ def _attend_rows(
         scale=scale,
         window=window,
         max_query_tokens=max_query_tokens,
+        shares=shares,
         out=out,
     )

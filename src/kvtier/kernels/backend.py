@@ -68,6 +68,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         max_query_tokens: int,
+        shares: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 

@@ -4,6 +4,7 @@
 tile, so K and V are read once for all of them. Where tiles are too few to fill the GPU, as for a few queries behind a
 long cached prefix, the keys of each tile are split among several programs. A few small parts are joined, in their
 order, by the program of the tile that is the last to bring one; many by the second kernel, which does so in parallel.
+The rows of a decode may be cut by `shares`, so that a long one among short ones has many programs.
 Grids come from shapes alone: nothing waits for the device, and a CUDA graph can hold a launch. Addresses in the cache
 are summed in 64 bits, for an arena exceeds 2**31 elements.
 """
@@ -26,7 +27,7 @@ from kvtier.kernels import overlap, tuning
 
 # What differs from step to step must not make Triton compile anew in the middle of serving.
 _VARYING = ["num_rows", "splits", "table_stride"]
-_VARYING_ALIGNMENT = ["tables_ptr", "starts_ptr", "lengths_ptr"]
+_VARYING_ALIGNMENT = ["tables_ptr", "starts_ptr", "lengths_ptr", "shares_ptr"]
 
 
 def paged_attention(
@@ -40,12 +41,14 @@ def paged_attention(
     scale: float,
     window: int | None,
     max_query_tokens: int,
+    shares: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `reference.paged_attention`, for a `scale` above 0. Rows of more than `max_query_tokens` are computed wrongly.
 
     The rows may be some of a batch's: `query_starts` then begins at their first token, and only theirs are written.
-    `counters` are `tuning.MAX_SPLIT_TILES` int32 zeros, left at zero, which no other launch may use meanwhile.
+    `counters` are int32 zeros, left at zero, which no other launch may use meanwhile: `tuning.MAX_SPLIT_TILES`, and
+    with `shares`, as `paged_batch.cut` makes them for a batch of rows of one query each, one for each row and KV head.
     """
     kv_heads, head_dim = cache.shape[1], query.shape[2]
     assert query.stride(-1) == cache.stride(-1) == block_tables.stride(-1) == 1, "the last dimension must be dense"
@@ -71,6 +74,7 @@ def paged_attention(
             log2_scale,
             window or 0,
             max_query_tokens,
+            shares,
             sizes,
         )
     return out
@@ -92,7 +96,18 @@ def shared_bytes_of(device: torch.device) -> int:
 
 
 def _attend(
-    query, cache, block_tables, query_starts, kv_lengths, counters, out, log2_scale, window, max_query_tokens, sizes
+    query,
+    cache,
+    block_tables,
+    query_starts,
+    kv_lengths,
+    counters,
+    out,
+    log2_scale,
+    window,
+    max_query_tokens,
+    shares,
+    sizes,
 ) -> None:
     num_rows, max_blocks = block_tables.shape
     kv_heads, block_tokens = cache.shape[1], cache.shape[2]
@@ -106,17 +121,24 @@ def _attend(
     max_kv_tokens = max_blocks * block_tokens
     if window:
         max_kv_tokens = min(max_kv_tokens, window + max_query_tokens - 1)
-    splits = tuning.splits(
-        num_programs=num_tiles * kv_heads, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens
-    )
-    is_split = splits > 1
-    joins_last = is_split and tuning.joins_last(splits=splits, rows=tiles.rows)
+    has_shares = shares is not None
+    if has_shares:
+        assert has_row_tiles, "only rows of one query are cut by their lengths"
+        splits, is_split, joins_last = 1, True, True
+        grid = (kv_heads, shares.shape[0], 1)  # all heads of one share first: what is no share comes last
+    else:
+        splits = tuning.splits(
+            num_programs=num_tiles * kv_heads, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens
+        )
+        is_split = splits > 1
+        joins_last = is_split and tuning.joins_last(splits=splits, rows=tiles.rows)
+        grid = (num_tiles, kv_heads, splits)
     assert not joins_last or num_tiles * kv_heads <= counters.shape[0], "the counters are too few"
-    shape = (num_tiles, kv_heads, splits, tiles.rows)
+    shape = (math.prod(grid), tiles.rows)
     parts = torch.empty((*shape, sizes["HEAD_DIM"]), dtype=torch.float32, device=query.device) if is_split else out
     best = torch.empty(shape, dtype=torch.float32, device=query.device) if is_split else out
     total = torch.empty(shape, dtype=torch.float32, device=query.device) if is_split else out
-    _attend_kernel[(num_tiles, kv_heads, splits)](
+    _attend_kernel[grid](
         query,
         cache,
         out,
@@ -127,6 +149,7 @@ def _attend(
         block_tables,
         query_starts,
         kv_lengths,
+        shares if has_shares else kv_lengths,
         num_rows,
         splits,
         query.stride(0),
@@ -145,6 +168,7 @@ def _attend(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         OPERAND=operand(query.dtype),
         HAS_ROW_TILES=has_row_tiles,
+        HAS_SHARES=has_shares,
         IS_SPLIT=is_split,
         JOINS_LAST=joins_last,
         TILE_ROWS=tiles.rows,
@@ -272,6 +296,7 @@ def _attend_kernel(
     tables_ptr,
     starts_ptr,
     lengths_ptr,
+    shares_ptr,
     num_rows,
     splits,
     query_token_stride,
@@ -291,6 +316,7 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
     HAS_ROW_TILES: tl.constexpr,
+    HAS_SHARES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     JOINS_LAST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -300,19 +326,34 @@ def _attend_kernel(
     """A tile of one row's queries, with all query heads of one KV head, over the keys they see or one part of them."""
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.program_id(0)
-    if not HAS_ROW_TILES:
-        tile = tl.num_programs(0) - 1 - tile  # the last ones see most keys, and must not be left to the end
-    kv_head = tl.program_id(1).to(tl.int64)
-    row, first_tile = row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES, HAS_ROW_TILES)
-    start = tl.load(starts_ptr + row)
-    num_queries = tl.load(starts_ptr + row + 1) - start
-    first_query = (tile - first_tile) * TILE_QUERIES
-    num_before = tl.load(lengths_ptr + row) - num_queries
+    split = tl.program_id(2)
+    is_over = False
+    if HAS_SHARES:
+        # All of it from one place: whatever is read after it waits for it.
+        kv_head, kv_heads = tile.to(tl.int64), tl.num_programs(0)
+        share = tl.program_id(1)
+        share_ptr = shares_ptr + 4 * share
+        row = tl.load(share_ptr)
+        split = tl.load(share_ptr + 1)
+        splits = tl.load(share_ptr + 2)
+        num_tokens = tl.load(share_ptr + 3)
+        is_over = row < 0
+        row = tl.maximum(row, 0)
+        tile, start, first_query, num_queries = row, row, 0, 1
+    else:
+        kv_head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+        if not HAS_ROW_TILES:
+            tile = tl.num_programs(0) - 1 - tile  # the last ones see most keys, and must not be left to the end
+        row, first_tile = row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES, HAS_ROW_TILES)
+        start = tl.load(starts_ptr + row)
+        num_queries = tl.load(starts_ptr + row + 1) - start
+        first_query = (tile - first_tile) * TILE_QUERIES
+        num_tokens = tl.load(lengths_ptr + row)
+    num_before = num_tokens - num_queries
     end_key = num_before + tl.minimum(first_query + TILE_QUERIES, num_queries)
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(num_before + first_query - WINDOW + 1, 0)
-    split = tl.program_id(2)
     num_parts = 1
     if IS_SPLIT:
         num_keys = end_key - first_key
@@ -324,7 +365,7 @@ def _attend_kernel(
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     if OVERLAPS:
         gdc_wait()
-    if first_query >= num_queries or (JOINS_LAST and split >= num_parts):
+    if is_over or first_query >= num_queries or (JOINS_LAST and split >= num_parts):
         return
 
     tile_rows = tl.arange(0, TILE_ROWS)
@@ -393,8 +434,12 @@ def _attend_kernel(
         gdc_launch_dependents()
     out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
     if IS_SPLIT:
-        tile_number = tile.to(tl.int64) * tl.num_programs(1) + kv_head
-        places = (tile_number * splits + split) * TILE_ROWS + tile_rows
+        tile_number = tile.to(tl.int64) * kv_heads + kv_head
+        if HAS_SHARES:  # those of a row lie one after the other
+            first_place = (kv_head * tl.num_programs(1) + share - split) * TILE_ROWS
+        else:
+            first_place = tile_number * splits * TILE_ROWS
+        places = first_place + split * TILE_ROWS + tile_rows
         if num_parts > 1 or not JOINS_LAST:
             tl.store(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], values, mask=is_kept)
             tl.store(best_ptr + places, best, mask=is_row)
@@ -405,7 +450,6 @@ def _attend_kernel(
             tl.debug_barrier()  # all threads have stored before one of them counts
             if tl.atomic_add(counters_ptr + tile_number, 1, sem="acq_rel") < num_parts - 1:
                 return
-            first_place = tile_number * splits * TILE_ROWS
             values, total = _joined(
                 parts_ptr, best_ptr, total_ptr, first_place, num_parts, is_row, HEAD_DIM, DIM, TILE_ROWS
             )

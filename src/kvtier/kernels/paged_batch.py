@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kernels import reference
+from kvtier.kernels import reference, tuning
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
 from kvtier.kernels.upload import packed_bytes, unpack, upload, upload_into
+
+_SHARE_TOKENS = 128
+_SPARE_SHARES = 4
 
 
 class PagedRow(NamedTuple):
@@ -169,6 +172,8 @@ class PagedBatch:
     """How many of their queries read a key of those rows, on average."""
     block_tokens: int
     backend: Backend
+    shares: torch.Tensor | None = None
+    """How the keys of decodes are cut, see `cut`. Without, each row is in as many parts as the next."""
     _plans: dict[int | None, reference.RowPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -188,6 +193,34 @@ class PagedBatch:
         return self._plans[window]
 
 
+def cut(kv_lengths: npt.NDArray[np.int32], num_shares: int) -> npt.NDArray[np.int32]:
+    """Shares of the keys of rows of one query each, about equal: `(len(kv_lengths) + num_shares, 4)` int32.
+
+    Of each share its row, its number among those of the row, how many the row has, and the row's length. Those of a
+    row follow each other, and every row has one. There are up to `num_shares` of rows with keys, or some more than
+    such rows if they are many, so that the longest are cut still. What is left of the array is -1.
+    """
+    tiles = -(-kv_lengths // _SHARE_TOKENS)
+    most = max(num_shares, int(np.count_nonzero(tiles)) + num_shares // _SPARE_SHARES)
+    low, high = max(-(-int(tiles.sum()) // most), 1), max(int(tiles.max(initial=1)), 1)
+    while low < high:  # as few tiles to a share as that allows
+        middle = (low + high) // 2
+        if int((-(-tiles // middle)).sum()) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    counts = np.clip(-(-tiles // high), 1, tuning.MAX_ROW_SHARES)
+    num_rows = len(kv_lengths)
+    shares = np.full((num_rows + num_shares, 4), -1, np.int32)
+    ends = np.cumsum(counts)
+    total = int(counts.sum())
+    shares[:total, 0] = np.repeat(np.arange(num_rows), counts)
+    shares[:total, 1] = np.arange(total) - np.repeat(ends - counts, counts)
+    shares[:total, 2] = np.repeat(counts, counts)
+    shares[:total, 3] = np.repeat(kv_lengths, counts)
+    return shares
+
+
 class _Buffers:
     """A step's tokens and its batch, with room for the largest, at fixed addresses. The runner's thread owns them.
 
@@ -195,7 +228,14 @@ class _Buffers:
     """
 
     def __init__(
-        self, *, max_tokens: int, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor
+        self,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        max_blocks: int,
+        block_tokens: int,
+        last_tokens: torch.Tensor,
+        num_counters: int = MAX_SPLIT_TILES,
     ) -> None:
         """A token `~s` stands for `last_tokens[s]`, as it is when the device gets there."""
         device = last_tokens.device
@@ -203,7 +243,7 @@ class _Buffers:
         self._last_tokens = last_tokens
         self._numbers = torch.zeros(packed_bytes(self._like(max_tokens, max_rows)), dtype=torch.uint8, device=device)
         self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._backend = Backend.of(device)
 
     def tokens(self, num_tokens: int) -> torch.Tensor:
@@ -211,7 +251,8 @@ class _Buffers:
         return self._numbers[: num_tokens * 8].view(torch.int64)
 
     def _batch(self, *, num_tokens: int, num_rows: int, max_query_tokens: int, num_decodes: int) -> PagedBatch:
-        _, slots, positions, query_starts, kv_lengths = unpack(self._numbers, self._like(num_tokens, num_rows))
+        unpacked = unpack(self._numbers, self._like(num_tokens, num_rows))
+        _, slots, positions, query_starts, kv_lengths, shares = unpacked
         return PagedBatch(
             block_tables=self._block_tables[:num_rows],
             query_starts=query_starts,
@@ -226,6 +267,7 @@ class _Buffers:
             queries_per_key=0.0,
             block_tokens=self._block_tokens,
             backend=self._backend,
+            shares=shares if shares.numel() else None,
         )
 
     def fill(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> None:
@@ -233,7 +275,7 @@ class _Buffers:
         padded = np.zeros(arrays.num_tokens, np.int64)
         padded[: len(tokens)] = tokens
         upload_into(
-            _numbers(padded, arrays),
+            self._numbers_of(padded, arrays),
             arrays.block_tables,
             target=self._numbers,
             table_target=self._block_tables,
@@ -245,12 +287,15 @@ class _Buffers:
         padding = PagedArrays.lay_out(
             [], block_tokens=self._block_tokens, num_empty_rows=num_rows, num_padding_tokens=num_tokens
         )
-        return _numbers(np.zeros(num_tokens, np.int64), padding)
+        return self._numbers_of(np.zeros(num_tokens, np.int64), padding)
 
+    def _numbers_of(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> list[npt.NDArray[np.generic]]:
+        """What is held of a step besides the block tables; the tokens first."""
+        shares = self._shares(arrays.kv_lengths)
+        return [tokens, arrays.slots, arrays.positions, arrays.query_starts, arrays.kv_lengths, shares]
 
-def _numbers(tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> list[npt.NDArray[np.generic]]:
-    """What buffers hold of a step besides the block tables; the tokens first."""
-    return [tokens, arrays.slots, arrays.positions, arrays.query_starts, arrays.kv_lengths]
+    def _shares(self, kv_lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return np.zeros((0, 4), np.int32)
 
 
 class DecodeBuffers(_Buffers):
@@ -260,13 +305,17 @@ class DecodeBuffers(_Buffers):
     rows, padding included.
     """
 
-    def __init__(self, *, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor) -> None:
+    def __init__(
+        self, *, max_rows: int, max_blocks: int, block_tokens: int, last_tokens: torch.Tensor, kv_heads: int
+    ) -> None:
+        self._kv_heads = kv_heads
         super().__init__(
             max_tokens=max_rows,
             max_rows=max_rows,
             max_blocks=max_blocks,
             block_tokens=block_tokens,
             last_tokens=last_tokens,
+            num_counters=max(MAX_SPLIT_TILES, max_rows * kv_heads),
         )
 
     def batch(self, num_rows: int) -> PagedBatch:
@@ -277,6 +326,11 @@ class DecodeBuffers(_Buffers):
         """As for any batch; here each row has one query."""
         assert arrays.num_tokens == arrays.num_rows == arrays.num_decodes
         super().fill(tokens, arrays)
+
+    def _shares(self, kv_lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        if not tuning.has_shares(num_rows=len(kv_lengths), kv_heads=self._kv_heads):
+            return super()._shares(kv_lengths)
+        return cut(kv_lengths, tuning.decode_shares(self._kv_heads))
 
 
 class ChunkBuffers(_Buffers):

@@ -32,6 +32,9 @@ MAX_SPLIT_TILES = FULL_PROGRAMS // 2
 MAX_LAST_SPLITS = 20
 """Up to so many parts are joined by the program that ends last, which reads them alone; more by a kernel. 0: all."""
 
+MAX_ROW_SHARES = 32
+"""No row of a decode has more shares: who ends last joins them alone."""
+
 MAX_LAST_ROWS = 32
 """The same of tiles of up to so many rows, whose parts are small."""
 
@@ -174,6 +177,19 @@ def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> i
     full = FULL_DECODE_PROGRAMS if max_query_tokens == 1 else FULL_PROGRAMS
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
     return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
+
+
+def decode_shares(kv_heads: int) -> int:
+    """In how many shares the keys of a decode's rows are computed, each for all KV heads."""
+    return max(FULL_DECODE_PROGRAMS // kv_heads, 1)
+
+
+def has_shares(*, num_rows: int, kv_heads: int) -> bool:
+    """Whether the rows of a decode are cut by their lengths.
+
+    The shares of very few would be so many that a kernel joins them faster than who ends last.
+    """
+    return num_rows * MAX_LAST_SPLITS >= decode_shares(kv_heads)
 
 
 def joins_last(*, splits: int, rows: int) -> bool:

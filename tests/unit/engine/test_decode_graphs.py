@@ -114,6 +114,7 @@ def test_a_part_waits_for_its_own_layers_only(engine: Engine, monkeypatch: pytes
             max_blocks=NUM_BLOCKS,
             block_tokens=block_tokens,
             last_tokens=torch.zeros(24, dtype=torch.int64),
+            kv_heads=engine.arena.layout.kv_heads,
             part_ends=part_ends,
         )
         graphs.capture_all()

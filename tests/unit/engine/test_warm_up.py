@@ -21,7 +21,9 @@ def _answer(engine: Engine) -> list[int]:
 
 def test_an_engine_answers_the_same_after_warming_up(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2", max_position_embeddings=2048)
-    config = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_space=4 << 20)
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", kv_cache_space=4 << 20, max_num_requests=130, max_num_batched_tokens=1500
+    )
     cold, warm = Engine(config), Engine(config)
     compile_kernels(warm.runner, config, warm.max_model_len)
 

@@ -37,7 +37,8 @@ dtype, itemsize, head_dim, group = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 dim = triton.next_power_of_2(head_dim)
 types = {
     "tables_ptr": "*i32", "starts_ptr": "*i32", "lengths_ptr": "*i32", "gather_starts_ptr": "*i32",
-    "counters_ptr": "*i32", "slots_ptr": "*i64", "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32",
+    "shares_ptr": "*i32", "counters_ptr": "*i32", "slots_ptr": "*i64",
+    "parts_ptr": "*fp32", "best_ptr": "*fp32", "total_ptr": "*fp32",
     "cos_sin_ptr": "*fp32", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "log2_scale": "fp32", "eps": "fp32",
     "max_value": "fp32", "min_scale": "fp32", "block_stride": "i64",
 }
@@ -45,7 +46,7 @@ sizes = {
     "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "BLOCK_TOKENS": 16, "KV_HEADS": 3, "HEADS": 8,
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
-    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False,
+    "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False, "HAS_SHARES": False,
     "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
     "HAS_NORMS": False, "IS_QUANTIZED": False, "HAS_RESIDUAL": True,
 }
@@ -80,7 +81,7 @@ kernels = {
     "few": compiled(attend, tiles(2), True, HAS_ROW_TILES=True),
     "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True),
     "overlapping": compiled(
-        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, OVERLAPS=True
+        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, HAS_SHARES=True, OVERLAPS=True
     ),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
     "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
-from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedArrays, PagedBatch, PagedRow
-from kvtier.kernels.tuning import GATHER_TOKENS, MAX_SPLIT_TILES
+from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedArrays, PagedBatch, PagedRow, cut
+from kvtier.kernels.tuning import GATHER_TOKENS, MAX_ROW_SHARES, MAX_SPLIT_TILES
 from tests.unit.kernels.batches import DEVICE, make_case
 
 NO_TOKENS = np.zeros(0, np.int64)
@@ -42,7 +46,7 @@ def test_dtypes_are_those_kernels_read() -> None:
 
 
 def test_counters_begin_at_zero_and_graphs_of_every_size_share_theirs() -> None:
-    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=4, last_tokens=last_tokens())
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=4, last_tokens=last_tokens(), kv_heads=2)
     captured = buffers.batch(4)
     buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([0], 1, 1)], block_tokens=4))
 
@@ -108,7 +112,7 @@ def test_an_empty_batch_and_rows_without_queries() -> None:
 
 
 def test_buffers_hold_each_batch_at_the_same_addresses() -> None:
-    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=8, last_tokens=last_tokens())
+    buffers = DecodeBuffers(max_rows=4, max_blocks=8, block_tokens=8, last_tokens=last_tokens(), kv_heads=2)
     captured = buffers.batch(4)
     addresses = [captured.slots.data_ptr(), captured.block_tables.data_ptr(), captured.kv_lengths.data_ptr()]
 
@@ -158,7 +162,7 @@ TENSORS = ("slots", "positions", "query_starts", "kv_lengths")
 @pytest.mark.parametrize("num_padding_rows", [0, 1, 5])
 def test_decode_buffers_hold_what_was_laid_out_and_the_tokens_of_slots(num_padding_rows: int) -> None:
     last = last_tokens()
-    buffers = DecodeBuffers(max_rows=8, max_blocks=9, block_tokens=4, last_tokens=last)
+    buffers = DecodeBuffers(max_rows=8, max_blocks=9, block_tokens=4, last_tokens=last, kv_heads=2)
     rows = [PagedRow([7, 3], 1, 6), PagedRow([9, 2, 5], 1, 9), PagedRow([1], 1, 1)]
     arrays = PagedArrays.lay_out(rows, block_tokens=4, num_padding_rows=num_padding_rows)
 
@@ -188,7 +192,7 @@ def test_chunk_buffers_hold_what_was_laid_out_and_the_tokens_of_slots() -> None:
 
 
 def test_filling_leaves_the_rest_of_the_block_tables_alone() -> None:
-    buffers = DecodeBuffers(max_rows=3, max_blocks=4, block_tokens=4, last_tokens=last_tokens())
+    buffers = DecodeBuffers(max_rows=3, max_blocks=4, block_tokens=4, last_tokens=last_tokens(), kv_heads=2)
     buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([5, 6, 7, 8], 1, 16)] * 3, block_tokens=4))
 
     buffers.fill(NO_TOKENS, PagedArrays.lay_out([PagedRow([1, 2], 1, 8)] * 2, block_tokens=4))
@@ -204,3 +208,69 @@ def assert_holds(batch: PagedBatch, arrays: PagedArrays) -> None:
     num_rows, num_blocks = arrays.block_tables.shape
     assert batch.block_tables.shape[0] == num_rows
     assert batch.block_tables[:, :num_blocks].tolist() == arrays.block_tables.tolist()
+
+
+# --- shares ----------------------------------------
+
+
+def counts_of(lengths: list[int], num_shares: int) -> list[int]:
+    """How many shares each row has; all that must hold of any is checked on the way."""
+    shares = cut(np.array(lengths, np.int32), num_shares)
+    assert shares.shape == (len(lengths) + num_shares, 4)
+    assert shares.dtype == np.int32
+    counts = [int((shares[:, 0] == row).sum()) for row in range(len(lengths))]
+    expected = [[row, number, count, lengths[row]] for row, count in enumerate(counts) for number in range(count)]
+    assert shares[: len(expected)].tolist() == expected
+    assert (shares[len(expected) :] == -1).all()
+    return counts
+
+
+@given(st.lists(st.integers(0, 40_000), max_size=80), st.integers(1, 132))
+def test_every_row_has_shares_and_all_are_about_equal(lengths: list[int], num_shares: int) -> None:
+    counts = counts_of(lengths, num_shares)
+
+    assert all(1 <= count <= MAX_ROW_SHARES for count in counts)
+    with_keys = [(length, count) for length, count in zip(lengths, counts, strict=True) if length]
+    assert all(count == 1 for length, count in zip(lengths, counts, strict=True) if not length)
+    assert sum(count for _, count in with_keys) <= max(num_shares, len(with_keys) + num_shares // 4)
+    tiles = [math.ceil(length / 128) for length, _ in with_keys]
+    longest = max((math.ceil(of / count) for of, (_, count) in zip(tiles, with_keys, strict=True)), default=1)
+    if longest > 1 and max(counts) < MAX_ROW_SHARES:
+        with_less = sum(math.ceil(of / (longest - 1)) for of in tiles)
+        assert with_less > max(num_shares, len(with_keys) + num_shares // 4), "shares could be shorter"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_shares", "expected"),
+    [
+        ([10_276] * 10, 66, [6] * 10),
+        ([10_276] * 10 + [0] * 6, 66, [6] * 10 + [1] * 6),
+        ([8_000] * 16, 66, [4] * 16),
+        ([1_060] * 64, 66, [1] * 64),
+        ([], 66, []),
+    ],
+)
+def test_rows_of_one_length_have_the_same_number_of_shares(
+    lengths: list[int], num_shares: int, expected: list[int]
+) -> None:
+    assert counts_of(lengths, num_shares) == expected
+
+
+@pytest.mark.parametrize("num_short", [16, 100])
+def test_a_long_row_among_short_ones_has_many_shares(num_short: int) -> None:
+    counts = counts_of([1_060] * num_short + [30_000], 66)
+
+    assert counts[-1] >= 16
+    assert max(counts[:-1]) <= 2
+
+
+def test_decode_buffers_hold_the_shares_of_what_was_filled_in() -> None:
+    buffers = DecodeBuffers(max_rows=8, max_blocks=99, block_tokens=16, last_tokens=last_tokens(), kv_heads=4)
+    assert buffers.batch(2).shares is None, "so few rows are split alike"
+    for lengths in ([1500, 40, 900, 3], [7, 1200, 1200, 16]):
+        rows = [PagedRow(list(range(94)), 1, length) for length in lengths]
+        buffers.fill(NO_TOKENS, PagedArrays.lay_out(rows, block_tokens=16, num_padding_rows=2))
+
+        shares = buffers.batch(6).shares
+        assert shares is not None
+        assert shares.cpu().tolist() == cut(np.array([*lengths, 0, 0], np.int32), 66).tolist()

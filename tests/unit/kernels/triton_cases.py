@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from kvtier.kernels import reference, tuning
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend, paged_attention_of, rotate_and_write_of, write_kv_of
+from kvtier.kernels.paged_batch import cut
 from kvtier.kernels.rotation import Rotation
 from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
 
@@ -97,6 +100,32 @@ def test_half_precision(dtype: torch.dtype, lengths: list[tuple[int, int]]) -> N
     found, expected = both(make_case(lengths, Shape(heads=6, head_dim=64, dtype=dtype)), None)
 
     assert_close(found, expected, dtype)
+
+
+@pytest.mark.usefixtures("_garbage")
+@pytest.mark.parametrize(("num_shares", "window"), [(1, None), (40, None), (7, 30), (40, 200)])
+@pytest.mark.parametrize("shape", [Shape(head_dim=80, block_tokens=16), HALF])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 700), (1, 3), (1, 129), (1, 40), (1, 1)], [(1, 256)] * 3, [(1, 5)] * 9 + [(1, 900)], [(1, 128)]],
+)
+def test_rows_that_are_cut_by_their_lengths_equal_the_whole(
+    lengths: list[tuple[int, int]], shape: Shape, num_shares: int, window: int | None
+) -> None:
+    """With two rows of padding, which read nothing."""
+    case = make_case(lengths, shape)
+    kv_lengths = np.array([*(length for _, length in lengths), 0, 0], np.int32)
+    shares = torch.from_numpy(cut(kv_lengths, num_shares)).to(DEVICE)
+    counters = torch.zeros(len(kv_lengths) * shape.kv_heads, dtype=torch.int32, device=DEVICE)
+    batch = dataclasses.replace(case.batch(Backend.TRITON, 2), shares=shares, counters=counters)
+    new = [torch.cat((one, one.new_zeros(2, *one.shape[1:]))) for one in (case.query, case.key, case.value)]
+    expected, found = torch.full_like(new[0], NAN), torch.full_like(new[0], NAN)
+
+    for rows, out in ((case.batch(Backend.TORCH, 2), expected), (batch, found)):
+        attend(*new, case.cache.clone(), rows, scale=case.scale, window=window, out=out)
+
+    assert_close(found, expected, shape.dtype)
+    assert not counters.any(), "the next launch counts from zero"
 
 
 @pytest.mark.usefixtures("_many_splits")
