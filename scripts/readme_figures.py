@@ -179,8 +179,8 @@ def _engine_lines() -> list[str]:
     sweep = json.loads((RESULTS / "h200_sweep.json").read_text())["rows"]
     lines += [
         "",
-        "1000 prompts of 1000 tokens, 24 out, by the share of the prompt that is a common prefix; one round each,",
-        "taken before the last changes to kernels and scheduling:",
+        "1000 prompts of 1000 tokens, 24 out, up to 16384 tokens a step, by the share of the prompt that is a common",
+        "prefix; one round each, on two machines:",
         "",
         "| | " + " | ".join(f"{row['hit %']}%" for row in sweep) + " |",
         "|---|" + "---|" * len(sweep),

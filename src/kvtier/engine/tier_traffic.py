@@ -120,7 +120,7 @@ class TierTraffic:
         self._offered_at: float | None = None
         self.num_steps = 0
         self._marks: deque[tuple[int, Mark]] = deque([(0, copier.mark())])
-        """Where the device is once it has done a step, for those it may not have done yet."""
+        """Where the device is once it has done a step: the last that it is known to have done, and all after it."""
         self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
         """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
         self._is_closed = False
@@ -193,7 +193,7 @@ class TierTraffic:
         """A step was handed to the device."""
         self.num_steps += 1
         self._marks.append((self.num_steps, self._copier.mark()))
-        while self._marks[0][1].query() and len(self._marks) > 1:
+        while len(self._marks) > 1 and self._marks[1][1].query():
             self._marks.popleft()
 
     def load(
@@ -450,10 +450,11 @@ class TierTraffic:
             self._num_bringing[tier] += 1
             num_sharing = self._num_bringing[tier]
         load.picked_at = self._clock()
+        has_room = load.after.query()
         try:
             num_blocks = self._bringing.bring(load)
             num_sharing = min(num_sharing, self._num_bringing[tier])
-            self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing)
+            self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing, has_room=has_room)
         finally:
             load.ended_at = self._last_end_at = self._clock()
             load.end()
@@ -462,11 +463,16 @@ class TierTraffic:
                 self._loads.discard(load)
             self._leave(fetch)
 
-    def _note_speed(self, load: Load, num_blocks: int, seconds: float, num_sharing: int) -> None:
-        """Loads that share a tier all the time hold each other up, as prompts do that are computed instead."""
+    def _note_speed(self, load: Load, num_blocks: int, seconds: float, num_sharing: int, *, has_room: bool) -> None:
+        """Loads that share a tier all the time hold each other up, as prompts do that are computed instead.
+
+        One that had no room yet, since a step used its blocks for others, waited for the device, not for the tier. That
+        counts only as long as nothing better is known.
+        """
         nbytes = num_blocks * self._block_bytes
         tier = load.plan.part.tier
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
-        if nbytes and not load.is_abandoned and not load.follows:
+        says_something = has_room or self.speeds.load_s(tier, nbytes) is None
+        if nbytes and says_something and not load.is_abandoned and not load.follows:
             self._decision.note_load(tier, nbytes, seconds / num_sharing)

@@ -337,6 +337,69 @@ def test_a_load_without_room_in_the_hosts_tier_brings_nothing_and_ends(open_benc
     bench.traffic.give_up(fetch)
 
 
+def test_a_load_waits_for_the_step_that_used_its_blocks_and_for_no_later_one(open_bench: Open) -> None:
+    """The device is at step 2 of 4, which may take long."""
+    bench = open_bench()
+    marks: list[_Mark] = []
+
+    def mark() -> _Mark:
+        marks.append(_Mark())
+        return marks[-1]
+
+    bench.device.mark = mark  # type: ignore[method-assign]
+    for number in range(4):
+        bench.traffic.note_step()
+        marks[0].is_past = number >= 2
+    hashes = chain(1, 2)
+    bench.host.offer(hashes, payloads(hashes))
+    fetch = bench.match(hashes)
+    part = fetch.parts[0]
+    plan = Plan(part, 0, 2, Order.FRONT, None, 2)
+
+    loads = [bench.traffic.load(fetch, plan, hashes, [0, 1], after_step) for after_step in range(5)]
+
+    assert [load.after.query() for load in loads] == [True, True, False, False, False]
+    assert [load.after for load in loads[2:]] == marks[1:]
+    for load in loads:
+        until(lambda load=load: load.is_over)  # type: ignore[misc]
+    bench.traffic.give_up(fetch)
+
+
+def test_a_load_that_waits_for_a_step_says_nothing_of_its_tier(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 2)
+    bench.host.offer(hashes, payloads(hashes))
+    noted: list[float] = []
+    note_load = bench.speeds.note_load
+
+    def note(tier: str, nbytes: int, seconds: float) -> None:
+        noted.append(seconds)
+        note_load(tier, nbytes, seconds)
+
+    bench.speeds.note_load = note  # type: ignore[method-assign]
+    mark = _Mark()
+    bench.device.mark = lambda: mark  # type: ignore[method-assign]
+    bench.traffic.note_step()
+    num_noted = []
+    for is_past in (False, False, True):  # the first is the only one that is known of
+        mark.is_past = is_past
+        fetch = bench.match(hashes)
+        part = fetch.parts[0]
+        load = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, None, 2), hashes, [0, 1], 1)
+        until(lambda load=load: load.is_over)  # type: ignore[misc]
+        bench.traffic.give_up(fetch)
+        num_noted.append(len(noted))
+
+    assert num_noted == [1, 1, 2]
+
+
+class _Mark:
+    is_past = False
+
+    def query(self) -> bool:
+        return self.is_past
+
+
 def test_an_abandoned_load_writes_no_more_and_what_is_under_way_precedes_the_next_step(open_bench: Open) -> None:
     far = FarTier()
     bench = open_bench(far)
