@@ -106,8 +106,10 @@ def test_a_test_that_leaves_something_fails_and_names_it(pytester: pytest.Pytest
     result.stdout.fnmatch_lines(["*::test_clean PASSED*", "*::test_clean_again PASSED*"])
 
 
-def test_a_map_of_generated_code_is_the_processs(tmp_path: Path) -> None:
+def test_what_libraries_open_once_is_the_processs(tmp_path: Path) -> None:
     before = held()
+    with open("/sys/devices/system/cpu/online"):
+        assert not {name for name in held() - before if name.startswith("fd")}
     with open(tmp_path / f"perf-{os.getpid()}.map", "w"):
         assert not {name for name in held() - before if name.startswith("fd")}
     with open(tmp_path / f"perf-{os.getpid() + 1}.map", "w"):
