@@ -6,6 +6,7 @@ fixed addresses of `DecodeBuffers` and `ChunkBuffers`, from which CUDA graphs re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -200,16 +201,7 @@ def cut(kv_lengths: npt.NDArray[np.int32], num_shares: int) -> npt.NDArray[np.in
     row follow each other, and every row has one. There are up to `num_shares` of rows with keys, or some more than
     such rows if they are many, so that the longest are cut still. What is left of the array is -1.
     """
-    tiles = -(-kv_lengths // _SHARE_TOKENS)
-    most = max(num_shares, int(np.count_nonzero(tiles)) + num_shares // _SPARE_SHARES)
-    low, high = max(-(-int(tiles.sum()) // most), 1), max(int(tiles.max(initial=1)), 1)
-    while low < high:  # as few tiles to a share as that allows
-        middle = (low + high) // 2
-        if int((-(-tiles // middle)).sum()) <= most:
-            high = middle
-        else:
-            low = middle + 1
-    counts = np.clip(-(-tiles // high), 1, tuning.MAX_ROW_SHARES)
+    counts = _num_shares((-(-kv_lengths // _SHARE_TOKENS)).tobytes(), num_shares)
     num_rows = len(kv_lengths)
     shares = np.full((num_rows + num_shares, 4), -1, np.int32)
     ends = np.cumsum(counts)
@@ -219,6 +211,22 @@ def cut(kv_lengths: npt.NDArray[np.int32], num_shares: int) -> npt.NDArray[np.in
     shares[:total, 2] = np.repeat(counts, counts)
     shares[:total, 3] = np.repeat(kv_lengths, counts)
     return shares
+
+
+@functools.lru_cache(maxsize=4)
+def _num_shares(tiles_of_rows: bytes, num_shares: int) -> npt.NDArray[np.int32]:
+    """How many each row has, of so many tiles as int32. From step to step that seldom changes."""
+    tiles = np.frombuffer(tiles_of_rows, np.int32)
+    most = max(num_shares, int(np.count_nonzero(tiles)) + num_shares // _SPARE_SHARES)
+    low, high = max(-(-int(tiles.sum()) // most), 1), max(int(tiles.max(initial=1)), 1)
+    while low < high:  # as few tiles to a share as that allows
+        middle = (low + high) // 2
+        if int((-(-tiles // middle)).sum()) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    counts: npt.NDArray[np.int32] = np.clip(-(-tiles // high), 1, tuning.MAX_ROW_SHARES)
+    return counts
 
 
 class _Buffers:
