@@ -72,7 +72,7 @@ def tier_settings(tier: str, folder: Path) -> Iterator[dict[str, object]]:
 
 def test_decodes_in_parts_are_those_of_whole_graphs(tmp_path: Path) -> None:
     """The same hidden states, to the bit, whatever ran in between."""
-    engine = make_engine(tmp_path, cuda_graphs=True, max_num_requests=16)
+    engine = make_engine(tmp_path, cuda_graphs=True, max_num_requests=16, swap_space=1 << 28)
     graphs = engine.runner._decode_graphs
     assert graphs is not None
     engine.arena.blocks.normal_()

@@ -10,6 +10,7 @@ computed while the last arrive.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -115,7 +116,7 @@ def capture_graph(
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of `forward` over `tokens` and `batch` where they lie, and where it leaves the hidden states."""
     device = tokens.device
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(_NUM_WARM_UPS):
@@ -142,14 +143,18 @@ class _Cutter:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self._memory = memory
         self._first_layers = first_layers
+        self._is_capturing = False
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
         # Other threads may register memory meanwhile, for another engine of this process.
         self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._is_capturing = True
 
     def end(self) -> None:
-        self.graphs[-1].capture_end()
+        if self._is_capturing:
+            self._is_capturing = False
+            self.graphs[-1].capture_end()
 
     def precede(self, layer: int) -> None:
         if layer in self._first_layers:
@@ -161,10 +166,16 @@ def _capture(
     forward: Forward, tokens: torch.Tensor, batch: PagedBatch, cutter: _Cutter
 ) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
     torch.cuda.synchronize(tokens.device)
-    with torch.cuda.stream(torch.cuda.Stream(tokens.device)):
+    with torch.cuda.stream(_side_stream(tokens.device)):
         cutter.begin()
         try:
             hidden = forward(tokens, batch, [cutter])
         finally:
             cutter.end()
     return cutter.graphs, hidden
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: what one leaves of the graphs' memory is not taken for another stream."""
+    return torch.cuda.Stream(device)

@@ -36,7 +36,7 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sizing import allocated_bytes, choose_num_blocks
 from kvtier.engine.step_timer import StepTimer
-from kvtier.engine.tier_building import make_hierarchy
+from kvtier.engine.tier_building import has_tiers, make_hierarchy
 from kvtier.engine.tier_traffic import TierTraffic
 from kvtier.engine.warm_up import compile_kernels
 from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTooLong
@@ -130,6 +130,7 @@ class Engine:
             if config.cuda_graphs and device.type == "cuda"
             else 0,
             max_graph_tokens=min(config.max_num_batched_tokens, MAX_GRAPH_TOKENS),
+            has_arrivals=has_tiers(config),
         )
         if device.type == "cuda":
             compile_kernels(self.runner, config, self.max_model_len)

@@ -137,6 +137,10 @@ class LoadOrCompute:
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """A load from `tier` that was not abandoned took so long: the tier is well."""
         self.speeds.note_load(tier, nbytes, seconds)
+        self.note_well(tier)
+
+    def note_well(self, tier: str) -> None:
+        """A load from `tier` came, whatever time it took: it need not rest."""
         self._rests.pop(tier, None)
 
     def note_match(self, seconds: float) -> None:

@@ -76,7 +76,7 @@ class PromptLoading:
         """Those who have not all blocks yet for what they load next, and how many they are going to have."""
         self._announced: dict[BlockHash, Request] = {}
         """Who is computing, or has computed, a block."""
-        self._last_steps = [0] * blocks.num_blocks
+        self._last_steps = [traffic.num_steps] * blocks.num_blocks
         """For each block the number of the last step that may read or write it for who had it before."""
         self._generation = traffic.generation
         self._offered_again: set[BlockHash] | None = None

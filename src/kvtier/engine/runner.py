@@ -16,7 +16,7 @@ import torch
 
 from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS, ChunkGraphs
 from kvtier.engine.copier import Arrival
-from kvtier.engine.cuda_copier import layer_groups
+from kvtier.engine.cuda_copier import NUM_GROUPS, layer_groups
 from kvtier.engine.decode_graphs import DecodeGraphs
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.request import Request
@@ -150,10 +150,12 @@ class Runner:
         backend: Backend | None = None,
         max_graph_rows: int = 0,
         max_graph_tokens: int = MAX_GRAPH_TOKENS,
+        has_arrivals: bool = True,
     ) -> None:
         """`backend` computes attention; the device's own unless told.
 
-        Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`.
+        Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`. They
+        are in parts, too, if some steps are going to have arrivals.
         None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
         """
         self.model = model
@@ -172,6 +174,7 @@ class Runner:
         self._decode_graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
         if max_graph_rows:
+            groups = layer_groups(arena.layout, NUM_GROUPS if has_arrivals else 1)
             self._decode_graphs = DecodeGraphs(
                 self._forward,
                 max_rows=max_graph_rows,
@@ -179,7 +182,7 @@ class Runner:
                 block_tokens=self._block_tokens,
                 last_tokens=self._last_tokens,
                 kv_heads=arena.layout.kv_heads,
-                part_ends=[group.first_layer + group.num_layers for group in layer_groups(arena.layout)],
+                part_ends=[group.first_layer + group.num_layers for group in groups],
             )
             self._chunk_graphs = ChunkGraphs(
                 self._forward,
@@ -192,6 +195,7 @@ class Runner:
             with torch.inference_mode():
                 self._decode_graphs.capture_all()
                 self._chunk_graphs.capture_all()
+            torch.cuda.empty_cache()  # what warming up took is another stream's
 
     def submit(self, step: Step) -> Submitted:
         """Hand a step to the device."""

@@ -21,6 +21,11 @@ _MAX_STAGING_BYTES = 4 << 30
 _MIN_STAGED_BLOCKS = 64
 
 
+def has_tiers(config: EngineConfig) -> bool:
+    """There is something below the device."""
+    return bool(config.cache_servers or config.swap_space)
+
+
 def make_hierarchy(
     config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str, *, device_bytes: int
 ) -> Hierarchy | None:

@@ -338,6 +338,7 @@ class TierTraffic:
             self.abandon(load)
         self._offered_at = None
         self._storing.start_over(_DRAIN_S)
+        self.note_step()  # whatever was handed to the device, and perhaps not noted, comes before the next load
 
     def close(self) -> None:
         """Finish the stores that are under way and end everything."""
@@ -450,8 +451,8 @@ class TierTraffic:
             self._num_bringing[tier] += 1
             num_sharing = self._num_bringing[tier]
         load.picked_at = self._clock()
-        has_room = load.after.query()
         try:
+            has_room = load.after.query()
             num_blocks = self._bringing.bring(load)
             num_sharing = min(num_sharing, self._num_bringing[tier])
             self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing, has_room=has_room)
@@ -466,13 +467,18 @@ class TierTraffic:
     def _note_speed(self, load: Load, num_blocks: int, seconds: float, num_sharing: int, *, has_room: bool) -> None:
         """Loads that share a tier all the time hold each other up, as prompts do that are computed instead.
 
-        One that had no room yet, since a step used its blocks for others, waited for the device, not for the tier. That
-        counts only as long as nothing better is known.
+        One that had no room yet, since a step used its blocks for others, waited for the device, not for the tier: the
+        tier took no longer than that.
         """
         nbytes = num_blocks * self._block_bytes
         tier = load.plan.part.tier
         self.metrics.loaded_bytes.labels(tier=tier).inc(nbytes)
         self.metrics.load_seconds.labels(tier=tier).inc(seconds)
-        says_something = has_room or self.speeds.load_s(tier, nbytes) is None
-        if nbytes and says_something and not load.is_abandoned and not load.follows:
-            self._decision.note_load(tier, nbytes, seconds / num_sharing)
+        if not nbytes or load.is_abandoned or load.follows:
+            return
+        seconds /= num_sharing
+        known_s = self.speeds.load_s(tier, nbytes)
+        if has_room or known_s is None or seconds < known_s:
+            self._decision.note_load(tier, nbytes, seconds)
+        else:
+            self._decision.note_well(tier)

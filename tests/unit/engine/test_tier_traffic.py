@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+from kvtier.engine.block_manager import make_block_manager
 from kvtier.engine.load import Load, Order, Plan
+from kvtier.engine.prompt_loading import PromptLoading
 from kvtier.engine.tier_traffic import Fetch, TierTraffic
 from kvtier.errors import TierTimeout
 from kvtier.memory.lease import Lease
@@ -381,16 +384,49 @@ def test_a_load_that_waits_for_a_step_says_nothing_of_its_tier(open_bench: Open)
     bench.device.mark = lambda: mark  # type: ignore[method-assign]
     bench.traffic.note_step()
     num_noted = []
-    for is_past in (False, False, True):  # the first is the only one that is known of
+    for is_past in (False, False, True, False):  # the first is the only one that is known of, the last a fast one
         mark.is_past = is_past
+        if len(num_noted) == 3:
+            bench.speeds.load_s = lambda tier, nbytes: 1e9  # type: ignore[method-assign]
+        bench.traffic._decision.note_late("host")
         fetch = bench.match(hashes)
         part = fetch.parts[0]
         load = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, None, 2), hashes, [0, 1], 1)
         until(lambda load=load: load.is_over)  # type: ignore[misc]
         bench.traffic.give_up(fetch)
         num_noted.append(len(noted))
+        assert not bench.traffic._decision._is_resting("host"), "it came"
 
-    assert num_noted == [1, 1, 2]
+    assert num_noted == [1, 1, 2, 3]
+
+
+def test_after_a_failure_loads_wait_for_all_that_the_device_was_given(open_bench: Open) -> None:
+    """Also for a step that was handed over and not noted."""
+    bench = open_bench()
+    marks: list[_Mark] = []
+
+    def mark() -> _Mark:
+        marks.append(_Mark())
+        return marks[-1]
+
+    bench.device.mark = mark  # type: ignore[method-assign]
+    for _ in range(3):
+        bench.traffic.note_step()
+    marks[0].is_past = True
+    bench.traffic.drain()
+    pool = make_block_manager("prefix_caching", 4, LAYOUT.block_tokens, Namespace(bytes(32)))
+    loading = PromptLoading(bench.traffic, pool, Namespace(bytes(32)))
+    hashes = chain(1, 2)
+    bench.host.offer(hashes, payloads(hashes))
+    fetch = bench.match(hashes)
+
+    plan = Plan(fetch.parts[0], 0, 2, Order.FRONT, None, 2)
+    load = bench.traffic.load(fetch, plan, hashes, [0, 1], max(loading._last_steps))
+
+    assert len(marks) == 4
+    assert load.after is marks[-1]
+    until(lambda: load.is_over)
+    bench.traffic.give_up(fetch)
 
 
 class _Mark:
