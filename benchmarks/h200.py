@@ -60,7 +60,14 @@ class Part:
 
 
 PARTS = (
-    Part("long", "prefix_caching.test_long_prefill", ("--quick",), ("--prompts", "2"), 80, ("decode_of_limit",)),
+    Part(
+        "long",
+        "prefix_caching.test_long_prefill",
+        ("--quick",),
+        ("--prompts", "2"),
+        80,
+        ("decode_of_limit", "decode_mixed_of_limit"),
+    ),
     Part(
         "copies",
         "offloading_KV_cache.baseline.test_copies",
