@@ -30,7 +30,7 @@ _SIZES = (
     *range(256, 512, 32),
     *range(512, 1025, 64),
 )
-"""Attention is cut for a graph's rows: with a quarter of them padding, a quarter of the device would have no part."""
+"""Of very few rows attention is cut for the rows of a graph, padding or not: there is one for each of those."""
 
 MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2

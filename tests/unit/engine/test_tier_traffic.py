@@ -343,13 +343,7 @@ def test_a_load_without_room_in_the_hosts_tier_brings_nothing_and_ends(open_benc
 def test_a_load_waits_for_the_step_that_used_its_blocks_and_for_no_later_one(open_bench: Open) -> None:
     """The device is at step 2 of 4, which may take long."""
     bench = open_bench()
-    marks: list[_Mark] = []
-
-    def mark() -> _Mark:
-        marks.append(_Mark())
-        return marks[-1]
-
-    bench.device.mark = mark  # type: ignore[method-assign]
+    marks = _marks_of(bench)
     for number in range(4):
         bench.traffic.note_step()
         marks[0].is_past = number >= 2
@@ -403,13 +397,7 @@ def test_a_load_that_waits_for_a_step_says_nothing_of_its_tier(open_bench: Open)
 def test_after_a_failure_loads_wait_for_all_that_the_device_was_given(open_bench: Open) -> None:
     """Also for a step that was handed over and not noted."""
     bench = open_bench()
-    marks: list[_Mark] = []
-
-    def mark() -> _Mark:
-        marks.append(_Mark())
-        return marks[-1]
-
-    bench.device.mark = mark  # type: ignore[method-assign]
+    marks = _marks_of(bench)
     for _ in range(3):
         bench.traffic.note_step()
     marks[0].is_past = True
@@ -434,6 +422,18 @@ class _Mark:
 
     def query(self) -> bool:
         return self.is_past
+
+
+def _marks_of(bench: Bench) -> list[_Mark]:
+    """All that are taken from now on."""
+    marks: list[_Mark] = []
+
+    def mark() -> _Mark:
+        marks.append(_Mark())
+        return marks[-1]
+
+    bench.device.mark = mark  # type: ignore[method-assign]
+    return marks
 
 
 def test_an_abandoned_load_writes_no_more_and_what_is_under_way_precedes_the_next_step(open_bench: Open) -> None:
