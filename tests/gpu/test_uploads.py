@@ -75,7 +75,7 @@ def test_steps_that_are_handed_over_ahead_keep_their_inputs_apart() -> None:
     """As graphs would read them: the buffers are filled many times before the device gets to the first."""
     dice = np.random.default_rng(0)
     last_tokens = torch.zeros(64, dtype=torch.int64, device=DEVICE)
-    buffers = DecodeBuffers(max_rows=16, max_blocks=700, block_tokens=16, last_tokens=last_tokens)
+    buffers = DecodeBuffers(max_rows=16, max_blocks=700, block_tokens=16, last_tokens=last_tokens, kv_heads=4)
     slots = dice.permutation(64)[:10]
     (on_device,) = upload([slots], DEVICE)
     buffers.fill(np.zeros(0, np.int64), PagedArrays.lay_out([], block_tokens=16, num_padding_rows=16))

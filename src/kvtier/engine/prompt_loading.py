@@ -33,7 +33,7 @@ _MAX_MATCHING_S = 0.05
 """A step is not held up longer than this, and that share of the time since the one before, by matching who waits."""
 
 _PIECE_BLOCKS = 256
-"""So much of a long prompt is hashed at a time, in about a third of a millisecond, while others compute."""
+"""So much of a long prompt is hashed at a time, in a third of a millisecond to one, while others compute."""
 
 _EARLY_STEPS = 1.5
 _MAX_EARLY_S = 0.01
@@ -86,6 +86,7 @@ class PromptLoading:
         """Take back what is copied away, and begin to match who is next.
 
         If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
+        Else the last piece must end in time, if it takes as long as the one before it.
         """
         copied = self._traffic.poll()
         for held in copied:
@@ -95,11 +96,13 @@ class PromptLoading:
         started_at, polled_at = self._clock(), self._polled_at
         self._polled_at = started_at
         self._step_s = started_at - polled_at
-        allowed_s = 0.0 if is_idle else min(_MATCHING_SHARE * self._step_s, _MAX_MATCHING_S)
+        end_at = started_at if is_idle else started_at + min(_MATCHING_SHARE * self._step_s, _MAX_MATCHING_S)
         self.has_unmatched = False
+        piece_at = started_at
         for request in list(self._looking):
             while not self.has_unmatched and self._look_further(request, is_idle=is_idle):
-                self.has_unmatched = self._clock() - started_at >= allowed_s
+                piece_at, before_at = self._clock(), piece_at
+                self.has_unmatched = 2 * piece_at - before_at >= end_at
                 if not self._has_more(request):
                     break
         for request in itertools.islice(waiting, _LOOK_AHEAD):
@@ -108,7 +111,8 @@ class PromptLoading:
                     return
                 fetch = self._match(request, is_idle=is_idle)
                 may_stop = not is_idle or (fetch is not None and (fetch.is_matching or bool(fetch.parts)))
-                self.has_unmatched = may_stop and self._clock() - started_at >= allowed_s
+                piece_at, before_at = self._clock(), piece_at
+                self.has_unmatched = may_stop and 2 * piece_at - before_at >= end_at
         self.has_unmatched = any(map(self._has_more, self._looking))
 
     # --- matching --------------------------------------------------------------------------------------------------
