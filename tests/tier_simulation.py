@@ -228,6 +228,7 @@ class SimulatedTraffic:
         """Matches are answered at once."""
         self.copies_left_s: float | None = None
         """What a smooth one says of copies that were handed to the device."""
+        self.busy_s = 0.0
         self.num_late = 0
         self.num_steps = 0
         self._device = device

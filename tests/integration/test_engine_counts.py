@@ -15,6 +15,7 @@ from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.facts import count_parameters, hello_of
+from kvtier.engine.runner import Submitted, TokenResult
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.integration.tiered_engines import tokens
@@ -189,3 +190,27 @@ def test_how_the_makers_want_it_sampled_is_told_as_far_as_it_can_be_used(
 
     assert hello.default_options == {"temperature": 0.7}
     assert "top_p must be" in caplog.text
+
+
+# --- the collector ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_garbage_is_collected_while_the_device_computes(
+    folder: Path, is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the tokens are there and somebody waits for them."""
+    events: list[str] = []
+    wait = Submitted.wait
+
+    def wait_and_tell(submitted: Submitted) -> list[TokenResult]:
+        events.append("wait")
+        return wait(submitted)
+
+    monkeypatch.setattr(Submitted, "is_done", property(lambda _: is_done))
+    monkeypatch.setattr(Submitted, "wait", wait_and_tell)
+    monkeypatch.setattr("kvtier.engine.engine.collect_young", lambda: events.append("collect"))
+    with open_llm(folder) as llm:
+        llm.generate([tokens(0, 20)], GREEDY)
+
+    assert events == (["wait"] if is_done else ["collect", "wait"]) * 5

@@ -27,6 +27,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.copier import HostCopier
 from kvtier.engine.cuda_copier import CudaCopier
 from kvtier.engine.decode_graphs import MAX_GRAPH_ROWS
+from kvtier.engine.garbage import collect_young
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.prefill_probe import measure_prefill
 from kvtier.engine.prompt_loading import PromptLoading
@@ -393,6 +394,8 @@ class Engine:
                 assert not self.scheduler.has_requests, "requests wait for nothing"
             return []
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
+            if not self._under_way[0].is_done:
+                collect_young()
             return self._look_at(self._under_way.popleft())
         return []
 

@@ -38,6 +38,11 @@ class Part:
         return self.lease_first + position - self.first
 
     @property
+    def is_in_memory(self) -> bool:
+        """Its blocks are in memory of this host."""
+        return self.comes_in_order and self.tier != DISK
+
+    @property
     def comes_in_order(self) -> bool:
         """Its blocks are in memory of this host, or being read into it, the first ones first."""
         return self.lease is not None and self.lease.has_views

@@ -58,8 +58,12 @@ class LoadOrCompute:
         self._delays: dict[str, deque[float]] = {}
         self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
 
-    def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int) -> Plan | None:
-        """What to load now that all before block `position` is there; None when the rest is to be computed."""
+    def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int, busy_s: float = 0.0) -> Plan | None:
+        """What to load now that all before block `position` is there; None when the rest is to be computed.
+
+        For `busy_s` the device is going to compute for others. What lies in memory may take that long: only latency
+        is lost, of which there would be as much.
+        """
         part = next((part for part in parts if part.first <= position < part.end), None)
         if part is None:
             return None
@@ -72,6 +76,8 @@ class LoadOrCompute:
             return None
         compute_s = self.compute_s(position, part.end, prompt_tokens)
         if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
+            return plan
+        if part.is_in_memory and load_s <= busy_s:
             return plan
         before_last = (prompt_tokens - 1) // self._block_tokens
         if position >= before_last:  # a step that comes anyway has these few tokens more: that says nothing of the tier
@@ -96,15 +102,17 @@ class LoadOrCompute:
             return 0  # it is here before another step is done
         return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
 
-    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int) -> bool:
+    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int, busy_s: float = 0.0) -> bool:
         """It takes longer than expected, and what is missing would be computed sooner than it comes.
 
         Nothing can be said against it before `since`. As long as it comes at all, the loads that share its tier hold
-        each other up, and would do so if all of them were computed.
+        each other up, and would do so if all of them were computed. `busy_s` is as for `plan`.
         """
         if self._always_loads or load.is_submitted or load.is_over:
             return False
         elapsed = self._clock() - since
+        if load.plan.part.is_in_memory and elapsed <= busy_s:
+            return False
         shared = max(1, num_sharing) if load.num_arrived else 1
         expected = shared * (load.plan.expected_s or 0.0) + _LATE_SLACK_S
         if elapsed <= expected:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from kvtier.blocks.hashing import block_hashes, salted_root
 from kvtier.blocks.namespace import Namespace
@@ -17,7 +17,8 @@ class NaiveBlocks:
     def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._free_ids = list(range(num_blocks - 1, -1, -1))
+        self._free_ids = deque(range(num_blocks))
+        """Those that are free for longest first: a load into others would wait for the steps that still use them."""
         self._num_holds: Counter[int] = Counter()
         self._freed_while_held: set[int] = set()
 
@@ -42,9 +43,7 @@ class NaiveBlocks:
         missing = -(-num_tokens // self.block_tokens) - len(ids)
         if missing > len(self._free_ids):
             return False
-        if missing > 0:
-            ids += reversed(self._free_ids[-missing:])
-            del self._free_ids[-missing:]
+        ids += [self._free_ids.popleft() for _ in range(missing)]
         return True
 
     def note_computed(self, request: Request) -> None:
@@ -70,7 +69,7 @@ class NaiveBlocks:
             held = [block_id for block_id in ids if block_id in self._num_holds]
             self._freed_while_held.update(held)
             ids = [block_id for block_id in ids if block_id not in self._num_holds]
-        self._free_ids += reversed(ids)
+        self._free_ids += ids
         request.blocks.clear()
 
     def let_go(self, request: Request) -> None:

@@ -32,8 +32,8 @@ _MATCHING_SHARE = 0.25
 _MAX_MATCHING_S = 0.05
 """A step is not held up longer than this, and that share of the time since the one before, by matching who waits."""
 
-_PIECE_BLOCKS = 256
-"""So much of a long prompt is hashed at a time, in a third of a millisecond to one, while others compute."""
+_PIECE_BLOCKS = 128
+"""So much of a long prompt is hashed at a time, in a sixth to half of a millisecond, while others compute."""
 
 _EARLY_STEPS = 1.5
 _MAX_EARLY_S = 0.01
@@ -57,7 +57,7 @@ class PromptLoading:
         clock: Callable[[], float] = time.monotonic,
         piece_blocks: int = _PIECE_BLOCKS,
     ) -> None:
-        """While others compute, a step hashes `piece_blocks` of a prompt at a time, and takes twice as many for it."""
+        """While others compute, a step hashes `piece_blocks` of a prompt at a time, and takes four times as many."""
         self._traffic = traffic
         self._piece_blocks = piece_blocks
         self._blocks = blocks
@@ -68,6 +68,8 @@ class PromptLoading:
         self._polled_at = clock()
         self._step_s = 0.0
         """How long after the poll before it the last one came: about a step, while there is something to compute."""
+        self._is_full = False
+        """The last step had no room for another token: who comes next waits for one like it, at least."""
         self.has_unmatched = False
         """Some who wait were not looked at, so that what was found for others is loaded meanwhile: poll again soon."""
         self._looking: list[Request] = []
@@ -96,6 +98,8 @@ class PromptLoading:
         started_at, polled_at = self._clock(), self._polled_at
         self._polled_at = started_at
         self._step_s = started_at - polled_at
+        self._is_full = self._is_full and not is_idle
+        self._traffic.busy_s = self._step_s if self._is_full else 0.0
         end_at = started_at if is_idle else started_at + min(_MATCHING_SHARE * self._step_s, _MAX_MATCHING_S)
         self.has_unmatched = False
         piece_at = started_at
@@ -197,7 +201,7 @@ class PromptLoading:
         num_hashed = len(request.blocks.hashes)
         size = self._piece_blocks
         if is_idle:
-            size = 2 * num_hashed or (4 * size if self._traffic.has_loads else max(1, size // 2))
+            size = 2 * num_hashed or (8 * size if self._traffic.has_loads else size)
         end = num_hashed + size
         request.blocks.max_hashes = end if end < self._num_wanted(request) else None
         return self._hashed(request)
@@ -243,7 +247,7 @@ class PromptLoading:
         """
         end = plan.end
         if not is_alone:
-            end = min(end, max(plan.first, len(request.blocks.ids)) + 2 * self._piece_blocks)
+            end = min(end, max(plan.first, len(request.blocks.ids)) + 4 * self._piece_blocks)
         return self._blocks.grow(request, end * self._blocks.block_tokens, is_loaded=True)
 
     def is_growing(self, request: Request) -> bool:
@@ -463,8 +467,9 @@ class PromptLoading:
         """Once in a step at least; `is_last` when no step follows for now."""
         self._traffic.send_offers(is_last=is_last)
 
-    def note_step(self, step: Step) -> None:
-        """It was handed to the device."""
+    def note_step(self, step: Step, *, is_full: bool) -> None:
+        """It was handed to the device; `is_full` if it has no room for another token."""
+        self._is_full = is_full
         self._traffic.note_step()
         for copy in step.copies:
             self._last_steps[copy.source] = self._last_steps[copy.target] = self._traffic.num_steps

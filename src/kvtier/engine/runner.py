@@ -62,6 +62,11 @@ class Submitted:
         if self._results is not None:
             self._results.close()
 
+    @property
+    def is_done(self) -> bool:
+        """`wait` would return at once."""
+        return self._results is None or self._results.is_done
+
     def wait(self) -> list[TokenResult]:
         """The tokens of `rows`, once the device has them. Call it once."""
         if self._results is None:

@@ -125,7 +125,7 @@ class Scheduler:
     def submitted(self, step: Step) -> None:
         """The step was handed to the device: what it computes is there for later steps."""
         if self._loading is not None:
-            self._loading.note_step(step)
+            self._loading.note_step(step, is_full=step.num_tokens >= self.max_num_batched_tokens)
         for row in step.rows:
             self.blocks.note_computed(row.request)
             if self._loading is not None:

@@ -112,6 +112,8 @@ class TierTraffic:
         self._last_end_at = 0.0
         self._num_bringing: Counter[str] = Counter()
         """How many loads from each tier the threads have taken on."""
+        self._num_roomless = 0
+        """How many of them found that the device was not done with their blocks."""
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -123,6 +125,8 @@ class TierTraffic:
         """Where the device is once it has done a step: the last that it is known to have done, and all after it."""
         self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
         """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
+        self.busy_s = 0.0
+        """For so long the device is going to compute for requests that need not wait for a load."""
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -175,7 +179,7 @@ class TierTraffic:
 
     def plan(self, fetch: Fetch, position: int, prompt_tokens: int) -> Plan | None:
         """What to load now that all before block `position` is there; None when the rest is to be computed."""
-        return self._decision.plan(fetch.parts, position, prompt_tokens)
+        return self._decision.plan(fetch.parts, position, prompt_tokens, self.busy_s)
 
     def share(self, load: Load, prompt_tokens: int) -> int:
         """From the back: how many blocks the engine should compute next."""
@@ -184,10 +188,13 @@ class TierTraffic:
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
         """What is missing of it would be computed sooner than it comes."""
         was_picked = load.picked_at is not None  # asked first: a thread may take it on meanwhile
+        if not was_picked and self._num_roomless:
+            return False  # those before it wait for the device, as it would itself if it were computed
         since = load.turned_at
         if not was_picked:  # as long as those before it come, its turn will
             since = max(since, self._last_end_at)
-        return self._decision.is_late(load, prompt_tokens, since, self._num_bringing[load.plan.part.tier])
+        num_sharing = self._num_bringing[load.plan.part.tier]
+        return self._decision.is_late(load, prompt_tokens, since, num_sharing, self.busy_s)
 
     def note_step(self) -> None:
         """A step was handed to the device."""
@@ -447,12 +454,15 @@ class TierTraffic:
 
     def _run(self, fetch: Fetch, load: Load) -> None:
         tier = load.plan.part.tier
+        has_room = True
         with self._lock:
             self._num_bringing[tier] += 1
             num_sharing = self._num_bringing[tier]
         load.picked_at = self._clock()
         try:
             has_room = load.after.query()
+            with self._lock:
+                self._num_roomless += not has_room
             num_blocks = self._bringing.bring(load)
             num_sharing = min(num_sharing, self._num_bringing[tier])
             self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing, has_room=has_room)
@@ -461,6 +471,7 @@ class TierTraffic:
             load.end()
             with self._lock:
                 self._num_bringing[tier] -= 1
+                self._num_roomless -= not has_room
                 self._loads.discard(load)
             self._leave(fetch)
 

@@ -173,7 +173,6 @@ def _attend(
         JOINS_LAST=joins_last,
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
-        SPLIT_STEP=tuning.split_step(tiles),
         **overlap.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
@@ -322,7 +321,6 @@ def _attend_kernel(
     JOINS_LAST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    SPLIT_STEP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """A tile of one row's queries, with all query heads of one KV head, over the keys they see or one part of them."""
@@ -359,7 +357,7 @@ def _attend_kernel(
     num_parts = 1
     if IS_SPLIT:
         num_keys = end_key - first_key
-        split_keys = tl.maximum(tl.cdiv(tl.cdiv(num_keys, splits), SPLIT_STEP) * SPLIT_STEP, TILE_KEYS)
+        split_keys = tl.cdiv(tl.cdiv(num_keys, splits), TILE_KEYS) * TILE_KEYS
         num_parts = tl.maximum(tl.cdiv(num_keys, tl.maximum(split_keys, 1)), 1)
         first_key += split * split_keys
         end_key = tl.minimum(first_key + split_keys, end_key)

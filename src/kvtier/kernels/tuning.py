@@ -23,8 +23,6 @@ FULL_DECODE_PROGRAMS = 264
 MIN_SPLIT_TOKENS = 128
 """A split shorter than this costs more in the joining than it gains."""
 
-MIN_SPLIT_STEP = 16
-
 MAX_SPLITS = 64
 FEW_SPLITS = 16
 
@@ -179,14 +177,6 @@ def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> i
     full = FULL_DECODE_PROGRAMS if max_query_tokens == 1 else FULL_PROGRAMS
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
     return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
-
-
-def split_step(tiles: Tiles) -> int:
-    """Each part has a multiple of so many keys, and at least a tile, so that parts of a row are about as long.
-
-    Many queries have a faster loop for whole tiles, which no part but the last should leave.
-    """
-    return tiles.keys if tiles.rows >= 64 else MIN_SPLIT_STEP
 
 
 def decode_shares(kv_heads: int) -> int:

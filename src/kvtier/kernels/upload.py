@@ -113,6 +113,11 @@ class Download:
             start += _room_bytes(tensor) // 4
         self._slot.event.record()
 
+    @property
+    def is_done(self) -> bool:
+        """They are on the host."""
+        return self._slot is None or self._slot.event.query()
+
     def wait(self) -> list[torch.Tensor]:
         """The tensors, on the host. Call it once."""
         if self._slot is None:

@@ -43,6 +43,20 @@ def test_managers_without_a_cache_compute_every_token(manager: BlockManagerName)
     assert [request.cached_tokens for request in requests] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("manager", ["naive", "disable_prefix_caching"])
+def test_blocks_that_are_free_for_longest_are_taken_first(manager: BlockManagerName) -> None:
+    """Others may still be in use by steps that are with the device."""
+    blocks = make_block_manager(manager, 8, BLOCK_TOKENS, NAMESPACE)
+    first, second, third = (request_of(prompt_of(12)) for _ in range(3))
+    for request in (first, second):
+        assert blocks.grow(request, 12)
+    blocks.free(first)
+    assert blocks.grow(third, 12)
+
+    assert second.blocks.ids == [3, 4, 5]
+    assert third.blocks.ids == [6, 7, 0]
+
+
 def test_hashing_alone_hashes_every_full_block() -> None:
     engine = SimulatedEngine("disable_prefix_caching")
     request = engine.submit(prompt_of(13))

@@ -599,6 +599,65 @@ def test_a_load_behind_others_is_not_late_while_they_come(open_bench: Open) -> N
     bench.traffic.give_up(fetch)
 
 
+def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open) -> None:
+    bench = open_bench()
+    computes(bench.speeds, 0.1)
+    fetch = found(bench, bench.host)
+    load = _load(bench, fetch, Order.FRONT, 0.1)
+    part = fetch.parts[0]
+    mark = _Mark()
+    bench.device.mark = lambda: mark  # type: ignore[method-assign]
+    bench.traffic.note_step()
+    bench.device.gate.clear()
+    before = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 1)
+    until(lambda: bool(before.transfers))
+    bench.now[0] = 100.0
+
+    assert not bench.traffic.is_late(load, 257), "the device is at a step that used the blocks of the one before it"
+    bench.device.gate.set()
+    until(lambda: before.is_over and not bench.traffic.has_loads)
+    assert not bench.traffic.is_late(load, 257), "one came just now"
+    bench.now[0] = 200.0
+    assert bench.traffic.is_late(load, 257)
+    bench.traffic.give_up(fetch)
+
+
+def test_what_lies_in_memory_may_take_as_long_as_the_device_computes_for_others(open_bench: Open) -> None:
+    bench = open_bench()
+    computes(bench.speeds, 0.1)
+    fetch = found(bench, bench.host)
+    for _ in range(5):
+        bench.speeds.note_load("host", 16 * LAYOUT.block_bytes, 3.0)
+    load = _load(bench, fetch, Order.FRONT, 1.0)
+    bench.now[0] = 3.5
+
+    assert bench.traffic.plan(fetch, 0, 257) is None, "computing takes 1.6 s"
+    assert bench.traffic.is_late(load, 257)
+    bench.traffic.busy_s = 4.0
+    assert bench.traffic.plan(fetch, 0, 257) is not None
+    assert not bench.traffic.is_late(load, 257)
+    bench.now[0] = 4.5
+    assert bench.traffic.is_late(load, 257)
+    bench.traffic.give_up(fetch)
+
+
+def test_what_is_not_in_memory_is_computed_if_that_is_faster_however_busy_the_device_is(open_bench: Open) -> None:
+    """A disk is as busy as the device: all who come would wait for it."""
+    far = FarTier()
+    bench = open_bench(far)
+    computes(bench.speeds, 0.1)
+    fetch = found(bench, far)
+    for _ in range(5):
+        bench.speeds.note_load("far", 16 * LAYOUT.block_bytes, 30.0)
+    load = _load(bench, fetch, Order.FRONT, 1.0)
+    bench.traffic.busy_s = 100.0
+    bench.now[0] = 3.0
+
+    assert bench.traffic.plan(fetch, 0, 257) is None
+    assert bench.traffic.is_late(load, 257)
+    bench.traffic.give_up(fetch)
+
+
 def test_a_load_from_the_back_is_not_late_while_there_is_something_to_compute(open_bench: Open) -> None:
     far = FarTier()
     bench = open_bench(far)

@@ -53,8 +53,7 @@ sizes = {
 
 def compiled(kernel, tiles, is_split=False, special=None, **more):
     types_now = {**types, **(special or {})}
-    known = {**sizes, "TILE_ROWS": tiles.rows, "TILE_KEYS": tiles.keys, "IS_SPLIT": is_split,
-             "SPLIT_STEP": tuning.split_step(tiles), **more}
+    known = {**sizes, "TILE_ROWS": tiles.rows, "TILE_KEYS": tiles.keys, "IS_SPLIT": is_split, **more}
     constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
     signature = {
         name: "constexpr" if name.isupper() else types_now.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")

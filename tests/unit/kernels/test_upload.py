@@ -57,7 +57,11 @@ def test_results_come_back_with_their_shapes_and_dtypes() -> None:
         torch.arange(6, dtype=torch.float32, device=DEVICE).view(2, 3).T,
     ]
 
-    found = Download(tensors).wait()
+    download = Download(tensors)
+    if DEVICE.type == "cpu":
+        assert download.is_done
+    found = download.wait()
+    assert download.is_done
 
     for one, tensor in zip(found, tensors, strict=True):
         assert one.device.type == "cpu"

@@ -1,0 +1,21 @@
+"""Python's collector at a time that suits the engine: while the device computes, not when tokens are due."""
+
+from __future__ import annotations
+
+import gc
+
+
+def collect_young() -> None:
+    """Collect new objects now if Python would do so before long: of a fourth as many it takes a fourth of the time.
+
+    Those that stay count as old, so that there is nothing between young and old for Python to look through.
+    """
+    threshold = gc.get_threshold()[0]
+    if gc.isenabled() and threshold and 4 * gc.get_count()[0] >= threshold:
+        gc.collect(1)
+
+
+def keep_all() -> None:
+    """What is there now stays until the process ends, so that the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
