@@ -30,7 +30,8 @@ _LOOK_AHEAD = 32
 
 _MATCHING_SHARE = 0.25
 _MAX_MATCHING_S = 0.05
-"""A step is not held up longer than this, and that share of the time since the one before, by matching who waits."""
+"""A step is not held up longer than this, and that share of the last two, by matching who waits. One of them may have
+been long for another reason, and then the next one has to make up for it."""
 
 _PIECE_BLOCKS = 128
 """So much of a long prompt is hashed at a time, in a sixth to half of a millisecond, while others compute."""
@@ -97,10 +98,11 @@ class PromptLoading:
             self._short_since = None
         started_at, polled_at = self._clock(), self._polled_at
         self._polled_at = started_at
+        usual_s = min(self._step_s, started_at - polled_at)
         self._step_s = started_at - polled_at
         self._is_full = self._is_full and not is_idle
         self._traffic.busy_s = self._step_s if self._is_full else 0.0
-        end_at = started_at if is_idle else started_at + min(_MATCHING_SHARE * self._step_s, _MAX_MATCHING_S)
+        end_at = started_at if is_idle else started_at + min(_MATCHING_SHARE * usual_s, _MAX_MATCHING_S)
         self.has_unmatched = False
         piece_at = started_at
         for request in list(self._looking):

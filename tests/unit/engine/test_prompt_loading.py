@@ -71,6 +71,8 @@ def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
     engine.traffic.is_forced = Order.FRONT
     engine.submit(prompt_of(5), 40)
     engine.step()
+    engine.now += 0.036
+    engine.step()
     prompts = [prompt_of(17, seed=number) for number in range(1, 6)]
     for prompt in prompts if is_known else ():
         engine.traffic.remember(prompt, HOST)
@@ -86,7 +88,7 @@ def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
         return at_once(first, hashes, num_more)
 
     monkeypatch.setattr(engine.traffic, "match", slow)
-    engine.now += 0.036  # the step took so long: 9 ms of the next one may be spent on matching
+    engine.now += 0.04  # the two steps took so long: 9 ms of the next one may be spent on matching
     engine.step()
 
     assert num_matched == 2, "a third would end after 12 ms"
@@ -221,6 +223,9 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
     engine.step()  # the first piece
     assert request.load is not None
     assert len(request.blocks.hashes) == 4
+    engine.now += 10.0
+    engine.step()
+    assert len(request.blocks.hashes) == 8, "that step was long, but the one before was not"
     engine.now += 10.0  # a quarter of it is more than all others take
     engine.step()
 
