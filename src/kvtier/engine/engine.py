@@ -368,6 +368,11 @@ class Engine:
             self._under_way.popleft().close()
 
     def _step(self) -> list[Progress]:
+        news: list[Progress] = []
+        if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
+            # The device has enough to do, and as many launches in its queue as that holds: who waits for it holds up
+            # copies, too. And tokens need not wait until another such step is handed over.
+            news = self._look_at_oldest()
         started_at = time.perf_counter()
         num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
@@ -386,21 +391,22 @@ class Engine:
         elif self.scheduler.has_unmatched:
             if self.traffic is not None:
                 self.traffic.give_way(is_idle=not self._under_way)
-            return []
+            return news
         elif not self._under_way:
-            if self.traffic is not None:
+            if self.traffic is not None and not news:
                 self.traffic.wait(_TIER_WAIT_S)
             else:
-                assert not self.scheduler.has_requests, "requests wait for nothing"
-            return []
+                assert news or not self.scheduler.has_requests, "requests wait for nothing"
+            return news
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
-            if not self._under_way[0].is_done:
-                collect_young()
-            return self._look_at(self._under_way.popleft())
-        return []
+            news += self._look_at_oldest()
+        return news
 
-    def _look_at(self, submitted: Submitted) -> list[Progress]:
-        """Give the tokens of a step to their requests."""
+    def _look_at_oldest(self) -> list[Progress]:
+        """Give the tokens of the oldest step under way to their requests."""
+        if not self._under_way[0].is_done:
+            collect_young()
+        submitted = self._under_way.popleft()
         news = []
         for row, result in zip(submitted.rows, submitted.wait(), strict=True):
             request = row.request

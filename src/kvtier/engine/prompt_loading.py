@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
@@ -25,13 +25,17 @@ from kvtier.engine.step import Step
 from kvtier.engine.tier_traffic import Fetch, TierTraffic
 from kvtier.tiers.explanation import MatchEnd, match_end_of
 
-_LOOK_AHEAD = 32
+_LOOK_AHEAD = 64
 """So many waiting requests are matched before their turn comes: each leases what it found."""
 
 _MATCHING_SHARE = 0.25
 _MAX_MATCHING_S = 0.05
 """A step is not held up longer than this, and that share of the last two, by matching who waits. One of them may have
 been long for another reason, and then the next one has to make up for it."""
+
+_MANY_WAITING = 32
+_MANY_SHARE = 0.75
+"""If so many wait, the device soon has too little to do, and the share is this."""
 
 _PIECE_BLOCKS = 128
 """So much of a long prompt is hashed at a time, in a sixth to half of a millisecond, while others compute."""
@@ -85,7 +89,7 @@ class PromptLoading:
         self._offered_again: set[BlockHash] | None = None
         """Once a tier was away: what it was offered since."""
 
-    def poll(self, waiting: Iterable[Request], *, is_idle: bool) -> None:
+    def poll(self, waiting: Collection[Request], *, is_idle: bool) -> None:
         """Take back what is copied away, and begin to match who is next.
 
         If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
@@ -102,7 +106,8 @@ class PromptLoading:
         self._step_s = started_at - polled_at
         self._is_full = self._is_full and not is_idle
         self._traffic.busy_s = self._step_s if self._is_full else 0.0
-        end_at = started_at if is_idle else started_at + min(_MATCHING_SHARE * usual_s, _MAX_MATCHING_S)
+        share = _MATCHING_SHARE if len(waiting) < _MANY_WAITING else _MANY_SHARE
+        end_at = started_at if is_idle else started_at + min(share * usual_s, _MAX_MATCHING_S)
         self.has_unmatched = False
         piece_at = started_at
         for request in list(self._looking):
