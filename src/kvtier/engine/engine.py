@@ -368,11 +368,6 @@ class Engine:
             self._under_way.popleft().close()
 
     def _step(self) -> list[Progress]:
-        news: list[Progress] = []
-        if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
-            # The device has enough to do, and as many launches in its queue as that holds: who waits for it holds up
-            # copies, too. And tokens need not wait until another such step is handed over.
-            news = self._look_at_oldest()
         started_at = time.perf_counter()
         num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
@@ -391,16 +386,16 @@ class Engine:
         elif self.scheduler.has_unmatched:
             if self.traffic is not None:
                 self.traffic.give_way(is_idle=not self._under_way)
-            return news
+            return []
         elif not self._under_way:
-            if self.traffic is not None and not news:
+            if self.traffic is not None:
                 self.traffic.wait(_TIER_WAIT_S)
             else:
-                assert news or not self.scheduler.has_requests, "requests wait for nothing"
-            return news
+                assert not self.scheduler.has_requests, "requests wait for nothing"
+            return []
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
-            news += self._look_at_oldest()
-        return news
+            return self._look_at_oldest()
+        return []
 
     def _look_at_oldest(self) -> list[Progress]:
         """Give the tokens of the oldest step under way to their requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,10 @@ from kvtier.errors import ConfigError, InvalidParameter, RequestError
 from kvtier.tiers.explanation import Explanation
 
 Prompt = str | Sequence[int]
+
+_WORTH_BEGINNING_S = 0.01
+"""The first step begins before all prompts are taken in if the others take as long as this, or about two short steps:
+one that has few rows, of prompts that are cached, costs as much."""
 
 
 class LLM:
@@ -115,7 +120,7 @@ class LLM:
                     engine.forget(group)
                     advance(1)
 
-        num_tokens = 0
+        num_tokens, started_at = 0, time.perf_counter()
         has_begun = engine.traffic is not None  # a step would wait for what the tiers have of the first prompts
         try:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
@@ -131,8 +136,10 @@ class LLM:
                 left[request_id] = len(requests)
                 num_tokens += requests[0].prompt_tokens
                 if not has_begun and num_tokens >= engine.config.max_num_batched_tokens:
-                    has_begun = True  # with a whole step, on which the device works while the others are taken in
-                    step()
+                    prompt_s = (time.perf_counter() - started_at) / (place + 1)
+                    if prompt_s * (len(prompts) - place - 1) > _WORTH_BEGINNING_S:
+                        has_begun = True  # with a whole step, on which the device works meanwhile
+                        step()
             while left:
                 step()
         except BaseException:  # an interrupt too: the next call must find an idle engine

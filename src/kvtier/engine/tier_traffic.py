@@ -44,6 +44,8 @@ _MAX_PENDING_S = 30.0
 _BATCH_BLOCKS = 64
 _BATCH_S = 0.05
 _DRAIN_S = 60.0
+_HELD_UP = 4.0
+_MAX_HELD_UP = 2 * _NUM_THREADS
 _TURN_S = 5e-5
 _ANSWER_S = 0.002
 
@@ -112,6 +114,8 @@ class TierTraffic:
         self._last_end_at = 0.0
         self._num_bringing: Counter[str] = Counter()
         """How many loads from each tier the threads have taken on."""
+        self._num_held_up: Counter[str] = Counter()
+        """How many of the last loads from each tier, which is memory, took far longer than expected."""
         self._num_roomless = 0
         """How many of them found that the device was not done with their blocks."""
         self._woken = threading.Event()
@@ -489,7 +493,18 @@ class TierTraffic:
             return
         seconds /= num_sharing
         known_s = self.speeds.load_s(tier, nbytes)
-        if has_room or known_s is None or seconds < known_s:
+        is_usual = has_room and (not load.plan.part.is_in_memory or self._is_usual(tier, seconds, known_s))
+        if is_usual or known_s is None or seconds < known_s:
             self._decision.note_load(tier, nbytes, seconds)
         else:
             self._decision.note_well(tier)
+
+    def _is_usual(self, tier: str, seconds: float, known_s: float | None) -> bool:
+        """False for a load from memory that took far longer than others do, unless many in a row did.
+
+        It waited for the interpreter or the driver, with all that were under way, and not for memory.
+        """
+        is_held_up = known_s is not None and seconds > _HELD_UP * known_s
+        with self._lock:
+            self._num_held_up[tier] = self._num_held_up[tier] + 1 if is_held_up else 0
+            return not is_held_up or self._num_held_up[tier] > _MAX_HELD_UP

@@ -622,6 +622,41 @@ def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open)
     bench.traffic.give_up(fetch)
 
 
+def test_loads_from_memory_that_were_held_up_say_nothing_of_it_unless_many_were(open_bench: Open) -> None:
+    bench = open_bench()
+    fetch = found(bench, bench.host)
+    load = _load(bench, fetch, Order.FRONT, 0.1)
+    nbytes = 16 * LAYOUT.block_bytes
+
+    def came_after(*times: float) -> float:
+        for seconds in times:
+            bench.traffic._note_speed(load, 16, seconds, 1, has_room=True)
+        known_s = bench.speeds.load_s("host", nbytes)
+        assert known_s is not None
+        return known_s
+
+    assert came_after(0.1, 0.1, 0.1) == pytest.approx(0.1)
+    assert came_after(*[5.0] * 8) == pytest.approx(0.1)
+    assert came_after(0.2) == pytest.approx(0.1), "one that is twice as slow counts, as one of four"
+    assert came_after(*[5.0] * 8) == pytest.approx(0.1)
+    assert came_after(*[5.0] * 5) == pytest.approx(5.0), "thirteen in a row: it is slow"
+    assert came_after(0.1) == pytest.approx(5.0)
+    assert came_after(0.1, 0.1) == pytest.approx(0.1)
+    bench.traffic.give_up(fetch)
+
+
+def test_every_load_from_elsewhere_says_how_fast_its_tier_is(open_bench: Open) -> None:
+    far = FarTier()
+    bench = open_bench(far)
+    fetch = found(bench, far)
+    load = _load(bench, fetch, Order.FRONT, 0.1)
+    for seconds in (0.1, 5.0, 5.0):
+        bench.traffic._note_speed(load, 16, seconds, 1, has_room=True)
+
+    assert bench.speeds.load_s("far", 16 * LAYOUT.block_bytes) == pytest.approx(5.0)
+    bench.traffic.give_up(fetch)
+
+
 def test_what_lies_in_memory_may_take_as_long_as_the_device_computes_for_others(open_bench: Open) -> None:
     bench = open_bench()
     computes(bench.speeds, 0.1)
