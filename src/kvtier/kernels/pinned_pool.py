@@ -18,6 +18,9 @@ import numpy.typing as npt
 import torch
 
 _MIN_SLOT_BYTES = 16 << 10
+_CHUNK_BYTES = 32 << 20
+"""So much is asked of the system at a time. CUDA may let a call for pinned memory wait until the device is idle, with
+all other calls behind it, so none should come between steps: this is enough for those of a thousand rows."""
 
 
 class Event(Protocol):
@@ -40,7 +43,7 @@ class Slot:
 
 
 class PinnedPool:
-    """Slots of one device, of sizes that are powers of two. None is ever given back to the system."""
+    """Slots of one device, of sizes that are powers of two, cut from large pieces. None goes back to the system."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], make_event: Callable[[], Event]) -> None:
         """`allocate` makes int32 tensors of so many words in pinned memory."""
@@ -49,6 +52,7 @@ class PinnedPool:
         self._lock = threading.Lock()
         self._given_back: defaultdict[int, deque[Slot]] = defaultdict(deque)
         self._slots: list[Slot] = []  # those that were never given back stay pinned too: the device may write them yet
+        self._unused = allocate(0)
 
     @property
     def num_slots(self) -> int:
@@ -61,7 +65,9 @@ class PinnedPool:
             waiting = self._given_back[size]
             if waiting and waiting[0].event.query():
                 return waiting.popleft()
-            words = self._allocate(size // 4)
+            if self._unused.numel() * 4 < size:
+                self._unused = self._allocate(max(size, _CHUNK_BYTES) // 4)
+            words, self._unused = self._unused[: size // 4], self._unused[size // 4 :]
             slot = Slot(words, words.numpy().view(np.uint8), self._make_event())
             self._slots.append(slot)
             return slot

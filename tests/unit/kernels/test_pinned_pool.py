@@ -76,6 +76,25 @@ def test_steady_use_needs_no_more_slots_than_are_under_way() -> None:
     assert pool.num_slots == 3
 
 
+def test_slots_of_many_sizes_are_cut_from_one_piece_and_do_not_overlap() -> None:
+    pieces: list[torch.Tensor] = []
+
+    def allocate(num_words: int) -> torch.Tensor:
+        pieces.append(torch.zeros(num_words, dtype=torch.int32))
+        return pieces[-1]
+
+    pool = PinnedPool(allocate, FakeEvent)
+    slots = [pool.take(nbytes) for nbytes in (1, 100_000, 16 << 10, 3 << 20, 1, 16 << 20)]
+    for number, slot in enumerate(slots):
+        slot.words.fill_(number)
+
+    assert all(bool((slot.words == number).all()) for number, slot in enumerate(slots))
+    assert all(slot.words.data_ptr() % 16 == 0 for slot in slots)
+    assert len([piece for piece in pieces if piece.numel()]) == 1
+    assert pool.take(64 << 20).data.nbytes == 64 << 20
+    assert len([piece for piece in pieces if piece.numel()]) == 2
+
+
 def test_two_threads_never_have_the_same_slot() -> None:
     pool = make_pool()
     num_clashes = 0
