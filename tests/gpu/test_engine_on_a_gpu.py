@@ -134,7 +134,7 @@ def test_the_last_blocks_of_a_pool_of_64_gib_are_as_good_as_the_first(tmp_path: 
     first = _generate(engine, prompts)
     blocks = engine.scheduler.blocks
     assert isinstance(blocks, NaiveBlocks)
-    blocks._free_ids.reverse()
+    blocks._free_ids = deque(sorted(blocks._free_ids, reverse=True))
     request = engine.add("where", prompts[0], _GREEDY)[0]
     engine.step()
     assert min(request.blocks.ids) > engine.arena.num_blocks - 100, "it lies at the end"

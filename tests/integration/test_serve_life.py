@@ -114,6 +114,7 @@ def test_sigterm_stops_everything_in_order_and_leaves_nothing(stop: _Stop) -> No
     assert stop.left == []
     assert not list(stop.deployment.folder.rglob("*.sock*"))
     assert re.findall(r"(\w+) +\| stopped", stop.deployment.log())[:3] == ["http", MODEL, "cache"]
+    assert "leaked" not in stop.deployment.log()
 
 
 @pytest.fixture(scope="module")

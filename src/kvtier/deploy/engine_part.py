@@ -15,7 +15,7 @@ from kvtier.deploy.reports import Ready, Reporter
 from kvtier.engine.client import EngineClient
 from kvtier.engine.engine import Engine
 from kvtier.engine.facts import hello_of
-from kvtier.engine.garbage import keep_all
+from kvtier.engine.garbage import keeping_all
 from kvtier.engine.server import EngineServer
 from kvtier.errors import EngineStopped, InvalidParameter
 from kvtier.models.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Si
         stack.callback(client.close)
         server = EngineServer(client, _EngineTexts(engine), hello, part.socket, registries)
         stack.callback(server.close)
-        keep_all()
+        stack.enter_context(keeping_all())
         server.wait_until_met(_MEET_S)
         reporter.tell(Ready({**msgspec.to_builtins(hello), "slot_bytes": engine.arena.layout.slot_bytes}))
         while not _is_signalled(signals):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 
 def collect_young() -> None:
@@ -15,7 +17,12 @@ def collect_young() -> None:
         gc.collect(1)
 
 
-def keep_all() -> None:
-    """What is there now stays until the process ends, so that the collector need not look at it again."""
+@contextlib.contextmanager
+def keeping_all() -> Iterator[None]:
+    """The collector does not look at what is there now, which is to stay; in the end it may, else that would leak."""
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

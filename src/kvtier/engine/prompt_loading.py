@@ -30,12 +30,12 @@ _LOOK_AHEAD = 64
 
 _MATCHING_SHARE = 0.25
 _MAX_MATCHING_S = 0.05
-"""A step is not held up longer than this, and that share of the last two, by matching who waits. One of them may have
-been long for another reason, and then the next one has to make up for it."""
+"""A step is not held up longer than this, and that share of the shorter of the last two, by matching who waits. One of
+them may have been long for another reason, and then the next one has to make up for it."""
 
 _MANY_WAITING = 32
 _MANY_SHARE = 0.75
-"""If so many wait, the device soon has too little to do, and the share is this."""
+"""If so many wait and are not matched, the device may soon have too little to do, and the share is this."""
 
 _PIECE_BLOCKS = 128
 """So much of a long prompt is hashed at a time, in a sixth to half of a millisecond, while others compute."""
@@ -73,6 +73,10 @@ class PromptLoading:
         self._polled_at = clock()
         self._step_s = 0.0
         """How long after the poll before it the last one came: about a step, while there is something to compute."""
+        self._own_s = 0.0
+        """As much of it as was not for matching."""
+        self._matched_s = 0.0
+        """How long the last poll matched."""
         self._is_full = False
         """The last step had no room for another token: who comes next waits for one like it, at least."""
         self.has_unmatched = False
@@ -93,7 +97,6 @@ class PromptLoading:
         """Take back what is copied away, and begin to match who is next.
 
         If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
-        Else the last piece must end in time, if it takes as long as the one before it.
         """
         copied = self._traffic.poll()
         for held in copied:
@@ -102,12 +105,22 @@ class PromptLoading:
             self._short_since = None
         started_at, polled_at = self._clock(), self._polled_at
         self._polled_at = started_at
-        usual_s = min(self._step_s, started_at - polled_at)
         self._step_s = started_at - polled_at
+        last_own_s, self._own_s = self._own_s, self._step_s - self._matched_s
         self._is_full = self._is_full and not is_idle
         self._traffic.busy_s = self._step_s if self._is_full else 0.0
-        share = _MATCHING_SHARE if len(waiting) < _MANY_WAITING else _MANY_SHARE
-        end_at = started_at if is_idle else started_at + min(share * usual_s, _MAX_MATCHING_S)
+        allowed_s = 0.0 if is_idle else self._allowed_s(waiting, min(self._own_s, last_own_s))
+        self._match_until(waiting, started_at, started_at + allowed_s, is_idle=is_idle)
+        self._matched_s = self._clock() - started_at
+
+    def _allowed_s(self, waiting: Collection[Request], own_s: float) -> float:
+        """For how long to match beside a step, if each has `own_s` without that."""
+        num_unmatched = sum(request.fetch is None for request in itertools.islice(waiting, _LOOK_AHEAD))
+        share = _MATCHING_SHARE if num_unmatched < _MANY_WAITING else _MANY_SHARE
+        return min(share * own_s, _MAX_MATCHING_S)
+
+    def _match_until(self, waiting: Collection[Request], started_at: float, end_at: float, *, is_idle: bool) -> None:
+        """A piece at least; another one if it ends in time, should it take as long as the one before it."""
         self.has_unmatched = False
         piece_at = started_at
         for request in list(self._looking):

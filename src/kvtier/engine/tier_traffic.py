@@ -45,6 +45,7 @@ _BATCH_BLOCKS = 64
 _BATCH_S = 0.05
 _DRAIN_S = 60.0
 _HELD_UP = 4.0
+_MIN_HELD_UP_S = 0.005
 _MAX_HELD_UP = 2 * _NUM_THREADS
 _TURN_S = 5e-5
 _ANSWER_S = 0.002
@@ -114,10 +115,10 @@ class TierTraffic:
         self._last_end_at = 0.0
         self._num_bringing: Counter[str] = Counter()
         """How many loads from each tier the threads have taken on."""
+        self._roomless: set[Load] = set()
+        """Those of them for which the device was not done with their blocks when they were taken on."""
         self._num_held_up: Counter[str] = Counter()
         """How many of the last loads from each tier, which is memory, took far longer than expected."""
-        self._num_roomless = 0
-        """How many of them found that the device was not done with their blocks."""
         self._woken = threading.Event()
         self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
         self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
@@ -192,13 +193,21 @@ class TierTraffic:
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
         """What is missing of it would be computed sooner than it comes."""
         was_picked = load.picked_at is not None  # asked first: a thread may take it on meanwhile
-        if not was_picked and self._num_roomless:
-            return False  # those before it wait for the device, as it would itself if it were computed
+        if not was_picked and self._waits_for_device():
+            return False  # as it would itself if it were computed
         since = load.turned_at
         if not was_picked:  # as long as those before it come, its turn will
             since = max(since, self._last_end_at)
         num_sharing = self._num_bringing[load.plan.part.tier]
         return self._decision.is_late(load, prompt_tokens, since, num_sharing, self.busy_s)
+
+    def _waits_for_device(self) -> bool:
+        """Some load that a thread has taken on waits for a step that uses its blocks."""
+        if not self._roomless:
+            return False
+        with self._lock:
+            roomless = list(self._roomless)
+        return any(not load.is_abandoned and not load.after.query() for load in roomless)
 
     def note_step(self) -> None:
         """A step was handed to the device."""
@@ -465,8 +474,9 @@ class TierTraffic:
         load.picked_at = self._clock()
         try:
             has_room = load.after.query()
-            with self._lock:
-                self._num_roomless += not has_room
+            if not has_room:
+                with self._lock:
+                    self._roomless.add(load)
             num_blocks = self._bringing.bring(load)
             num_sharing = min(num_sharing, self._num_bringing[tier])
             self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing, has_room=has_room)
@@ -475,7 +485,7 @@ class TierTraffic:
             load.end()
             with self._lock:
                 self._num_bringing[tier] -= 1
-                self._num_roomless -= not has_room
+                self._roomless.discard(load)
                 self._loads.discard(load)
             self._leave(fetch)
 
@@ -502,9 +512,10 @@ class TierTraffic:
     def _is_usual(self, tier: str, seconds: float, known_s: float | None) -> bool:
         """False for a load from memory that took far longer than others do, unless many in a row did.
 
-        It waited for the interpreter or the driver, with all that were under way, and not for memory.
+        It waited for the interpreter or the driver, with all that were under way, and not for memory. What takes a few
+        milliseconds is never far longer: little is known of sizes that are seldom loaded.
         """
-        is_held_up = known_s is not None and seconds > _HELD_UP * known_s
+        is_held_up = known_s is not None and seconds > max(_HELD_UP * known_s, _MIN_HELD_UP_S)
         with self._lock:
             self._num_held_up[tier] = self._num_held_up[tier] + 1 if is_held_up else 0
             return not is_held_up or self._num_held_up[tier] > _MAX_HELD_UP

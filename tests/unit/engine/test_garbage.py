@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.engine.garbage import collect_young
+from kvtier.engine.garbage import collect_young, keeping_all
 
 
 class _Knot:
@@ -56,3 +56,20 @@ def test_nothing_is_collected_where_the_collector_is_off() -> None:
 
     assert gone() is not None
     assert len(kept) == 30_000
+
+
+def test_what_is_kept_is_not_looked_at_until_the_end() -> None:
+    before = gc.get_freeze_count()
+    gone = weakref.ref(_Knot())
+    kept = _Knot()
+    with keeping_all():
+        assert gone() is None, "garbage is not kept"
+        assert gc.get_freeze_count() > before
+        kept_ref = weakref.ref(kept)
+        del kept
+        gc.collect()
+        assert kept_ref() is not None
+
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert kept_ref() is None

@@ -97,6 +97,39 @@ def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
     assert num_matched >= len(prompts)
 
 
+@pytest.mark.parametrize(("num_waiting", "most"), [(31, 2), (64, 7)])
+def test_matching_takes_more_of_a_step_if_many_wait_and_no_more_for_what_it_took_before(
+    num_waiting: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of 10 ms without it, a quarter or three."""
+    engine = TieredEngine(max_num_requests=8, num_blocks=256)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    for number in range(num_waiting):
+        engine.submit(prompt_of(17, seed=number + 1))
+    at_once = engine.traffic.match
+    num_matched = 0
+
+    def slow(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
+        nonlocal num_matched
+        num_matched += 1
+        engine.now += 0.001
+        return at_once(first, hashes, num_more)
+
+    monkeypatch.setattr(engine.traffic, "match", slow)
+    counts = []
+    for _ in range(4):
+        engine.now += 0.01
+        before = num_matched
+        engine.step()
+        counts.append(num_matched - before)
+
+    assert counts == [1, most, most, most], "of two steps before the first nothing is known"
+    engine.run()
+
+
 def test_the_device_is_busy_for_a_step_while_steps_are_full() -> None:
     engine = TieredEngine(chunk=16)
     engine.submit(prompt_of(60), 10)

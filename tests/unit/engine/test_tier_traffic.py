@@ -614,6 +614,11 @@ def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open)
     bench.now[0] = 100.0
 
     assert not bench.traffic.is_late(load, 257), "the device is at a step that used the blocks of the one before it"
+    mark.is_past = True
+    assert bench.traffic.is_late(load, 257), "the device is done with them, and nothing comes"
+    mark.is_past = False
+    bench.traffic.abandon(before)
+    assert bench.traffic.is_late(load, 257), "nobody needs the one before"
     bench.device.gate.set()
     until(lambda: before.is_over and not bench.traffic.has_loads)
     assert not bench.traffic.is_late(load, 257), "one came just now"
@@ -642,6 +647,18 @@ def test_loads_from_memory_that_were_held_up_say_nothing_of_it_unless_many_were(
     assert came_after(*[5.0] * 5) == pytest.approx(5.0), "thirteen in a row: it is slow"
     assert came_after(0.1) == pytest.approx(5.0)
     assert came_after(0.1, 0.1) == pytest.approx(0.1)
+    bench.traffic.give_up(fetch)
+
+
+def test_a_load_of_a_few_milliseconds_always_counts(open_bench: Open) -> None:
+    """Of another size little is known, and what loads cost by themselves even less."""
+    bench = open_bench()
+    fetch = found(bench, bench.host)
+    load = _load(bench, fetch, Order.FRONT, 0.1)
+    for num_blocks, seconds in ((16, 0.0001), (1, 0.004), (1, 0.004)):
+        bench.traffic._note_speed(load, num_blocks, seconds, 1, has_room=True)
+
+    assert bench.speeds.load_s("host", LAYOUT.block_bytes) == pytest.approx(0.004, rel=0.01)
     bench.traffic.give_up(fetch)
 
 
