@@ -168,6 +168,13 @@ class PromptLoading:
         """More of its prompt may be found yet, behind what was found so far."""
         return request.fetch is not None and (request.fetch.is_matching or self._has_more(request))
 
+    def is_through(self, request: Request) -> bool:
+        """No more of its prompt is looked for, which may have turned out since the poll: all of it can be hashed."""
+        if self.is_looking(request):
+            return False
+        self._stop_looking(request)
+        return True
+
     def _match(self, request: Request, *, is_idle: bool) -> Fetch | None:
         """Look for what the device has not of a prompt; None when more of it has to be hashed first."""
         hashes = self._hash_piece(request, is_idle=is_idle)

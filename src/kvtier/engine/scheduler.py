@@ -254,7 +254,7 @@ class Scheduler:
                 is_clear = loading.is_useful(request)
                 plan = loading.plan(request) if is_clear else None
                 if is_clear and plan is None:
-                    is_clear = not loading.is_looking(request) and self.blocks.extend(request)
+                    is_clear = loading.is_through(request) and self.blocks.extend(request)
             if not is_clear:
                 # Waits for a block or an answer under way, holding on to nothing meanwhile.
                 self._let_go(request)

@@ -467,7 +467,6 @@ class TierTraffic:
 
     def _run(self, fetch: Fetch, load: Load) -> None:
         tier = load.plan.part.tier
-        has_room = True
         with self._lock:
             self._num_bringing[tier] += 1
             num_sharing = self._num_bringing[tier]

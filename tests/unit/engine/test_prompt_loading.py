@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -286,6 +286,46 @@ def test_a_prompt_that_was_found_in_pieces_while_it_waited_has_room_for_all_of_t
 
     assert _tokens_loaded(request) == 120
     assert not engine.scheduler.num_preemptions
+
+
+@every_manager
+def test_a_match_of_a_piece_may_end_between_the_poll_and_the_turn_of_its_request(
+    manager: BlockManagerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody was computing the piece, and gave it up. The rest is computed, for which all its hashes are needed."""
+    engine = _engine_in_pieces(manager, piece_blocks=2)
+    engine.submit(prompt_of(5), 40)
+    engine.run()
+    prompt = [*prompt_of(12, seed=1), *prompt_of(38, seed=2)]
+    engine.submit(prompt[:12])
+    engine.run()
+    engine.submit(prompt_of(6, seed=3), 40)
+    engine.step()
+    match, loading = engine.traffic.match, engine.scheduler._loading
+    assert loading is not None
+    poll = loading.poll
+
+    def match_later(first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
+        engine.traffic.is_quick = False
+        fetch = match(first, hashes, num_more)
+        engine.traffic.is_quick = True
+        return fetch
+
+    def poll_and_answer(waiting: Collection[Request], *, is_idle: bool) -> None:
+        poll(waiting, is_idle=is_idle)
+        engine.traffic.answer_all()
+
+    monkeypatch.setattr(engine.traffic, "match", match_later)
+    monkeypatch.setattr(loading, "poll", poll_and_answer)
+    request = engine.submit(prompt)
+    for _ in range(10):
+        engine.now += 0.01
+        engine.step()
+    assert request.was_admitted, "in the step whose poll it did not know of"
+    monkeypatch.undo()
+    engine.run()
+    assert request.status is Status.FINISHED
+    assert len(request.blocks.hashes) == len(request.tokens) // 4
 
 
 @every_manager
