@@ -60,6 +60,20 @@ def test_prompts_that_no_tier_has_are_matched_at_once_and_computed_together(mana
     engine.run()
 
 
+def _slow_matches(engine: TieredEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[Fetch]:
+    """Each match takes so long from now on. Those that were made."""
+    at_once = engine.traffic.match
+    matched: list[Fetch] = []
+
+    def match(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
+        engine.now += seconds
+        matched.append(at_once(first, hashes, num_more))
+        return matched[-1]
+
+    monkeypatch.setattr(engine.traffic, "match", match)
+    return matched
+
+
 @every_manager
 @pytest.mark.parametrize("is_known", [True, False])
 def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
@@ -78,23 +92,14 @@ def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
         engine.traffic.remember(prompt, HOST)
     for prompt in prompts:
         engine.submit(prompt)
-    at_once = engine.traffic.match
-    num_matched = 0
-
-    def slow(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
-        nonlocal num_matched
-        num_matched += 1
-        engine.now += 0.004
-        return at_once(first, hashes, num_more)
-
-    monkeypatch.setattr(engine.traffic, "match", slow)
+    matched = _slow_matches(engine, 0.004, monkeypatch)
     engine.now += 0.04  # the two steps took so long: 9 ms of the next one may be spent on matching
     engine.step()
 
-    assert num_matched == 2, "a third would end after 12 ms"
+    assert len(matched) == 2, "a third would end after 12 ms"
     assert engine.scheduler.has_unmatched
     engine.run()
-    assert num_matched >= len(prompts)
+    assert len(matched) >= len(prompts)
 
 
 @pytest.mark.parametrize(("num_waiting", "most"), [(31, 2), (64, 7)])
@@ -109,22 +114,13 @@ def test_matching_takes_more_of_a_step_if_many_wait_and_no_more_for_what_it_took
     engine.step()
     for number in range(num_waiting):
         engine.submit(prompt_of(17, seed=number + 1))
-    at_once = engine.traffic.match
-    num_matched = 0
-
-    def slow(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
-        nonlocal num_matched
-        num_matched += 1
-        engine.now += 0.001
-        return at_once(first, hashes, num_more)
-
-    monkeypatch.setattr(engine.traffic, "match", slow)
+    matched = _slow_matches(engine, 0.001, monkeypatch)
     counts = []
     for _ in range(4):
         engine.now += 0.01
-        before = num_matched
+        matched.clear()
         engine.step()
-        counts.append(num_matched - before)
+        counts.append(len(matched))
 
     assert counts == [1, most, most, most], "of two steps before the first nothing is known"
     engine.run()
