@@ -15,7 +15,8 @@ from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.facts import count_parameters, hello_of
-from kvtier.engine.runner import Submitted, TokenResult
+from kvtier.engine.runner import Runner, Submitted, TokenResult
+from kvtier.engine.step import Step
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.integration.tiered_engines import tokens
@@ -214,3 +215,37 @@ def test_garbage_is_collected_while_the_device_computes(
         llm.generate([tokens(0, 20)], GREEDY)
 
     assert events == (["wait"] if is_done else ["collect", "wait"]) * 5
+
+
+# --- steps ahead ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_graph_tokens", "most"), [(1024, 3), (0, 2)])
+def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
+    folder: Path, max_graph_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has enough to do with two of them."""
+    num_under_way: list[int] = []
+    submit, wait = Runner.submit, Submitted.wait
+    under_way: list[Submitted] = []
+
+    def submit_and_count(runner: Runner, step: Step) -> Submitted:
+        submitted = submit(runner, step)
+        under_way.append(submitted)
+        num_under_way.append(len(under_way))
+        return submitted
+
+    def wait_and_count(submitted: Submitted) -> list[TokenResult]:
+        under_way.remove(submitted)
+        return wait(submitted)
+
+    with open_llm(folder) as llm:
+        expected = llm.generate([tokens(0, 20)], GREEDY)
+    monkeypatch.setattr("kvtier.engine.runner.MAX_GRAPH_TOKENS", max_graph_tokens)
+    monkeypatch.setattr(Runner, "submit", submit_and_count)
+    monkeypatch.setattr(Submitted, "wait", wait_and_count)
+    with open_llm(folder, schedule="async-2") as llm:
+        found = llm.generate([tokens(0, 20)], GREEDY)
+
+    assert max(num_under_way) == most
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]

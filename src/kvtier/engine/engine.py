@@ -31,6 +31,7 @@ from kvtier.engine.garbage import collect_young
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.prefill_probe import measure_prefill
 from kvtier.engine.prompt_loading import PromptLoading
+from kvtier.engine.punctuality import Punctuality
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
@@ -145,6 +146,7 @@ class Engine:
         self.scheduler = self._make_scheduler()
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._under_way: deque[Submitted] = deque()
+        self._punctuality = Punctuality()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
         self._is_broken = False
@@ -210,6 +212,7 @@ class Engine:
 
         Raises a `RequestError` with one sentence, and nothing changes, when it cannot be served.
         """
+        began_at = time.perf_counter()
         if self._is_broken:  # starting over was interrupted too
             self._start_over()
         if self.traffic is not None and self.traffic.is_foreign:
@@ -247,6 +250,7 @@ class Engine:
             requests.append(request)
         self._requests[request_id] = requests
         self._note_levels()
+        self.scheduler.note_taken_in(time.perf_counter() - began_at)
         return requests
 
     def wake(self) -> None:
@@ -368,6 +372,11 @@ class Engine:
             self._under_way.popleft().close()
 
     def _step(self) -> list[Progress]:
+        news: list[Progress] = []
+        if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
+            # The device has enough to do, and as many launches in its queue as that holds: who waits for it holds up
+            # copies, too. And tokens need not wait until another such step is handed over.
+            news = self._look_at_oldest()
         started_at = time.perf_counter()
         num_preemptions = self.scheduler.num_preemptions
         step = self.scheduler.schedule()
@@ -386,28 +395,33 @@ class Engine:
         elif self.scheduler.has_unmatched:
             if self.traffic is not None:
                 self.traffic.give_way(is_idle=not self._under_way)
-            return []
+            return news
         elif not self._under_way:
-            if self.traffic is not None:
+            if self.traffic is not None and not news:
                 self.traffic.wait(_TIER_WAIT_S)
             else:
-                assert not self.scheduler.has_requests, "requests wait for nothing"
-            return []
+                assert news or not self.scheduler.has_requests, "requests wait for nothing"
+            return news
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
-            return self._look_at_oldest()
-        return []
+            news += self._look_at_oldest()
+        return news
 
     def _look_at_oldest(self) -> list[Progress]:
         """Give the tokens of the oldest step under way to their requests."""
         if not self._under_way[0].is_done:
             collect_young()
         submitted = self._under_way.popleft()
+        has_loads = self.traffic is not None and self.traffic.has_loads
         news = []
-        for row, result in zip(submitted.rows, submitted.wait(), strict=True):
-            request = row.request
-            request.num_in_flight -= 1
-            if request.status is not Status.FINISHED:
-                news.append(self._take(request, result))
+        with self._punctuality.handing_out(lambda: submitted.is_done, has_others=has_loads):
+            results = submitted.wait()
+            if results:
+                self._punctuality.note_over()
+            for row, result in zip(submitted.rows, results, strict=True):
+                request = row.request
+                request.num_in_flight -= 1
+                if request.status is not Status.FINISHED:
+                    news.append(self._take(request, result))
         self._counts.output_tokens += len(news)
         return news
 

@@ -77,6 +77,8 @@ class PromptLoading:
         """As much of it as was not for matching."""
         self._matched_s = 0.0
         """How long the last poll matched."""
+        self._is_put_off = False
+        """The last poll matched nothing, for the step had taken in too much; this one does."""
         self._is_full = False
         """The last step had no room for another token: who comes next waits for one like it, at least."""
         self.has_unmatched = False
@@ -93,10 +95,11 @@ class PromptLoading:
         self._offered_again: set[BlockHash] | None = None
         """Once a tier was away: what it was offered since."""
 
-    def poll(self, waiting: Collection[Request], *, is_idle: bool) -> None:
+    def poll(self, waiting: Collection[Request], *, is_idle: bool, taken_in_s: float = 0.0) -> None:
         """Take back what is copied away, and begin to match who is next.
 
         If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
+        Else, prompts were taken in for `taken_in_s` since the last step, and there is less time left for matching.
         """
         copied = self._traffic.poll()
         for held in copied:
@@ -109,7 +112,12 @@ class PromptLoading:
         last_own_s, self._own_s = self._own_s, self._step_s - self._matched_s
         self._is_full = self._is_full and not is_idle
         self._traffic.busy_s = self._step_s if self._is_full else 0.0
-        allowed_s = 0.0 if is_idle else self._allowed_s(waiting, min(self._own_s, last_own_s))
+        allowed_s = 0.0 if is_idle else self._allowed_s(waiting, min(self._own_s, last_own_s)) - taken_in_s
+        if not is_idle and allowed_s < 0 and not self._is_put_off:
+            self._is_put_off, self._matched_s = True, 0.0
+            self.has_unmatched = True
+            return
+        self._is_put_off = False
         self._match_until(waiting, started_at, started_at + allowed_s, is_idle=is_idle)
         self._matched_s = self._clock() - started_at
 

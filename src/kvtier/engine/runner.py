@@ -46,9 +46,16 @@ class Submitted:
     """A step on its way. `rows` are those that sample, and `kept` is where their tokens wait for the next steps."""
 
     def __init__(
-        self, rows: list[StepRow], sampled: SampledTokens | None = None, kept: LastTokens | None = None
+        self,
+        rows: list[StepRow],
+        sampled: SampledTokens | None = None,
+        kept: LastTokens | None = None,
+        *,
+        is_long: bool = False,
     ) -> None:
+        """`is_long` if it has more tokens than any graph: it takes long, and many launches."""
         self.rows = rows
+        self.is_long = is_long
         self._results: Download | None = None
         if sampled is None:
             return
@@ -210,12 +217,13 @@ class Runner:
                 self.arena.copy(step.copies)
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step))
+            is_long = step.num_tokens > MAX_GRAPH_TOKENS
             if not sampling:
-                return Submitted([])
+                return Submitted([], is_long=is_long)
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             sampled = self._sampler.sample(self.model.logits(states), together.batch)
-            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots))
+            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long)
 
     def forget(self, request: Request) -> None:
         """The request is over."""

@@ -35,6 +35,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._taken_in_s = 0.0
         self._free_slots = list(range(max_num_requests - 1, -1, -1))
 
     @property
@@ -48,6 +49,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+
+    def note_taken_in(self, seconds: float) -> None:
+        """How long it took the engine's thread to take in what was added; the next step has less time for matching."""
+        self._taken_in_s += seconds
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Its blocks come back at once: steps under way that name it write only where later steps write again."""
@@ -73,7 +78,9 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
         if self._loading is not None:
-            self._loading.poll(self.waiting, is_idle=all(map(self._loading.waits_for_load, self.running)))
+            is_idle = all(map(self._loading.waits_for_load, self.running))
+            self._loading.poll(self.waiting, is_idle=is_idle, taken_in_s=self._taken_in_s)
+            self._taken_in_s = 0.0
         decodes: list[StepRow] = []
         prefills: list[StepRow] = []
         budget = self.max_num_batched_tokens

@@ -2,10 +2,14 @@
 
 Captured graphs have compiled what they hold. Left are what runs around them, and steps that are too large for them, or
 all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix, and
-short ones of many requests (`kernels/tuning`).
+short ones of many requests (`kernels/tuning`). Products are a library's, which has a kernel for each range of sizes:
+CUDA loads one, and torch takes memory for its results, when a size first comes, and may let every copy and every other
+thread wait meanwhile until the device is idle. So all sizes come here first, the largest before the others.
 """
 
 from __future__ import annotations
+
+import torch
 
 from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.config import EngineConfig
@@ -21,7 +25,14 @@ _LONG_CONTEXT = 4096
 
 def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) -> None:
     """Steps of zeros in block 0, which nobody has yet."""
-    most = min(config.max_num_batched_tokens, max_model_len - 1)
+    longest = max_model_len - 1
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_requests * longest)
+    with torch.inference_mode():
+        _multiply_heads(runner, min(config.max_num_requests, num_tokens))
+    while num_tokens > MAX_GRAPH_TOKENS:
+        _run(runner, _prompts(num_tokens, longest, config.block_size))
+        num_tokens = num_tokens * 3 // 4
+    most = min(config.max_num_batched_tokens, longest)
     far = min(_LONG_CONTEXT, max_model_len - 1)
     block_tokens = config.block_size
     for count in (*_SHORT_COUNTS, min(most, MAX_GRAPH_TOKENS + 1), most):
@@ -36,6 +47,18 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
     if config.max_num_requests > 1 and most > 2:
         for context in (1, far):
             _run(runner, [_row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)])
+
+
+def _multiply_heads(runner: Runner, max_rows: int) -> None:
+    """Any number of a step's rows may sample, whatever its size."""
+    states = runner.model.embed_tokens.weight.new_zeros(max_rows, runner.model.config.hidden_size)
+    for num_rows in range(max_rows, 0, -1):
+        runner.model.logits(states[:num_rows])
+
+
+def _prompts(num_tokens: int, longest: int, block_tokens: int) -> list[StepRow]:
+    counts = [min(longest, num_tokens - first) for first in range(0, num_tokens, longest)]
+    return [_row(slot, 0, count, block_tokens) for slot, count in enumerate(counts)]
 
 
 def _row(slot: int, start: int, count: int, block_tokens: int) -> StepRow:

@@ -126,6 +126,56 @@ def test_matching_takes_more_of_a_step_if_many_wait_and_no_more_for_what_it_took
     engine.run()
 
 
+@pytest.mark.parametrize(("taken_in_s", "counts"), [(0.0, [2, 2]), (0.0015, [1, 2]), (0.003, [0, 2])])
+def test_a_step_that_took_prompts_in_has_less_time_for_matching(
+    taken_in_s: float, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of 10 ms a quarter is for both."""
+    engine = TieredEngine(max_num_requests=8, num_blocks=256)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    for number in range(8):
+        engine.submit(prompt_of(17, seed=number + 1))
+    matched = _slow_matches(engine, 0.001, monkeypatch)
+    engine.now += 0.01
+    engine.step()
+    num_before = len(matched)
+    engine.scheduler.note_taken_in(taken_in_s)
+    found = []
+    for _ in counts:
+        engine.now += 0.01
+        engine.step()
+        assert engine.scheduler.has_unmatched
+        found.append(len(matched) - num_before)
+        num_before = len(matched)
+    assert found == counts
+    engine.run()
+
+
+def test_prompts_that_take_long_to_take_in_every_time_are_matched_every_other_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = TieredEngine(max_num_requests=8, num_blocks=256)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    matched = _slow_matches(engine, 0.001, monkeypatch)
+    counts = []
+    for number in range(6):
+        engine.submit(prompt_of(17, seed=number + 1))
+        engine.scheduler.note_taken_in(1.0)
+        engine.now += 0.01
+        engine.step()
+        counts.append(len(matched))
+    assert counts[1] >= 1
+    assert counts[3] > counts[1]
+    assert counts[5] > counts[3]
+    engine.run()
+
+
 def test_the_device_is_busy_for_a_step_while_steps_are_full() -> None:
     engine = TieredEngine(chunk=16)
     engine.submit(prompt_of(60), 10)
@@ -307,8 +357,8 @@ def test_a_match_of_a_piece_may_end_between_the_poll_and_the_turn_of_its_request
         engine.traffic.is_quick = True
         return fetch
 
-    def poll_and_answer(waiting: Collection[Request], *, is_idle: bool) -> None:
-        poll(waiting, is_idle=is_idle)
+    def poll_and_answer(waiting: Collection[Request], *, is_idle: bool, taken_in_s: float) -> None:
+        poll(waiting, is_idle=is_idle, taken_in_s=taken_in_s)
         engine.traffic.answer_all()
 
     monkeypatch.setattr(engine.traffic, "match", match_later)
