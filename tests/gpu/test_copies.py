@@ -16,7 +16,7 @@ import torch
 import kvtier
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.engine.cuda_copier import CudaCopier
+from kvtier.engine.cuda_copier import CudaCopier, _CudaTransfer
 from kvtier.engine.kv_arena import KvArena
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.cuda import load_cudart
@@ -48,7 +48,7 @@ class Stand:
         self.arena = MappedArena.create(num_blocks * layout.slot_bytes)
         self.slots = slots_of(self.arena, layout)
         self.slots.copy_(torch.empty_like(self.bytes).random_(0, 256))
-        self.copier = CudaCopier(self.kv, num_groups, PIECE_BYTES)
+        self.copier = CudaCopier(self.kv, num_groups, PIECE_BYTES, min_grouped_bytes=0)
         torch.cuda.synchronize()
 
     def register(self) -> None:
@@ -214,6 +214,19 @@ def test_what_follows_precede_sees_the_layer(num_groups: int) -> None:
         assert not transfer.is_done, "the device waits, not the host"
         torch.cuda.synchronize()
         assert torch.equal(read.view(torch.uint8).view(NUM_BLOCKS, -1).cpu(), here.slots)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_groups"), [(50, 1), (100, 4)])
+def test_what_is_here_in_a_millisecond_comes_in_one_group(num_blocks: int, num_groups: int) -> None:
+    with stand(LAYOUTS["7B"], num_blocks=100) as here:
+        here.register()
+        blocks = list(range(num_blocks))
+        with contextlib.closing(CudaCopier(here.kv)) as copier:
+            transfer = copier.load(here.arena, here.offsets(blocks), blocks, copier.mark())
+            assert isinstance(transfer, _CudaTransfer)
+            assert len(transfer._arrivals) == num_groups
+            transfer.wait()
+        assert torch.equal(here.bytes[blocks].cpu(), here.slots[blocks])
 
 
 def test_the_first_layers_run_while_the_last_arrive() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.cuda_copier import layer_groups
+from kvtier.engine.cuda_copier import CudaCopier, layer_groups
 from kvtier.engine.engine import Engine
 from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
@@ -219,6 +219,9 @@ def test_a_step_begins_before_the_last_layer_has_arrived(tmp_path: Path, has_gra
         max_num_requests=4,
     )
     assert len(layer_groups(engine.arena.layout)) > 1
+    assert engine.traffic is not None
+    assert isinstance(engine.traffic._copier, CudaCopier)
+    engine.traffic._copier._min_grouped_bytes = 0
     expected = tokens_of(generate(engine, [prompt]))
     settle(engine)
     num_early = 0

@@ -28,6 +28,9 @@ from kvtier.memory.registered import RegisteredArenas
 NUM_GROUPS = 4
 """A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
 
+MIN_GROUPED_BYTES = 64 << 20
+"""Less than this is here in a millisecond, in one group: each costs its thread some turns with the interpreter."""
+
 _MIN_PART_BYTES = 128 << 10
 """Copies of less than this leave the bus idle."""
 _FIRST_CALL_BLOCKS = 64
@@ -100,7 +103,8 @@ class _CudaTransfer:
 
     def wait(self) -> None:
         try:
-            self._arrivals[-1].synchronize()
+            if not self._arrivals[-1].query():  # which keeps the interpreter
+                self._arrivals[-1].synchronize()
         except RuntimeError as error:
             raise TierUnavailable(f"the device failed: {error}") from error
         finally:
@@ -118,7 +122,13 @@ class _CudaTransfer:
 class CudaCopier:
     """A `Copier` for an arena on a GPU. Closed after all who copy, and before the arenas that it adopted."""
 
-    def __init__(self, kv: KvArena, num_groups: int = NUM_GROUPS, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        kv: KvArena,
+        num_groups: int = NUM_GROUPS,
+        piece_bytes: int = PIECE_BYTES,
+        min_grouped_bytes: int = MIN_GROUPED_BYTES,
+    ) -> None:
         """Raises `TierUnavailable` when torch's CUDA runtime cannot be found.
 
         Threads of this process take turns more often from now on.
@@ -129,6 +139,7 @@ class CudaCopier:
         self._block_bytes = kv.layout.block_bytes
         self._groups = layer_groups(kv.layout, num_groups)
         self._whole = layer_groups(kv.layout, 1)
+        self._min_grouped_bytes = min_grouped_bytes
         self._cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._loads = torch.cuda.Stream(self._device, priority=-1)  # a request waits for them; for stores nobody does
         self._stores = torch.cuda.Stream(self._device, priority=0)
@@ -149,7 +160,9 @@ class CudaCopier:
         return event
 
     def load(self, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark) -> Transfer:
-        return self._begin(Direction.TO_DEVICE, self._loads, self._groups, arena, offsets, block_ids, after)
+        is_large = len(block_ids) * self._block_bytes >= self._min_grouped_bytes
+        groups = self._groups if is_large else self._whole
+        return self._begin(Direction.TO_DEVICE, self._loads, groups, arena, offsets, block_ids, after)
 
     def store(self, block_ids: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Transfer:
         return self._begin(Direction.TO_HOST, self._stores, self._whole, arena, offsets, block_ids, after)

@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -31,7 +32,7 @@ from kvtier.engine.garbage import collect_young
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.prefill_probe import measure_prefill
 from kvtier.engine.prompt_loading import PromptLoading
-from kvtier.engine.punctuality import Punctuality
+from kvtier.engine.punctuality import handing_out
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
@@ -146,7 +147,6 @@ class Engine:
         self.scheduler = self._make_scheduler()
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._under_way: deque[Submitted] = deque()
-        self._punctuality = Punctuality()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
         self._is_broken = False
@@ -413,11 +413,8 @@ class Engine:
         submitted = self._under_way.popleft()
         has_loads = self.traffic is not None and self.traffic.has_loads
         news = []
-        with self._punctuality.handing_out(lambda: submitted.is_done, has_others=has_loads):
-            results = submitted.wait()
-            if results:
-                self._punctuality.note_over()
-            for row, result in zip(submitted.rows, results, strict=True):
+        with handing_out(submitted) if has_loads else contextlib.nullcontext():
+            for row, result in zip(submitted.rows, submitted.wait(), strict=True):
                 request = row.request
                 request.num_in_flight -= 1
                 if request.status is not Status.FINISHED:

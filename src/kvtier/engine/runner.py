@@ -52,10 +52,15 @@ class Submitted:
         kept: LastTokens | None = None,
         *,
         is_long: bool = False,
+        due: torch.cuda.Event | None = None,
     ) -> None:
-        """`is_long` if it has more tokens than any graph: it takes long, and many launches."""
+        """`is_long` if it has more tokens than any graph: it takes long, and many launches.
+
+        `due` comes a moment before its end.
+        """
         self.rows = rows
         self.is_long = is_long
+        self._due = due
         self._results: Download | None = None
         if sampled is None:
             return
@@ -73,6 +78,11 @@ class Submitted:
     def is_done(self) -> bool:
         """`wait` would return at once."""
         return self._results is None or self._results.is_done
+
+    def wait_until_due(self) -> None:
+        """Until all but the logits and tokens of a step is computed, where that is known."""
+        if self._due is not None:
+            self._due.synchronize()
 
     def wait(self) -> list[TokenResult]:
         """The tokens of `rows`, once the device has them. Call it once."""
@@ -167,13 +177,14 @@ class Runner:
         """`backend` computes attention; the device's own unless told.
 
         Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`. They
-        are in parts, too, if some steps are going to have arrivals.
+        are in parts, too, if some steps are going to have arrivals; and then it is told when results are due.
         None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
         """
         self.model = model
         self._backend = backend
         self.arena = arena
         self._device = arena.device
+        self._tells_due = has_arrivals and self._device.type == "cuda"
         self._block_tokens = arena.layout.block_tokens
         max_blocks = -(-max_model_len // self._block_tokens)
         self._tables = np.zeros((max_num_requests, max_blocks), np.int32)
@@ -220,10 +231,14 @@ class Runner:
             is_long = step.num_tokens > MAX_GRAPH_TOKENS
             if not sampling:
                 return Submitted([], is_long=is_long)
+            due = None
+            if self._tells_due:
+                due = torch.cuda.Event()
+                due.record()
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             sampled = self._sampler.sample(self.model.logits(states), together.batch)
-            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long)
+            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long, due=due)
 
     def forget(self, request: Request) -> None:
         """The request is over."""

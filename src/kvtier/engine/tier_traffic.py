@@ -7,13 +7,13 @@ they have done is told with the next `poll`. A tier that fails or is late costs 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from kvtier.blocks.hashing import BlockHash
@@ -24,6 +24,7 @@ from kvtier.engine.held import Held
 from kvtier.engine.load import DISK, Load, Part, Plan
 from kvtier.engine.load_or_compute import LoadOrCompute
 from kvtier.engine.storing import Storing
+from kvtier.engine.worker_threads import WorkerThreads
 from kvtier.errors import TierError
 from kvtier.memory.lease import BlockLease
 from kvtier.observe.metrics import TierMetrics
@@ -120,8 +121,8 @@ class TierTraffic:
         self._num_held_up: Counter[str] = Counter()
         """How many of the last loads from each tier, which is memory, took far longer than expected."""
         self._woken = threading.Event()
-        self._matchers = ThreadPoolExecutor(_NUM_THREADS, "kvtier-match")
-        self._loaders = ThreadPoolExecutor(_NUM_THREADS, "kvtier-load")
+        self._matchers = WorkerThreads(_NUM_THREADS, "kvtier-match")
+        self._loaders = WorkerThreads(_NUM_THREADS, "kvtier-load")
         self._storing = Storing(hierarchy, copier, self._woken.set)
         self._bringing = Bringing(hierarchy, copier, self._woken.set)
         self._offered_at: float | None = None
@@ -172,13 +173,17 @@ class TierTraffic:
         with self._lock:
             fetch.num_users += 1
             self._num_matching += 1
-        self._matchers.submit(self._guarded, self._match, fetch, first, hashes, num_more)
+        self._matchers.submit(functools.partial(self._guarded, self._match, fetch, first, hashes, num_more))
 
     def give_up(self, fetch: Fetch) -> None:
         """Its owner needs nothing more of what was found."""
         fetch.is_cancelled = True
-        if self._is_last_user(fetch):
-            self._matchers.submit(self._guarded, self._release, fetch)
+        if not self._is_last_user(fetch):
+            return
+        if self.is_quick:
+            self._release(fetch)
+        else:
+            self._matchers.submit(functools.partial(self._guarded, self._release, fetch))
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class TierTraffic:
         with self._lock:
             fetch.num_users += 1
             self._loads.add(load)
-        self._loaders.submit(self._guarded, self._run, fetch, load)
+        self._loaders.submit(functools.partial(self._guarded, self._run, fetch, load))
         return load
 
     @property
@@ -367,8 +372,8 @@ class TierTraffic:
         self._is_closed = True
         self.send_offers(is_last=True)
         self._storing.close()
-        self._loaders.shutdown()
-        self._matchers.shutdown()
+        self._loaders.close()
+        self._matchers.close()
         self._copier.close()
         self.hierarchy.close()
 

@@ -67,6 +67,8 @@ class Fit:
             return None
         nearest = self._nearest(features)
         measured_features, measured_s = nearest.median()
+        if measured_features == features:  # the line is stretched to meet it
+            return measured_s
         line_s = self._line(measured_features)
         return self._line(features) * (measured_s / line_s if line_s > 0 else 1.0)
 
