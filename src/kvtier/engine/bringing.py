@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.copier import Copier, Transfer
 from kvtier.engine.load import DISK, Load, Order
-from kvtier.errors import CapacityError
+from kvtier.errors import CapacityError, TierUnavailable
 from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.remote import SharedMemoryTier
 from kvtier.tiers.tier import Tier
 
 _NUM_UNITS = 3
@@ -25,8 +26,10 @@ _MAX_UNITS = 12
 """So many units are read from disk ahead of the device's copies, where the server's memory has room for that."""
 
 _ARENA_SHARE = 16
-_HOST_SHARE = 8
-"""All loads together use about this part of the host's tier for what passes through it: one in so many blocks each."""
+"""What is read ahead for a load takes at most one in so many bytes of the server's memory."""
+
+_SHARE = 8
+"""Without that, the units of a load that are under way take one in so many blocks of the memory they pass through."""
 
 
 class Bringing:
@@ -79,9 +82,7 @@ class Bringing:
         What is on disk is leased by the unit, so that a prompt may be longer than the memory that it passes through.
         Returns how many blocks came.
         """
-        unit = load.plan.unit
-        if self._host is not None:
-            unit = max(1, min(unit, self._host.num_blocks // (_HOST_SHARE * _NUM_UNITS)))
+        unit = self._unit_blocks(load.plan.unit, tier)
         coming: deque[_Unit] = deque()
         going: deque[_Unit] = deque()
         num_blocks = 0
@@ -108,6 +109,15 @@ class Bringing:
             with contextlib.ExitStack() as stack:
                 for one in (*coming, *going):
                     stack.callback(one.finish)
+
+    def _unit_blocks(self, most: int, tier: Tier) -> int:
+        """How many blocks come together: `most`, or fewer where the memory that they pass through is small."""
+        if self._host is not None:
+            most = min(most, self._host.num_blocks // (_SHARE * _NUM_UNITS))
+        if isinstance(tier, SharedMemoryTier):
+            with contextlib.suppress(TierUnavailable):  # which matching says again
+                most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // (_SHARE * _NUM_UNITS))
+        return max(1, most)
 
     def _num_ahead(self, unit: _Unit, unit_bytes: int) -> int:
         """How many units to have under way: as many as keep a disk busy, in a small part of the server's memory."""

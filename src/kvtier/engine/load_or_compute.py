@@ -14,7 +14,9 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.engine.load import Load, Order, Part, Plan
 from kvtier.tiers.speeds import Speeds
 
-_UNIT_BYTES = 32 << 20
+_UNIT_BYTES = 64 << 20
+"""A unit is three requests to a cache server, whose Python decodes beside it would wait for."""
+
 _CLEARLY_FASTER = 0.5
 """A load that takes at most this share of computing is left alone: the device has other things to compute."""
 

@@ -17,10 +17,15 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.step import Step, StepRow
+from kvtier.kernels.rotation import Rotation
+from kvtier.models.model import Model
 
 _SHORT_COUNTS = (2, 8, 64)
 _MANY_COUNTS = (2, 8, 16, 64)
 _LONG_CONTEXT = 4096
+_LAYER_STEP = 64
+_MAX_LAYER_STEPS = 128
+"""Kernels of products are chosen by how many tiles there are, of 64 tokens or more."""
 
 
 def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) -> None:
@@ -28,7 +33,8 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
     longest = max_model_len - 1
     num_tokens = min(config.max_num_batched_tokens, config.max_num_requests * longest)
     with torch.inference_mode():
-        _multiply_heads(runner, min(config.max_num_requests, num_tokens))
+        _multiply_head(runner.model, min(config.max_num_requests, num_tokens))
+        _multiply_layer(runner.model, num_tokens)
     while num_tokens > MAX_GRAPH_TOKENS:
         _run(runner, _prompts(num_tokens, longest, config.block_size))
         num_tokens = num_tokens * 3 // 4
@@ -49,11 +55,26 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
             _run(runner, [_row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)])
 
 
-def _multiply_heads(runner: Runner, max_rows: int) -> None:
+def _multiply_head(model: Model, max_rows: int) -> None:
     """Any number of a step's rows may sample, whatever its size."""
-    states = runner.model.embed_tokens.weight.new_zeros(max_rows, runner.model.config.hidden_size)
+    states = model.embed_tokens.weight.new_zeros(max_rows, model.config.hidden_size)
     for num_rows in range(max_rows, 0, -1):
-        runner.model.logits(states[:num_rows])
+        model.logits(states[:num_rows])
+
+
+def _multiply_layer(model: Model, max_tokens: int) -> None:
+    """All of the first layer but attention. The others have the same sizes."""
+
+    def no_attention(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        return query.reshape(query.shape[0], -1)
+
+    step = max(_LAYER_STEP, max_tokens // _MAX_LAYER_STEPS)
+    hidden = model.embed_tokens.weight.new_zeros(max_tokens, model.config.hidden_size)
+    rope_rows = model.rope.rows(torch.zeros(max_tokens, dtype=torch.int64, device=hidden.device))
+    for num_tokens in range(max_tokens, 0, -step):
+        model.layers[0](hidden[:num_tokens], None, rope_rows[:num_tokens], no_attention)
 
 
 def _prompts(num_tokens: int, longest: int, block_tokens: int) -> list[StepRow]:
