@@ -115,6 +115,8 @@ class Catalog:
         """
         self._lock = threading.Lock()
         self._loaded = threading.Condition(self._lock)
+        self._awaited: dict[Block, list[threading.Event]] = {}
+        """Blocks that are being read, and who waits for just them."""
         self._persistence = persistence
         self._stores_on = stores_on
         self._keeps_stored = keeps_stored
@@ -444,6 +446,9 @@ class Catalog:
                 else:
                     self._pool.fail(block)
                     self._ghosts.discard(block.hash)  # it was stored again since, and is lost now
+            for block in blocks:
+                for event in self._awaited.pop(block, ()):
+                    event.set()
             self._free(blocks)
             self._loaded.notify_all()
 
@@ -639,12 +644,31 @@ class Catalog:
     def _await(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
         deadline = self._clock() + timeout_s
+        end = min(count, len(blocks))
+        is_in_time = True
         while True:
             while num_ready < len(blocks) and blocks[num_ready].is_ready:
                 num_ready += 1
-            is_over = num_ready >= min(count, len(blocks)) or blocks[num_ready].state is not BlockState.LOADING
-            if is_over or not self._loaded.wait(max(0.0, deadline - self._clock())):
+            if num_ready >= end or blocks[num_ready].state is not BlockState.LOADING or not is_in_time:
                 return num_ready
+            # The last of them: woken for each, who waits would keep the disk's threads from their work.
+            last = next(block for block in reversed(blocks[num_ready:end]) if block.state is BlockState.LOADING)
+            is_in_time = self._wait_for(last, deadline)
+
+    def _wait_for(self, block: Block, deadline: float) -> bool:
+        """Until it was read, or could not be; False when that takes too long. Others have the lock meanwhile."""
+        event = threading.Event()
+        self._awaited.setdefault(block, []).append(event)
+        self._lock.release()
+        try:
+            return event.wait(max(0.0, deadline - self._clock()))
+        finally:
+            self._lock.acquire()
+            waiting = self._awaited.get(block)
+            if waiting is not None and event in waiting:
+                waiting.remove(event)
+                if not waiting:
+                    del self._awaited[block]
 
     def _not_only_stored(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], Sequence[int]]:
         """Without the hashes that are on disk and not in memory: those need not be written again."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
+from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
 
@@ -410,3 +418,108 @@ def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local
     assert [listed for listed, _, _ in parts] == [hashes[:2], hashes[2:4], [], []]
     assert [flags for _, flags, _ in parts] == [bytes([LISTED_MEMORY] * 2)] * 2 + [b"", b""]
     assert [is_last for _, _, is_last in parts] == [False, False, True, True]
+
+
+# --- waiting for the disk ---------------------------------------------------------------------------------------------
+
+
+class SlowDisk:
+    """Has every block, and reads none before the test says so."""
+
+    def __init__(self) -> None:
+        self.being_read: list[MemoryBlock] = []
+
+    def contains(self, space: Space, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [True] * len(hashes)
+
+    def match(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[SlowDisk, list[SimpleNamespace]]:
+        return self, [SimpleNamespace(hash=block_hash) for block_hash in hashes]
+
+    def free(self, stored: Sequence[object]) -> None:
+        pass
+
+    def load(self, loads: Sequence[Load]) -> None:
+        self.being_read += [load.block for load in loads]
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+class Awaiting:
+    """A client's lease of blocks that are on disk, and a thread that waits for some of them."""
+
+    def __init__(self, count: int, wanted: int, timeout_s: float = 30.0) -> None:
+        self.disk = SlowDisk()
+        self.catalog = Catalog(
+            8 * SLOT_ALIGN_BYTES,
+            leased_bytes_per_client=8 * SLOT_ALIGN_BYTES,
+            pinned_bytes=0,
+            lease_timeout_s=60.0,
+            persistence=cast(Persistence, self.disk),
+        )
+        space = self.catalog.open(NAMESPACE, "model", 4096, 16)
+        holder = self.catalog.join(b"waiting".ljust(16), LOCAL_PID)
+        outcome = self.catalog.lease(holder, 1, space, names(*"abcdefgh"[:count]), is_lazy=False)
+        assert len(outcome.blocks) == count
+        assert outcome.num_ready == 0
+        self.num_wakes = 0
+        self.found: list[int | None] = []
+        wait_for = self.catalog._wait_for
+
+        def counted(block: Block, deadline: float) -> bool:
+            self.num_wakes += 1
+            return wait_for(block, deadline)
+
+        self.catalog._wait_for = counted  # type: ignore[method-assign]
+        self._thread = threading.Thread(
+            target=lambda: self.found.append(self.catalog.await_lease(holder, 1, wanted, timeout_s))
+        )
+        self._thread.start()
+        while not self.catalog._awaited and self._thread.is_alive():
+            time.sleep(0.001)
+
+    def end(self, position: int, *, arrived: bool = True) -> None:
+        self.catalog.end_loading([self.disk.being_read[position]], [arrived])
+
+    def result(self) -> int | None:
+        self._thread.join(30)
+        assert not self.catalog._awaited, "nobody waits any more"
+        (found,) = self.found
+        return found
+
+
+def test_who_waits_for_blocks_from_disk_is_woken_by_the_last_of_them() -> None:
+    awaiting = Awaiting(count=6, wanted=5)
+    for position in (1, 0, 3, 2):
+        awaiting.end(position)
+    assert not awaiting.found
+    awaiting.end(4)
+    assert awaiting.result() == 5
+    assert awaiting.num_wakes == 1
+
+
+def test_who_waits_goes_on_waiting_for_those_that_come_after_the_last() -> None:
+    awaiting = Awaiting(count=4, wanted=4)
+    awaiting.end(3)
+    awaiting.end(0)
+    awaiting.end(2)
+    awaiting.end(1)
+    assert awaiting.result() == 4
+    assert awaiting.num_wakes <= 3
+
+
+@pytest.mark.parametrize("lost", [0, 2, 3])
+def test_a_block_that_cannot_be_read_ends_the_wait(lost: int) -> None:
+    awaiting = Awaiting(count=4, wanted=4)
+    for position in range(4):
+        awaiting.end(position, arrived=position != lost)
+    assert awaiting.result() == lost
+
+
+def test_who_waits_too_long_is_told_what_has_come() -> None:
+    awaiting = Awaiting(count=4, wanted=4, timeout_s=0.2)
+    awaiting.end(0)
+    awaiting.end(1)
+    assert awaiting.result() == 2
+    awaiting.end(2)
+    awaiting.end(3)
