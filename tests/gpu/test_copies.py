@@ -216,9 +216,9 @@ def test_what_follows_precede_sees_the_layer(num_groups: int) -> None:
         assert torch.equal(read.view(torch.uint8).view(NUM_BLOCKS, -1).cpu(), here.slots)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_groups"), [(50, 1), (100, 4)])
-def test_what_is_here_in_a_millisecond_comes_in_one_group(num_blocks: int, num_groups: int) -> None:
-    with stand(LAYOUTS["7B"], num_blocks=100) as here:
+@pytest.mark.parametrize(("num_blocks", "num_groups"), [(100, 1), (128, 4)])
+def test_what_is_here_in_two_milliseconds_comes_in_one_group(num_blocks: int, num_groups: int) -> None:
+    with stand(LAYOUTS["7B"], num_blocks=128) as here:
         here.register()
         blocks = list(range(num_blocks))
         with contextlib.closing(CudaCopier(here.kv)) as copier:

@@ -17,6 +17,7 @@ from kvtier.engine.engine import Engine
 from kvtier.engine.facts import count_parameters, hello_of
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.step import Step
+from kvtier.errors import EngineStopped
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.integration.tiered_engines import tokens
@@ -249,3 +250,11 @@ def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
 
     assert max(num_under_way) == most
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+def test_a_closed_engine_takes_no_prompt(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", kv_cache_space=1 << 20, swap_space=1 << 20))
+    engine.close()
+    with pytest.raises(EngineStopped, match="this engine was closed"):
+        engine.add("late", tokens(0, 20), GREEDY)
+    engine.close()

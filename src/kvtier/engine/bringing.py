@@ -28,8 +28,10 @@ _MAX_UNITS = 12
 _ARENA_SHARE = 16
 """What is read ahead for a load takes at most one in so many bytes of the server's memory."""
 
-_SHARE = 8
-"""Without that, the units of a load that are under way take one in so many blocks of the memory they pass through."""
+_SERVER_SHARE = 48
+_HOST_SHARE = 24
+"""A unit is one in so many blocks, at most, of the memory that it passes through. Without reading further ahead, a load
+has five of them: two that come and three that go on to the device. Four loads have room, and others beside them."""
 
 
 class Bringing:
@@ -113,10 +115,10 @@ class Bringing:
     def _unit_blocks(self, most: int, tier: Tier) -> int:
         """How many blocks come together: `most`, or fewer where the memory that they pass through is small."""
         if self._host is not None:
-            most = min(most, self._host.num_blocks // (_SHARE * _NUM_UNITS))
+            most = min(most, self._host.num_blocks // _HOST_SHARE)
         if isinstance(tier, SharedMemoryTier):
             with contextlib.suppress(TierUnavailable):  # which matching says again
-                most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // (_SHARE * _NUM_UNITS))
+                most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // _SERVER_SHARE)
         return max(1, most)
 
     def _num_ahead(self, unit: _Unit, unit_bytes: int) -> int:

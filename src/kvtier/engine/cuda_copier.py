@@ -1,7 +1,7 @@
 """The copier of a CUDA device: whole blocks by DMA, in batches, on streams beside compute.
 
-Loads and stores have a stream each. A load goes in groups of layers, so that a step may begin on the first while the
-rest arrives. Any thread may copy; a thread of the copier's own gives back what copies hold, whether or not somebody
+Loads and stores have a stream each. A large load goes in groups of layers, so that a step may begin on the first while
+the rest arrives. Any thread may copy; a thread of the copier's own gives back what copies hold, whether or not somebody
 waits for them.
 """
 
@@ -28,8 +28,9 @@ from kvtier.memory.registered import RegisteredArenas
 NUM_GROUPS = 4
 """A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
 
-MIN_GROUPED_BYTES = 64 << 20
-"""Less than this is here in a millisecond, in one group: each costs its thread some turns with the interpreter."""
+MIN_GROUPED_BYTES = 96 << 20
+"""Less than this is here in two milliseconds, in one group: each costs its thread some turns with the interpreter. More
+than a unit from disk."""
 
 _MIN_PART_BYTES = 128 << 10
 """Copies of less than this leave the bus idle."""

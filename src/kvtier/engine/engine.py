@@ -1,8 +1,8 @@
 """Prompts in, tokens out: owns model, KV arena, scheduler and runner, and does one step at a time. One thread.
 
 With `async-N`, up to N steps are with the device while the next one is prepared: a step's tokens are looked at only
-after the following ones were handed over. A request that ends there has computed a few tokens too many; they are
-dropped.
+after the following ones were handed over; of long steps, before the N-th. A request that ends there has computed a few
+tokens too many; they are dropped.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ class Engine:
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
         self._is_broken = False
+        self._is_closed = False
         self.num_steps = 0
         self.schedule_s = 0.0
         self._counts = EngineCounts(num_blocks=num_blocks)
@@ -215,6 +216,8 @@ class Engine:
         began_at = time.perf_counter()
         if self._is_broken:  # starting over was interrupted too
             self._start_over()
+        if self._is_closed:
+            raise EngineStopped("this engine was closed")
         if self.traffic is not None and self.traffic.is_foreign:
             raise EngineStopped("this engine belongs to the process that made it: make one after the fork")
         if request_id in self._requests:
@@ -358,7 +361,8 @@ class Engine:
         return str(self.config.model).rstrip("/").rsplit("/", 1)[-1]
 
     def close(self) -> None:
-        """Give the tiers back, and the host's memory of steps under way. The engine does no step after it."""
+        """Give the tiers back, and the host's memory of steps under way. The engine takes no prompt after it."""
+        self._is_closed = True
         self._drop_steps()
         if self.traffic is not None:
             for requests in self._requests.values():
@@ -374,8 +378,8 @@ class Engine:
     def _step(self) -> list[Progress]:
         news: list[Progress] = []
         if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
-            # The device has enough to do, and as many launches in its queue as that holds: who waits for it holds up
-            # copies, too. And tokens need not wait until another such step is handed over.
+            # The device has enough to do, and half as many launches in its queue as that holds: who waits for room in
+            # it holds up copies, too. And tokens need not wait until another such step is handed over.
             news = self._look_at_oldest()
         started_at = time.perf_counter()
         num_preemptions = self.scheduler.num_preemptions
@@ -397,10 +401,10 @@ class Engine:
                 self.traffic.give_way(is_idle=not self._under_way)
             return news
         elif not self._under_way:
-            if self.traffic is not None and not news:
+            if self.traffic is not None:
                 self.traffic.wait(_TIER_WAIT_S)
             else:
-                assert news or not self.scheduler.has_requests, "requests wait for nothing"
+                assert not self.scheduler.has_requests, "requests wait for nothing"
             return news
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
             news += self._look_at_oldest()

@@ -56,7 +56,7 @@ class Submitted:
     ) -> None:
         """`is_long` if it has more tokens than any graph: it takes long, and many launches.
 
-        `due` comes a moment before its end.
+        `due` comes a moment before its tokens, or if it has none, with its end: of a short one nobody waits for that.
         """
         self.rows = rows
         self.is_long = is_long
@@ -77,7 +77,9 @@ class Submitted:
     @property
     def is_done(self) -> bool:
         """`wait` would return at once."""
-        return self._results is None or self._results.is_done
+        if self._results is not None:
+            return self._results.is_done
+        return self._due is None or self._due.query()
 
     def wait_until_due(self) -> None:
         """Until all but the logits and tokens of a step is computed, where that is known."""
@@ -87,6 +89,7 @@ class Submitted:
     def wait(self) -> list[TokenResult]:
         """The tokens of `rows`, once the device has them. Call it once."""
         if self._results is None:
+            self.wait_until_due()
             return []
         tensors = self._results.wait()
         token_ids = tensors[0].tolist()
@@ -184,7 +187,7 @@ class Runner:
         self._backend = backend
         self.arena = arena
         self._device = arena.device
-        self._tells_due = has_arrivals and self._device.type == "cuda"
+        self._tells_due = has_arrivals
         self._block_tokens = arena.layout.block_tokens
         max_blocks = -(-max_model_len // self._block_tokens)
         self._tables = np.zeros((max_num_requests, max_blocks), np.int32)
@@ -229,16 +232,21 @@ class Runner:
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step))
             is_long = step.num_tokens > MAX_GRAPH_TOKENS
+            due = self._end_of_layers(is_wanted=is_long or (bool(sampling) and self._tells_due))
             if not sampling:
-                return Submitted([], is_long=is_long)
-            due = None
-            if self._tells_due:
-                due = torch.cuda.Event()
-                due.record()
+                return Submitted([], is_long=is_long, due=due)
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             sampled = self._sampler.sample(self.model.logits(states), together.batch)
             return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long, due=due)
+
+    def _end_of_layers(self, *, is_wanted: bool) -> torch.cuda.Event | None:
+        """When all that was handed over is computed. On a CPU it is."""
+        if not is_wanted or self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def forget(self, request: Request) -> None:
         """The request is over."""

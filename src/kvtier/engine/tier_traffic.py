@@ -178,11 +178,7 @@ class TierTraffic:
     def give_up(self, fetch: Fetch) -> None:
         """Its owner needs nothing more of what was found."""
         fetch.is_cancelled = True
-        if not self._is_last_user(fetch):
-            return
-        if self.is_quick:
-            self._release(fetch)
-        else:
+        if self._is_last_user(fetch):  # on a thread that no interrupt reaches: half a release would never be mended
             self._matchers.submit(functools.partial(self._guarded, self._release, fetch))
 
     # --- loading ---------------------------------------------------------------------------------------------------

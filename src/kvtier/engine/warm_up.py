@@ -4,7 +4,8 @@ Captured graphs have compiled what they hold. Left are what runs around them, an
 all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix, and
 short ones of many requests (`kernels/tuning`). Products are a library's, which has a kernel for each range of sizes:
 CUDA loads one, and torch takes memory for its results, when a size first comes, and may let every copy and every other
-thread wait meanwhile until the device is idle. So all sizes come here first, the largest before the others.
+thread wait meanwhile until the device is idle. So all sizes come here first, the largest before the others: every
+number of rows that sample, and for the layers every 64 tokens, which share a kernel.
 """
 
 from __future__ import annotations

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerThreads:
@@ -12,19 +17,31 @@ class WorkerThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name=f"{name}_{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._pid = os.getpid()
+        atexit.register(self.close)  # a copy under way ends before its memory does
+        try:
+            for number in range(count):
+                thread = threading.Thread(target=_work, args=(self._jobs,), name=f"{name}_{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """`job` raises nothing."""
+        """Raises `RuntimeError` once they are closed. What `job` raises is logged."""
+        if self._is_closed:
+            raise RuntimeError("these threads have ended")
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Wait until all jobs so far are done, and end the threads. Nothing is submitted any more."""
+        """Wait until all jobs so far are done, and end the threads. Safe to call twice, and in a forked child."""
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            return
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -33,5 +50,8 @@ class WorkerThreads:
 
 def _work(jobs: SimpleQueue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except BaseException:
+            logger.exception("a job failed")
         del job  # while the next one is waited for, nothing that it refers to is kept

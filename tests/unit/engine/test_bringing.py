@@ -40,7 +40,7 @@ def _client(num_slots: int | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "expected"), [(10_000, 70), (70 * 24, 70), (240, 10), (24, 1), (5, 1), (None, 70)]
+    ("num_slots", "expected"), [(10_000, 70), (70 * 48, 70), (480, 10), (48, 1), (5, 1), (None, 70)]
 )
 def test_units_are_a_small_part_of_a_servers_memory(num_slots: int | None, expected: int) -> None:
     assert _bringing(None)._unit_blocks(70, SharedMemoryTier(_client(num_slots))) == expected
@@ -52,5 +52,5 @@ def test_units_from_elsewhere_are_a_small_part_of_the_hosts_tier(num_blocks: int
 
 
 def test_units_fit_into_the_smaller_memory() -> None:
-    assert _bringing(240)._unit_blocks(70, SharedMemoryTier(_client(480))) == 10
-    assert _bringing(480)._unit_blocks(70, SharedMemoryTier(_client(240))) == 10
+    assert _bringing(240)._unit_blocks(70, SharedMemoryTier(_client(960))) == 10
+    assert _bringing(480)._unit_blocks(70, SharedMemoryTier(_client(480))) == 10

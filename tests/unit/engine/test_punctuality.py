@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.engine.punctuality import handing_out
+from kvtier.engine.punctuality import ASKING_S, KEPT_S, handing_out
 
-_ASKING_S = 5e-5
 _USUAL_S = 0.005
-_KEPT_S = 0.01
 
 
 def _interval() -> object:
@@ -35,15 +33,24 @@ class Results:
 
     @property
     def is_done(self) -> bool:
-        assert _interval() == _KEPT_S
+        assert _interval() == (KEPT_S if self.num_looks else _USUAL_S)
         self.num_looks += 1
         self.now += 1e-5
         return self.now >= self.done_at
 
     def wait_until_due(self) -> None:
-        assert _interval() == _ASKING_S, "others may go on, and give way at once"
+        assert _interval() == ASKING_S, "others may go on, and give way at once"
         self.was_waited_for = True
         self.now = 4.1
+
+
+class Done:
+    """Results that are there."""
+
+    is_done = True
+
+    def wait_until_due(self) -> None:
+        raise AssertionError("there is nothing to wait for")
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +66,16 @@ def test_the_interpreter_is_kept_from_a_moment_before_the_end_until_tokens_are_o
     with handing_out(results, results.clock):
         assert results.now == pytest.approx(4.1004, abs=3e-5)
         assert results.num_looks > 10
-        assert _interval() == _KEPT_S
+        assert _interval() == KEPT_S
     assert _interval() == _USUAL_S
 
 
 def test_it_is_kept_too_if_all_is_there_at_once() -> None:
-    results = Results()
+    results = Results(0.0)
     with handing_out(results, results.clock):
-        assert results.num_looks == 1
-        assert _interval() == _KEPT_S
+        assert not results.was_waited_for
+        assert _interval() == KEPT_S
+    assert _interval() == _USUAL_S
 
 
 def test_others_go_on_if_the_end_takes_too_long() -> None:
@@ -83,31 +91,35 @@ def test_a_failure_leaves_the_interpreter_to_others() -> None:
     with pytest.raises(ZeroDivisionError), handing_out(results, results.clock):
         raise ZeroDivisionError
     assert _interval() == _USUAL_S
-    with handing_out(results, results.clock):
-        assert _interval() == _KEPT_S
 
 
-def test_of_two_engines_of_a_process_one_at_a_time_changes_the_interval() -> None:
+def test_two_engines_of_a_process_leave_the_interval_as_it_was() -> None:
     """The second begins while the first hands out, and ends after it."""
-    first, second = Results(), Results()
     is_in, may_end = threading.Event(), threading.Event()
 
     def hand_out() -> None:
-        with handing_out(second, second.clock):
+        with handing_out(Done()):
             is_in.set()
             assert may_end.wait(10)
 
     thread = threading.Thread(target=hand_out)
-    with handing_out(first, first.clock):
+    with handing_out(Done()):
         thread.start()
         assert is_in.wait(10)
-        assert _interval() == _KEPT_S
     assert _interval() == _USUAL_S
     may_end.set()
     thread.join(10)
     assert _interval() == _USUAL_S
-    assert first.was_waited_for
-    assert not second.was_waited_for
+
+
+@pytest.mark.parametrize("left_behind", [ASKING_S, KEPT_S])
+def test_what_an_interrupt_left_behind_is_put_right_by_the_next(left_behind: float) -> None:
+    with handing_out(Done()):
+        pass
+    sys.setswitchinterval(left_behind)
+    with handing_out(Done()):
+        assert _interval() == KEPT_S
+    assert _interval() == _USUAL_S
 
 
 def test_a_thread_that_computes_gives_way_at_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -226,3 +226,26 @@ def test_a_request_that_moves_to_another_slot_is_fed_from_there(model_folder: Pa
     (expected,) = tested.submit(Step([StepRow(known, 0, 7, True)], [], 7)).wait()
     assert sampled[1] == sampled[0]
     assert sampled[3] == expected
+
+
+class Event:
+    """Of a step that ends when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+def test_a_step_without_tokens_is_waited_for_if_its_end_is_known() -> None:
+    event = Event()
+    submitted = Submitted([], is_long=True, due=cast(torch.cuda.Event, event))
+    assert not submitted.is_done
+    assert submitted.wait() == []
+    assert event.is_over
+    assert submitted.is_done
+    assert Submitted([]).is_done
