@@ -182,11 +182,11 @@ def _engine_lines() -> list[str]:
             cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
             lines.append("| " + " | ".join(f"{cell:.3g}" for cell in cells) + " |")
     lines += ["", *_tier_lines()]
-    sweep = json.loads((RESULTS / "h200_sweep.json").read_text())["rows"]
+    sweep = sorted(json.loads((RESULTS / "h200_sweep.json").read_text())["rows"], key=lambda row: row["hit %"])
     lines += [
         "",
         "1000 prompts of 1000 tokens, 24 out, up to 16384 tokens a step, by the share of the prompt that is a common",
-        "prefix; one round each, on two machines:",
+        "prefix; one round each:",
         "",
         "| | " + " | ".join(f"{row['hit %']}%" for row in sweep) + " |",
         "|---|" + "---|" * len(sweep),

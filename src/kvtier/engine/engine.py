@@ -7,7 +7,6 @@ tokens too many; they are dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
@@ -32,7 +31,6 @@ from kvtier.engine.garbage import collect_young
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.prefill_probe import measure_prefill
 from kvtier.engine.prompt_loading import PromptLoading
-from kvtier.engine.punctuality import handing_out
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
@@ -415,14 +413,12 @@ class Engine:
         if not self._under_way[0].is_done:
             collect_young()
         submitted = self._under_way.popleft()
-        has_loads = self.traffic is not None and self.traffic.has_loads
         news = []
-        with handing_out(submitted) if has_loads else contextlib.nullcontext():
-            for row, result in zip(submitted.rows, submitted.wait(), strict=True):
-                request = row.request
-                request.num_in_flight -= 1
-                if request.status is not Status.FINISHED:
-                    news.append(self._take(request, result))
+        for row, result in zip(submitted.rows, submitted.wait(), strict=True):
+            request = row.request
+            request.num_in_flight -= 1
+            if request.status is not Status.FINISHED:
+                news.append(self._take(request, result))
         self._counts.output_tokens += len(news)
         return news
 

@@ -52,15 +52,15 @@ class Submitted:
         kept: LastTokens | None = None,
         *,
         is_long: bool = False,
-        due: torch.cuda.Event | None = None,
+        over: torch.cuda.Event | None = None,
     ) -> None:
         """`is_long` if it has more tokens than any graph: it takes long, and many launches.
 
-        `due` comes a moment before its tokens, or if it has none, with its end: of a short one nobody waits for that.
+        `over` tells when one without `rows` is over; of a short one nobody needs to know.
         """
         self.rows = rows
         self.is_long = is_long
-        self._due = due
+        self._over = over
         self._results: Download | None = None
         if sampled is None:
             return
@@ -79,17 +79,13 @@ class Submitted:
         """`wait` would return at once."""
         if self._results is not None:
             return self._results.is_done
-        return self._due is None or self._due.query()
-
-    def wait_until_due(self) -> None:
-        """Until all but the logits and tokens of a step is computed, where that is known."""
-        if self._due is not None:
-            self._due.synchronize()
+        return self._over is None or self._over.query()
 
     def wait(self) -> list[TokenResult]:
         """The tokens of `rows`, once the device has them. Call it once."""
         if self._results is None:
-            self.wait_until_due()
+            if self._over is not None:
+                self._over.synchronize()
             return []
         tensors = self._results.wait()
         token_ids = tensors[0].tolist()
@@ -180,14 +176,13 @@ class Runner:
         """`backend` computes attention; the device's own unless told.
 
         Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`. They
-        are in parts, too, if some steps are going to have arrivals; and then it is told when results are due.
+        are in parts, too, if some steps are going to have arrivals.
         None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
         """
         self.model = model
         self._backend = backend
         self.arena = arena
         self._device = arena.device
-        self._tells_due = has_arrivals
         self._block_tokens = arena.layout.block_tokens
         max_blocks = -(-max_model_len // self._block_tokens)
         self._tables = np.zeros((max_num_requests, max_blocks), np.int32)
@@ -232,17 +227,16 @@ class Runner:
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step))
             is_long = step.num_tokens > MAX_GRAPH_TOKENS
-            due = self._end_of_layers(is_wanted=is_long or (bool(sampling) and self._tells_due))
             if not sampling:
-                return Submitted([], is_long=is_long, due=due)
+                return Submitted([], is_long=is_long, over=self._end_so_far() if is_long else None)
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             sampled = self._sampler.sample(self.model.logits(states), together.batch)
-            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long, due=due)
+            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long)
 
-    def _end_of_layers(self, *, is_wanted: bool) -> torch.cuda.Event | None:
+    def _end_so_far(self) -> torch.cuda.Event | None:
         """When all that was handed over is computed. On a CPU it is."""
-        if not is_wanted or self._device.type != "cuda":
+        if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record()

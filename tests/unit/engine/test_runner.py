@@ -243,7 +243,7 @@ class Event:
 
 def test_a_step_without_tokens_is_waited_for_if_its_end_is_known() -> None:
     event = Event()
-    submitted = Submitted([], is_long=True, due=cast(torch.cuda.Event, event))
+    submitted = Submitted([], is_long=True, over=cast(torch.cuda.Event, event))
     assert not submitted.is_done
     assert submitted.wait() == []
     assert event.is_over
