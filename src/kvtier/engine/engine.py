@@ -1,8 +1,8 @@
 """Prompts in, tokens out: owns model, KV arena, scheduler and runner, and does one step at a time. One thread.
 
 With `async-N`, up to N steps are with the device while the next one is prepared: a step's tokens are looked at only
-after the following ones were handed over; of long steps, before the N-th. A request that ends there has computed a few
-tokens too many; they are dropped.
+after the following ones were handed over; where those are long, before the last of them. A request that ends there has
+computed a few tokens too many; they are dropped.
 """
 
 from __future__ import annotations
