@@ -225,7 +225,7 @@ def test_garbage_is_collected_while_the_device_computes(
 def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
     folder: Path, max_graph_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has enough to do with two of them."""
+    """The device has enough to do with two of them, also of those that sample nothing: chunks of a prompt."""
     num_under_way: list[int] = []
     submit, wait = Runner.submit, Submitted.wait
     under_way: list[Submitted] = []
@@ -245,9 +245,10 @@ def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
     monkeypatch.setattr("kvtier.engine.runner.MAX_GRAPH_TOKENS", max_graph_tokens)
     monkeypatch.setattr(Runner, "submit", submit_and_count)
     monkeypatch.setattr(Submitted, "wait", wait_and_count)
-    with open_llm(folder, schedule="async-2") as llm:
+    with open_llm(folder, schedule="async-2", max_num_batched_tokens=5) as llm:
         found = llm.generate([tokens(0, 20)], GREEDY)
 
+    assert num_under_way[:4] == [1, 2, most, most]
     assert max(num_under_way) == most
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
 

@@ -95,7 +95,7 @@ class PromptLoading:
         self._offered_again: set[BlockHash] | None = None
         """Once a tier was away: what it was offered since."""
 
-    def poll(self, waiting: Collection[Request], *, is_idle: bool, taken_in_s: float = 0.0) -> None:
+    def poll(self, waiting: Collection[Request], *, is_idle: bool, taken_in_s: float) -> None:
         """Take back what is copied away, and begin to match who is next.
 
         If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
@@ -115,7 +115,7 @@ class PromptLoading:
         allowed_s = 0.0 if is_idle else self._allowed_s(waiting, min(self._own_s, last_own_s)) - taken_in_s
         if not is_idle and allowed_s < 0 and not self._is_put_off:
             self._is_put_off, self._matched_s = True, 0.0
-            self.has_unmatched = True
+            self.has_unmatched = bool(waiting or self._looking)
             return
         self._is_put_off = False
         self._match_until(waiting, started_at, started_at + allowed_s, is_idle=is_idle)

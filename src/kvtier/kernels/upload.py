@@ -122,8 +122,7 @@ class Download:
         """The tensors, on the host. Call it once."""
         if self._slot is None:
             return self._tensors
-        if not self._slot.event.query():  # which keeps the interpreter
-            self._slot.event.synchronize()
+        self._slot.event.synchronize()
         found = []
         start = 0
         for tensor in self._tensors:

@@ -74,6 +74,18 @@ def _slow_matches(engine: TieredEngine, seconds: float, monkeypatch: pytest.Monk
     return matched
 
 
+def _engine_beside_a_request(num_waiting: int) -> TieredEngine:
+    """One request has had its first step, and others wait, of which no tier knows anything."""
+    engine = TieredEngine(max_num_requests=8, num_blocks=256)
+    engine.traffic.is_smooth = True
+    engine.traffic.is_quick = True
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    for number in range(num_waiting):
+        engine.submit(prompt_of(17, seed=number + 1))
+    return engine
+
+
 @every_manager
 @pytest.mark.parametrize("is_known", [True, False])
 def test_beside_a_running_request_matching_takes_a_share_of_the_time_of_a_step(
@@ -107,13 +119,7 @@ def test_matching_takes_more_of_a_step_if_many_wait_and_no_more_for_what_it_took
     num_waiting: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of steps of 10 ms without it, a quarter or three."""
-    engine = TieredEngine(max_num_requests=8, num_blocks=256)
-    engine.traffic.is_smooth = True
-    engine.traffic.is_quick = True
-    engine.submit(prompt_of(5), 40)
-    engine.step()
-    for number in range(num_waiting):
-        engine.submit(prompt_of(17, seed=number + 1))
+    engine = _engine_beside_a_request(num_waiting)
     matched = _slow_matches(engine, 0.001, monkeypatch)
     counts = []
     for _ in range(4):
@@ -131,25 +137,18 @@ def test_a_step_that_took_prompts_in_has_less_time_for_matching(
     taken_in_s: float, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of steps of 10 ms a quarter is for both."""
-    engine = TieredEngine(max_num_requests=8, num_blocks=256)
-    engine.traffic.is_smooth = True
-    engine.traffic.is_quick = True
-    engine.submit(prompt_of(5), 40)
-    engine.step()
-    for number in range(8):
-        engine.submit(prompt_of(17, seed=number + 1))
+    engine = _engine_beside_a_request(num_waiting=8)
     matched = _slow_matches(engine, 0.001, monkeypatch)
     engine.now += 0.01
     engine.step()
-    num_before = len(matched)
     engine.scheduler.note_taken_in(taken_in_s)
     found = []
     for _ in counts:
         engine.now += 0.01
+        matched.clear()
         engine.step()
         assert engine.scheduler.has_unmatched
-        found.append(len(matched) - num_before)
-        num_before = len(matched)
+        found.append(len(matched))
     assert found == counts
     engine.run()
 
@@ -157,11 +156,7 @@ def test_a_step_that_took_prompts_in_has_less_time_for_matching(
 def test_prompts_that_take_long_to_take_in_every_time_are_matched_every_other_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = TieredEngine(max_num_requests=8, num_blocks=256)
-    engine.traffic.is_smooth = True
-    engine.traffic.is_quick = True
-    engine.submit(prompt_of(5), 40)
-    engine.step()
+    engine = _engine_beside_a_request(num_waiting=0)
     matched = _slow_matches(engine, 0.001, monkeypatch)
     counts = []
     for number in range(6):
@@ -176,6 +171,14 @@ def test_prompts_that_take_long_to_take_in_every_time_are_matched_every_other_st
     assert counts[3] > counts[2]
     assert counts[4] == counts[3]
     assert counts[5] > counts[4]
+    engine.run()
+
+
+def test_matching_that_is_put_off_leaves_nobody_unmatched_if_nobody_waits() -> None:
+    engine = _engine_beside_a_request(num_waiting=0)
+    engine.scheduler.note_taken_in(1.0)
+    engine.step()
+    assert not engine.scheduler.has_unmatched
     engine.run()
 
 
