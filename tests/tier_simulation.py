@@ -455,8 +455,8 @@ class SimulatedTraffic:
         return copied
 
     @property
-    def has_loads(self) -> bool:
-        return bool(self._loads)
+    def num_loads(self) -> int:
+        return len(self._loads)
 
     @property
     def has_stores(self) -> bool:

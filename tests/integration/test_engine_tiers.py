@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import RequestOutput
 from kvtier.engine.client import EngineClient
+from kvtier.engine.punctuality import Punctuality
 from kvtier.engine.request import Status
 from kvtier.testing.tiny_models import save_tiny_model
 from tests.engine_building import MANAGERS
@@ -381,3 +383,26 @@ def test_thousands_of_requests_over_little_room_everywhere(model: Path, kind: st
                     assert answers(ask(llm, asked)) == expected
                 assert_nothing_held(llm)
             below.assert_nothing_held()
+
+
+def test_the_tiers_threads_let_the_engine_hand_out_tokens_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, and never the engine's own, which says when it hands some out."""
+    asked: set[str] = set()
+    handed_out: set[str] = set()
+
+    def let_pass(self: Punctuality) -> None:
+        asked.add(threading.current_thread().name.split("_")[0])
+
+    def note_handed_out(self: Punctuality) -> None:
+        handed_out.add(threading.current_thread().name)
+
+    monkeypatch.setattr(Punctuality, "let_pass", let_pass)
+    monkeypatch.setattr(Punctuality, "note_handed_out", note_handed_out)
+    with tiers("unix") as below, open_engine(model, block_manager="disable_prefix_caching", **below.settings) as llm:
+        ask(llm, questions()[:2])
+        settled(llm)
+        ask(llm, questions()[:2])
+
+    assert {"kvtier-match", "kvtier-load", "kvtier-store"} <= asked
+    assert threading.current_thread().name not in asked
+    assert handed_out == {threading.current_thread().name}

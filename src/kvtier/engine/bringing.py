@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.courtesy import give_way
 from kvtier.engine.copier import Copier, Transfer
 from kvtier.engine.load import DISK, Load, Order
 from kvtier.errors import CapacityError, TierUnavailable
@@ -72,6 +73,7 @@ class Bringing:
             if first >= end:
                 return max(position, there) - plan.first
             offsets = lease.offsets[part.place(first) : part.place(end)]
+            give_way()
             if load.write(first, end, functools.partial(self._copier.load, arena, offsets, after=load.after)) is None:
                 return there - plan.first
             position = end
@@ -159,6 +161,7 @@ class Bringing:
         if not unit.num_arrived or (load.plan.order is Order.BACK and unit.num_arrived < count):
             return False
         begin = functools.partial(self._copier.load, arena, offsets[: unit.num_arrived], after=load.after)
+        give_way()
         unit.transfer = load.write(unit.first, unit.first + unit.num_arrived, begin)
         return unit.transfer is not None and unit.num_arrived == count
 

@@ -12,12 +12,13 @@ import itertools
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvtier.blocks.layout import KvLayout
+from kvtier.courtesy import be_courteous, give_way
 from kvtier.engine.copier import Mark, Transfer
 from kvtier.engine.kv_arena import KvArena
 from kvtier.errors import TierUnavailable
@@ -106,6 +107,7 @@ class _CudaTransfer:
         try:
             if not self._arrivals[-1].query():  # which keeps the interpreter
                 self._arrivals[-1].synchronize()
+                give_way()
         except RuntimeError as error:
             raise TierUnavailable(f"the device failed: {error}") from error
         finally:
@@ -129,10 +131,11 @@ class CudaCopier:
         num_groups: int = NUM_GROUPS,
         piece_bytes: int = PIECE_BYTES,
         min_grouped_bytes: int = MIN_GROUPED_BYTES,
+        let_pass: Callable[[], None] | None = None,
     ) -> None:
         """Raises `TierUnavailable` when torch's CUDA runtime cannot be found.
 
-        Threads of this process take turns more often from now on.
+        Threads of this process take turns more often from now on. The copier's own does `let_pass` where it can.
         """
         self._kv = kv
         self._device = kv.blocks.device
@@ -152,7 +155,7 @@ class CudaCopier:
         self._arenas = RegisteredArenas(
             self._cudart, self._device.index, kv.layout.slot_bytes, self._to_end.put, piece_bytes
         )
-        self._thread = threading.Thread(target=self._run, name="kvtier-copies", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-copies", daemon=True)
         self._thread.start()
 
     def mark(self) -> torch.cuda.Event:
@@ -258,7 +261,8 @@ class CudaCopier:
 
     # --- the copier's own thread -----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, let_pass: Callable[[], None] | None) -> None:
+        be_courteous(let_pass)
         torch.cuda.set_device(self._device)
         while (ending := self._to_end.get()) is not None:
             if isinstance(ending, Registration):

@@ -31,6 +31,7 @@ from kvtier.engine.garbage import collect_young
 from kvtier.engine.kv_arena import KvArena
 from kvtier.engine.prefill_probe import measure_prefill
 from kvtier.engine.prompt_loading import PromptLoading
+from kvtier.engine.punctuality import Punctuality
 from kvtier.engine.request import FinishReason, Request, Status
 from kvtier.engine.runner import Runner, Submitted, TokenResult
 from kvtier.engine.sampling_params import SamplingParams
@@ -139,6 +140,7 @@ class Engine:
         self._namespace = self._namespace_fields.digest()
         self.speeds = Speeds()
         self._timer = StepTimer(self.speeds, device)
+        self._punctuality = Punctuality()
         self.traffic = self._make_traffic(device)
         if self.traffic is not None:  # its threads would keep it, and all it holds, after the engine
             weakref.finalize(self, self.traffic.close).atexit = False
@@ -344,13 +346,15 @@ class Engine:
             return None
         if not config.always_load:
             measure_prefill(self.runner, self._timer, config, self.max_model_len)
+        let_pass = self._punctuality.let_pass
         return TierTraffic(
             hierarchy,
-            CudaCopier(self.arena) if device.type == "cuda" else HostCopier(self.arena),
+            CudaCopier(self.arena, let_pass=let_pass) if device.type == "cuda" else HostCopier(self.arena),
             self.speeds,
             layout=layout,
             chunk_tokens=config.max_num_batched_tokens,
             always_loads=config.always_load,
+            let_pass=let_pass,
         )
 
     @property
@@ -420,6 +424,8 @@ class Engine:
             if request.status is not Status.FINISHED:
                 news.append(self._take(request, result))
         self._counts.output_tokens += len(news)
+        if news:
+            self._punctuality.note_handed_out()
         return news
 
     def _take(self, request: Request, result: TokenResult) -> Progress:

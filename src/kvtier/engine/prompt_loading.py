@@ -37,6 +37,11 @@ _MANY_WAITING = 32
 _MANY_SHARE = 0.75
 """If so many wait and are not matched, the device may soon have too little to do, and the share is this."""
 
+_FEW_LOADS = 3
+_FEW_SHARE = 0.5
+"""If fewer loads than that are under way, and the last prompt that was looked for is loaded, the bus may soon have too
+little to do: the share is this, and pieces are twice as large."""
+
 _PIECE_BLOCKS = 128
 """So much of a long prompt is hashed at a time, in a sixth to half of a millisecond, while others compute."""
 
@@ -79,6 +84,12 @@ class PromptLoading:
         """How long the last poll matched."""
         self._is_put_off = False
         """The last poll matched nothing, for the step had taken in too much; this one does."""
+        self._is_idle = False
+        """At the last poll nothing could be computed."""
+        self._was_found = False
+        """A tier that answers at once had something of the last prompt that was looked for."""
+        self._has_few_loads = False
+        """The bus may soon be idle for want of matches."""
         self._is_full = False
         """The last step had no room for another token: who comes next waits for one like it, at least."""
         self.has_unmatched = False
@@ -112,6 +123,8 @@ class PromptLoading:
         last_own_s, self._own_s = self._own_s, self._step_s - self._matched_s
         self._is_full = self._is_full and not is_idle
         self._traffic.busy_s = self._step_s if self._is_full else 0.0
+        self._is_idle = is_idle
+        self._has_few_loads = self._was_found and self._traffic.num_loads < _FEW_LOADS
         allowed_s = 0.0 if is_idle else self._allowed_s(waiting, min(self._own_s, last_own_s)) - taken_in_s
         if not is_idle and allowed_s < 0 and not self._is_put_off:
             self._is_put_off, self._matched_s = True, 0.0
@@ -124,7 +137,9 @@ class PromptLoading:
     def _allowed_s(self, waiting: Collection[Request], own_s: float) -> float:
         """For how long to match beside a step, if each has `own_s` without that."""
         num_unmatched = sum(request.fetch is None for request in itertools.islice(waiting, _LOOK_AHEAD))
-        share = _MATCHING_SHARE if num_unmatched < _MANY_WAITING else _MANY_SHARE
+        share = _FEW_SHARE if self._has_few_loads else _MATCHING_SHARE
+        if num_unmatched >= _MANY_WAITING:
+            share = _MANY_SHARE
         return min(share * own_s, _MAX_MATCHING_S)
 
     def _match_until(self, waiting: Collection[Request], started_at: float, end_at: float, *, is_idle: bool) -> None:
@@ -193,6 +208,7 @@ class PromptLoading:
 
     def _ask(self, request: Request, first: int, hashes: Sequence[BlockHash]) -> Fetch:
         fetch = request.fetch = self._traffic.match(first, hashes[first:], self._num_wanted(request) - len(hashes))
+        self._was_found = self._traffic.is_quick and bool(fetch.parts)
         if self.is_looking(request):
             if request not in self._looking:
                 self._looking.append(request)
@@ -236,7 +252,9 @@ class PromptLoading:
         num_hashed = len(request.blocks.hashes)
         size = self._piece_blocks
         if is_idle:
-            size = 2 * num_hashed or (8 * size if self._traffic.has_loads else size)
+            size = 2 * num_hashed or (8 * size if self._traffic.num_loads else max(1, size // 2))
+        elif self._has_few_loads:
+            size *= 2
         end = num_hashed + size
         request.blocks.max_hashes = end if end < self._num_wanted(request) else None
         return self._hashed(request)
@@ -276,12 +294,12 @@ class PromptLoading:
         return missing <= self._blocks.num_free_blocks
 
     def grow(self, request: Request, plan: Plan, *, is_alone: bool) -> bool:
-        """Take blocks for `plan`, not more than some of them unless the request `is_alone`.
+        """Take blocks for `plan`, not more than some of them if others compute; if the request `is_alone`, none does.
 
         False, and nothing changes, when there is no room.
         """
         end = plan.end
-        if not is_alone:
+        if not is_alone and not self._is_idle:
             end = min(end, max(plan.first, len(request.blocks.ids)) + 4 * self._piece_blocks)
         return self._blocks.grow(request, end * self._blocks.block_tokens, is_loaded=True)
 
@@ -324,8 +342,10 @@ class PromptLoading:
         return self._traffic.load(request.fetch, plan, hashes, ids, after_step, behind)
 
     def waits_for_load(self, request: Request) -> bool:
-        """Nothing of it can be computed before what is being loaded has come."""
-        return request.load is not None and request.load.plan.order is Order.FRONT
+        """Nothing of it can be computed before what is being loaded has come, or before there is room for that."""
+        if request.load is None:
+            return request in self._growing
+        return request.load.plan.order is Order.FRONT
 
     def may_compute_beside(self, request: Request) -> bool:
         """The load comes from the back: the front can be computed."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.courtesy import be_courteous, give_way
 from kvtier.engine.copier import Copier, Mark, Transfer
 from kvtier.engine.held import Held
 from kvtier.errors import CapacityError
@@ -66,7 +67,14 @@ _Job = _Batch | _Announcement | _Withdrawal | Explanation | threading.Event
 class Storing:
     """The engine's thread announces, offers and asks what was copied; it never waits."""
 
-    def __init__(self, hierarchy: Hierarchy, copier: Copier, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        copier: Copier,
+        wake: Callable[[], None],
+        let_pass: Callable[[], None] | None = None,
+    ) -> None:
+        """Its threads `let_pass` where they can (`courtesy`)."""
         self._copier = copier
         self._wake = wake
         guards = hierarchy.guards
@@ -91,11 +99,11 @@ class Storing:
         self._pushes_until = float("inf")
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pushes: queue.Queue[Sequence[BlockHash] | threading.Event | None] = queue.Queue(_MAX_PUSHES)
-        self._thread = threading.Thread(target=self._run, name="kvtier-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-store", daemon=True)
         self._thread.start()
         self._pusher: threading.Thread | None = None
         if self._far and self._host is not None:
-            self._pusher = threading.Thread(target=self._push_all, name="kvtier-push", daemon=True)
+            self._pusher = threading.Thread(target=self._push_all, args=(let_pass,), name="kvtier-push", daemon=True)
             self._pusher.start()
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
@@ -202,8 +210,10 @@ class Storing:
 
     # --- the copying thread ----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, let_pass: Callable[[], None] | None) -> None:
+        be_courteous(let_pass)
         while (job := self._jobs.get()) is not None:
+            give_way()
             try:
                 self._do(job)
             except Exception:
@@ -286,7 +296,8 @@ class Storing:
         for guard in self._far:
             self._hierarchy.metrics.refused_blocks.labels(tier=guard.tier.name).inc(len(hashes))
 
-    def _push_all(self) -> None:
+    def _push_all(self, let_pass: Callable[[], None] | None) -> None:
+        be_courteous(let_pass)
         while (job := self._pushes.get()) is not None:
             if isinstance(job, threading.Event):
                 job.set()

@@ -100,8 +100,12 @@ class TierTraffic:
         chunk_tokens: int,
         always_loads: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        let_pass: Callable[[], None] | None = None,
     ) -> None:
-        """`always_loads` turns the decision off: what is found is loaded, however long it takes."""
+        """`always_loads` turns the decision off: what is found is loaded, however long it takes.
+
+        The threads `let_pass` where they can (`courtesy`).
+        """
         self.hierarchy = hierarchy
         self.speeds = speeds
         self._copier = copier
@@ -121,9 +125,9 @@ class TierTraffic:
         self._num_held_up: Counter[str] = Counter()
         """How many of the last loads from each tier, which is memory, took far longer than expected."""
         self._woken = threading.Event()
-        self._matchers = WorkerThreads(_NUM_THREADS, "kvtier-match")
-        self._loaders = WorkerThreads(_NUM_THREADS, "kvtier-load")
-        self._storing = Storing(hierarchy, copier, self._woken.set)
+        self._matchers = WorkerThreads(_NUM_THREADS, "kvtier-match", let_pass)
+        self._loaders = WorkerThreads(_NUM_THREADS, "kvtier-load", let_pass)
+        self._storing = Storing(hierarchy, copier, self._woken.set, let_pass)
         self._bringing = Bringing(hierarchy, copier, self._woken.set)
         self._offered_at: float | None = None
         self.num_steps = 0
@@ -239,9 +243,9 @@ class TierTraffic:
         return load
 
     @property
-    def has_loads(self) -> bool:
-        """Some load is under way."""
-        return bool(self._loads)
+    def num_loads(self) -> int:
+        """How many loads are under way."""
+        return len(self._loads)
 
     def note_met(self, load: Load) -> None:
         """What came from the back and what was computed have met."""

@@ -9,13 +9,16 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvtier.courtesy import be_courteous
+
 logger = logging.getLogger(__name__)
 
 
 class WorkerThreads:
     """They take jobs in their order. To hand one over costs a microsecond and never waits, whatever they are doing."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, let_pass: Callable[[], None] | None = None) -> None:
+        """They `let_pass` where they can (`courtesy`)."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -23,7 +26,8 @@ class WorkerThreads:
         atexit.register(self.close)  # a copy under way ends before its memory does
         try:
             for number in range(count):
-                thread = threading.Thread(target=_work, args=(self._jobs,), name=f"{name}_{number}", daemon=True)
+                arguments = (self._jobs, let_pass)
+                thread = threading.Thread(target=_work, args=arguments, name=f"{name}_{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
@@ -48,7 +52,8 @@ class WorkerThreads:
             thread.join()
 
 
-def _work(jobs: SimpleQueue[Callable[[], object] | None]) -> None:
+def _work(jobs: SimpleQueue[Callable[[], object] | None], let_pass: Callable[[], None] | None) -> None:
+    be_courteous(let_pass)
     while (job := jobs.get()) is not None:
         try:
             job()

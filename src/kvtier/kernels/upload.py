@@ -122,7 +122,8 @@ class Download:
         """The tensors, on the host. Call it once."""
         if self._slot is None:
             return self._tensors
-        self._slot.event.synchronize()
+        if not self._slot.event.query():  # which keeps the interpreter
+            self._slot.event.synchronize()
         found = []
         start = 0
         for tensor in self._tensors:

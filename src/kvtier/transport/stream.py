@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.courtesy import give_way
 from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame
 from kvtier.wire.messages import Message, decode, encode
@@ -85,6 +86,7 @@ class Stream:
         pass_fd: int | None = None,
     ) -> None:
         """Send one frame, gathered from the views. With `deadline` (monotonic), raises `TierTimeout` past it."""
+        give_way()
         head = memoryview(encode_frame(request, encode(message), sum(map(len, payload))))
         if pass_fd is not None:
             # The descriptor must go with the first byte; a frame this small is never cut by the kernel.
@@ -128,6 +130,7 @@ class Stream:
                     received = self._sock.recv_into(want[0], min(len(want[0]), _CACHED_BYTES))
                 else:
                     received = self._sock.recvmsg_into(want[: _CACHED_BYTES // _SMALL_VIEW_BYTES])[0]
+            give_way()
             if not received:
                 raise TierUnavailable("the peer closed the connection")
             frame = reader.advance(received)

@@ -74,15 +74,19 @@ def _slow_matches(engine: TieredEngine, seconds: float, monkeypatch: pytest.Monk
     return matched
 
 
-def _engine_beside_a_request(num_waiting: int) -> TieredEngine:
-    """One request has had its first step, and others wait, of which no tier knows anything."""
+def _engine_beside_a_request(num_waiting: int, *, is_known: bool = False) -> TieredEngine:
+    """One request has had its first step, and others wait, of which no tier knows anything unless they are known."""
     engine = TieredEngine(max_num_requests=8, num_blocks=256)
     engine.traffic.is_smooth = True
     engine.traffic.is_quick = True
+    engine.traffic.is_forced = Order.FRONT
     engine.submit(prompt_of(5), 40)
     engine.step()
     for number in range(num_waiting):
-        engine.submit(prompt_of(17, seed=number + 1))
+        prompt = prompt_of(17, seed=number + 1)
+        if is_known:
+            engine.traffic.remember(prompt, HOST)
+        engine.submit(prompt)
     return engine
 
 
@@ -129,6 +133,26 @@ def test_matching_takes_more_of_a_step_if_many_wait_and_no_more_for_what_it_took
         counts.append(len(matched))
 
     assert counts == [1, most, most, most], "of two steps before the first nothing is known"
+    engine.run()
+
+
+@pytest.mark.parametrize(("is_known", "num_loads", "most"), [(True, 0, 4), (True, 2, 4), (True, 3, 2), (False, 0, 2)])
+def test_matching_takes_more_of_a_step_if_few_loads_are_under_way_and_prompts_are_found(
+    is_known: bool, num_loads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of 10 ms without it, half and not a quarter: else the bus would have too little to do."""
+    engine = _engine_beside_a_request(31, is_known=is_known)
+    matched = _slow_matches(engine, 0.001, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.traffic), "num_loads", num_loads)
+        counts = []
+        for _ in range(4):
+            engine.now += 0.01
+            matched.clear()
+            engine.step()
+            counts.append(len(matched))
+
+    assert counts == [1, most, most, most]
     engine.run()
 
 
@@ -243,17 +267,18 @@ def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4, num_bloc
 
 @every_manager
 def test_the_first_load_of_a_long_prompt_begins_before_the_rest_of_it_is_hashed(manager: BlockManagerName) -> None:
-    engine = _engine_in_pieces(manager, piece_blocks=2)
+    engine = _engine_in_pieces(manager, piece_blocks=4)
     prompt = prompt_of(81)
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
     engine.step()
 
     assert request.load is not None
-    assert request.load.num_blocks == len(request.blocks.hashes) == 2
+    assert request.load.num_blocks == len(request.blocks.hashes) == 2, "half a piece, for nothing else is to be done"
     assert engine.scheduler.has_unmatched
     engine.step()
     assert [load.plan.first for load in request.next_loads] == [2], "handed over while the first is on its way"
+    assert len(request.blocks.hashes) == 6
     engine.run()
     assert _tokens_loaded(request) == 80
     assert len(request.blocks.hashes) == len(request.tokens) // 4
@@ -310,14 +335,79 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
     assert len(request.blocks.hashes) == 4
     engine.now += 10.0
     engine.step()
-    assert len(request.blocks.hashes) == 8, "that step was long, but the one before was not"
-    engine.now += 10.0  # a quarter of it is more than all others take
+    assert len(request.blocks.hashes) == 12, "one piece: that step was long, but the one before was not"
+    engine.now += 10.0  # half of it is more than all others take
     engine.step()
 
     assert len(request.blocks.hashes) == 20
     assert sum(load.num_blocks for load in (request.load, *request.next_loads)) == 20
     engine.run()
     assert _tokens_loaded(request) == 80
+
+
+@every_manager
+@pytest.mark.parametrize(("num_loads", "num_hashed"), [(1, 12), (2, 12), (3, 8)])
+def test_beside_a_running_request_pieces_are_larger_while_few_loads_are_under_way(
+    manager: BlockManagerName, num_loads: int, num_hashed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine_in_pieces(manager)
+    engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    engine.step()
+    assert len(request.blocks.hashes) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.traffic), "num_loads", num_loads)
+        engine.step()
+
+    assert len(request.blocks.hashes) == num_hashed
+    engine.run()
+    assert _tokens_loaded(request) == 80
+
+
+@every_manager
+def test_while_nothing_can_be_computed_a_prompt_takes_all_blocks_for_its_load_at_once(
+    manager: BlockManagerName,
+) -> None:
+    """Also behind another that is being loaded, and the next one is looked for as a whole."""
+    engine = _engine_in_pieces(manager, num_blocks=128)
+    prompts = [prompt_of(81, seed=number) for number in range(3)]
+    for prompt in prompts:
+        engine.traffic.remember(prompt, HOST)
+    first, second, third = [engine.submit(prompt) for prompt in prompts]
+    num_blocks: dict[Request, int] = {}
+    while third.load is None:
+        engine.step()
+        num_blocks |= {one: one.load.num_blocks for one in (second, third) if one.load is not None}
+
+    assert num_blocks == {second: 20, third: 20}
+    engine.run()
+    assert all(_tokens_loaded(request) == 80 for request in (first, second, third))
+
+
+@every_manager
+def test_who_waits_for_room_for_its_load_keeps_nobody_from_being_looked_for(manager: BlockManagerName) -> None:
+    """It cannot be computed either."""
+    engine = _engine_in_pieces(manager, piece_blocks=4)
+    running = engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    engine.traffic.is_quick = False
+    request = engine.submit(prompt)
+    loading = engine.scheduler._loading
+    assert loading is not None
+    while not loading.is_growing(request):
+        engine.traffic.answer_all()
+        engine.step()
+
+    assert request.load is None
+    assert loading.waits_for_load(request)
+    assert not loading.waits_for_load(running)
+    engine.run()
+    assert not loading.waits_for_load(request)
 
 
 @every_manager

@@ -620,7 +620,7 @@ def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open)
     bench.traffic.abandon(before)
     assert bench.traffic.is_late(load, 257), "nobody needs the one before"
     bench.device.gate.set()
-    until(lambda: before.is_over and not bench.traffic.has_loads)
+    until(lambda: before.is_over and not bench.traffic.num_loads)
     assert not bench.traffic.is_late(load, 257), "one came just now"
     bench.now[0] = 200.0
     assert bench.traffic.is_late(load, 257)
