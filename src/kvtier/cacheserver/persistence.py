@@ -450,6 +450,8 @@ class Persistence:
         arrived = [False] * len(batch)
         stored = [load.stored for load in batch]
         try:
+            for load in batch:  # page by page, faults inside a read would leave them scattered, and later reads slow
+                self._arena.populate(load.block.start * SLOT_ALIGN_BYTES, load.block.size * SLOT_ALIGN_BYTES)
             failures = store.read(stored, [self._slot(load.block) for load in batch])
             arrived = [failure is None for failure in failures]
             for load, failure in zip(batch, failures, strict=True):

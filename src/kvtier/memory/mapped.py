@@ -16,11 +16,12 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
+from kvtier.memory.huge_pages import HUGE_BYTES, HugePages
 from kvtier.sizes import format_size
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23
-_POPULATE_STEP_BYTES = 2 << 20
+_POPULATE_STEP_BYTES = HUGE_BYTES
 _NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,6 +46,9 @@ class MappedArena:
         del anchor
         self._populated = bytearray(-(-nbytes // _POPULATE_STEP_BYTES))
         self._populate_lock = threading.Lock()
+        self._huge_pages: HugePages | None = None
+        with contextlib.suppress(OSError):  # where the address space is limited
+            self._huge_pages = HugePages(fd, nbytes)
         self._can_populate = True
         self._idle = threading.Condition()
         self._num_copies = 0
@@ -119,6 +123,7 @@ class MappedArena:
     def populate(self, offset: int, nbytes: int) -> None:
         """Make the pages of a range present and writable in this process, in one call instead of a fault a page.
 
+        Each 2 MiB lies in one piece then, if the kernel has one: disks read and write that faster.
         A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one.
         """
         first = offset // _POPULATE_STEP_BYTES
@@ -131,6 +136,8 @@ class MappedArena:
                 end = last if end < 0 else end
                 start_bytes = first * _POPULATE_STEP_BYTES
                 length = min(end * _POPULATE_STEP_BYTES, self.nbytes) - start_bytes
+                if self._huge_pages is not None:
+                    self._huge_pages.join(start_bytes, length)
                 if _libc.madvise(self.address + start_bytes, length, _MADV_POPULATE_WRITE) != 0:
                     self._can_populate = ctypes.get_errno() != errno.EINVAL
                     return
@@ -146,5 +153,8 @@ class MappedArena:
         try:
             self._view.release()
             self._map.close()
+            with self._populate_lock:
+                if self._huge_pages is not None:
+                    self._huge_pages.close()
         except BufferError as error:
             raise LeaseError("the arena is still in use: release its views first") from error
