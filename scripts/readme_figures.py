@@ -67,12 +67,12 @@ ROWS = [
     ),
     ("GPU: engine storing into host memory, of its speed without", "swap_out", "swap_out_qps_gpu_min", "≥ 0.98"),
     ("GPU: engine storing into a cache server, likewise", "transfer_out", "transfer_out_qps_gpu_min", "≥ 0.98"),
-    ("GPU: server hit after a restart, of a host hit's speed", "restart_server", "server_over_host", "≥ 0.95"),
+    ("GPU: server hit after a restart, of a host hit's speed", "restart", "server_over_host", "≥ 0.95"),
     ("GPU: hit over TCP loopback, of a bare socket's speed", "restart", "tcp_of_raw_socket", ""),
-    ("GPU: disk hit after both restarted, of the disk's raw read rate", "restart", "disk_of_raw", "≥ 0.9"),
+    ("GPU: disk hit after both restarted, of the disk's raw read rate", "restart_disk", "disk_of_raw", "≥ 0.9"),
     (
         "GPU: the same, decided by speed, over computing",
-        "restart",
+        "restart_disk",
         "disk_decided_over_computing",
         "≥ 0.98",
     ),
@@ -95,7 +95,7 @@ ROWS = [
 _NAMES = (
     *("server", "disk", "gpu_hit", "baseline", "long_prefill"),
     *("swap_out", "transfer_out", "transfer_in", "load_or_compute", "http", "speed"),
-    *("copies", "host", "restart", "restart_server", "swap_in", "decode_beside_load", "quantized"),
+    *("copies", "host", "restart", "restart_disk", "swap_in", "decode_beside_load", "quantized"),
 )
 MACHINES = (("2 cores", "cpu"), ("16 cores, H200", "h200"))
 
@@ -118,13 +118,18 @@ def main() -> None:
         cells = []
         for _, machine in MACHINES:
             value = figures.get((machine, name), {}).get(figure)
-            cells.append("" if value is None else f"{value:.3g}")
+            cells.append("" if value is None else _shown(value))
         lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
     lines += ["", *_deployment_lines(), "", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()
     block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
     readme.write_text(re.sub(f"{START}.*?{END}", lambda _: block, text, flags=re.DOTALL))
+
+
+def _shown(value: float) -> str:
+    """Many aims are close to 1: one digit more tells whether they are met."""
+    return f"{value:.4g}" if 1 <= value < 2 else f"{value:.3g}"
 
 
 def _path(machine: str, name: str) -> Path:
@@ -199,7 +204,7 @@ def _engine_lines() -> list[str]:
 def _tier_lines() -> list[str]:
     """The same prompts from the tiers below the GPU."""
     host = json.loads(_path("h200", "host").read_text())["rows"]
-    server = json.loads(_path("h200", "restart_server").read_text())["figures"]
+    server = json.loads(_path("h200", "restart").read_text())["figures"]
     lines = [
         "The same prompts with the GPU's own cache off, from host memory, and from a cache server after a restart:",
         "",
