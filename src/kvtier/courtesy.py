@@ -18,8 +18,14 @@ def be_courteous(let_pass: Callable[[], None] | None) -> None:
     _of_thread.let_pass = let_pass
 
 
+def courtesy() -> Callable[[], None] | None:
+    """What the calling thread has said, for those that work for it."""
+    let_pass: Callable[[], None] | None = getattr(_of_thread, "let_pass", None)
+    return let_pass
+
+
 def give_way() -> None:
     """Called where a thread has just waited for somebody, or is about to compute. Without locks that others need."""
-    let_pass = getattr(_of_thread, "let_pass", None)
+    let_pass = courtesy()
     if let_pass is not None:
         let_pass()

@@ -98,6 +98,29 @@ def test_blocks_come_back_from_disk_after_a_stop_byte_for_byte(tmp_path: Path, t
             assert server.stop() == 0
 
 
+def test_memory_that_is_read_into_becomes_resident_in_whole_pieces(tmp_path: Path) -> None:
+    """A page at a time it would lie scattered, and reads into it would be slow for good."""
+    options = ("--folder", str(tmp_path / "data"), "--disk", "32MiB")
+    with cache_server(*options) as server, open_client(server.unix) as client:
+        _set(client, 1)
+        client.flush()
+    with cache_server(*options) as server, open_client(server.unix) as client:
+        read_all(client, chain(2, 1))  # nothing is found, but all that this needs is there now
+        before = _arena_bytes(server.pid)
+        _assert_served(client, 1)
+        assert _number(client, "disk_read_blocks") == 8
+
+        assert _arena_bytes(server.pid) - before >= 2 << 20
+
+
+def _arena_bytes(pid: int) -> int:
+    """How much of the arena is mapped in that process."""
+    lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    heads = [place for place, line in enumerate(lines) if "kvtier-arena" in line]
+    sizes = [next(line for line in lines[place:] if line.startswith("Rss:")) for place in heads]
+    return 1024 * sum(int(size.split()[1]) for size in sizes)
+
+
 def test_without_a_folder_nothing_is_kept_and_flush_returns_at_once(tmp_path: Path) -> None:
     with cache_server() as server, open_client(server.unix) as client:
         _set(client, 1)

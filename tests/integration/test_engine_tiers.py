@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -385,24 +386,38 @@ def test_thousands_of_requests_over_little_room_everywhere(model: Path, kind: st
             below.assert_nothing_held()
 
 
-def test_the_tiers_threads_let_the_engine_hand_out_tokens_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, and never the engine's own, which says when it hands some out."""
+@pytest.mark.parametrize(
+    ("kind", "threads", "places"),
+    [
+        ("host", {"load", "store"}, {"Bringing._bring_in_place", "Storing._run"}),
+        ("unix", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Bringing._bring_in_place"}),
+        ("disk", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Bringing._bring_unit"}),
+        ("host+tcp", {"push", "transfer"}, {"Stream.send", "Stream.receive"}),
+    ],
+)
+def test_the_tiers_threads_let_the_engine_hand_out_tokens_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, threads: set[str], places: set[str]
+) -> None:
+    """And never the engine's own, which says when it hands some out."""
     asked: set[str] = set()
+    asked_in: set[str] = set()
     handed_out: set[str] = set()
 
     def let_pass(self: Punctuality) -> None:
-        asked.add(threading.current_thread().name.split("_")[0])
+        asked.add(threading.current_thread().name.split("_")[0].removeprefix("kvtier-"))
+        asked_in.add(sys._getframe(2).f_code.co_qualname)
 
     def note_handed_out(self: Punctuality) -> None:
         handed_out.add(threading.current_thread().name)
 
     monkeypatch.setattr(Punctuality, "let_pass", let_pass)
     monkeypatch.setattr(Punctuality, "note_handed_out", note_handed_out)
-    with tiers("unix") as below, open_engine(model, block_manager="disable_prefix_caching", **below.settings) as llm:
+    with tiers(kind) as below, open_engine(model, block_manager="disable_prefix_caching", **below.settings) as llm:
         ask(llm, questions()[:2])
         settled(llm)
         ask(llm, questions()[:2])
 
-    assert {"kvtier-match", "kvtier-load", "kvtier-store"} <= asked
+    assert threads <= asked
+    assert places <= asked_in
     assert threading.current_thread().name not in asked
     assert handed_out == {threading.current_thread().name}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from kvtier.courtesy import be_courteous, courtesy
 from kvtier.errors import TierUnavailable
 
 _Item = TypeVar("_Item")
@@ -26,9 +27,12 @@ class Workers:
         self._is_closed = False
 
     def map(self, act: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-        """The results in order, or the first failure, once all are over: nothing goes on behind the caller's back."""
+        """The results in order, or the first failure, once all are over: nothing goes on behind the caller's back.
+
+        The threads are as courteous as the caller meanwhile.
+        """
         threads = self._threads()
-        works = [threads.submit(act, item) for item in items]
+        works = [threads.submit(_do, act, item, courtesy()) for item in items]
         try:
             wait(works)
         except BaseException:  # an interrupt: they still use the caller's buffers
@@ -56,3 +60,11 @@ class Workers:
             if self._pool is None or self._pid != os.getpid():
                 self._pool, self._pid = ThreadPoolExecutor(self._count, self._name), os.getpid()
             return self._pool
+
+
+def _do(act: Callable[[_Item], _Result], item: _Item, let_pass: Callable[[], None] | None) -> _Result:
+    be_courteous(let_pass)
+    try:
+        return act(item)
+    finally:
+        be_courteous(None)

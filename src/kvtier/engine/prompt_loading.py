@@ -131,7 +131,9 @@ class PromptLoading:
             self.has_unmatched = bool(waiting or self._looking)
             return
         self._is_put_off = False
-        self._match_until(waiting, started_at, started_at + allowed_s, is_idle=is_idle)
+        # Who has not all blocks for its load yet gets more of them after this: it must not take long.
+        may_take_long = is_idle and not self._growing
+        self._match_until(waiting, started_at, started_at + allowed_s, is_idle=may_take_long)
         self._matched_s = self._clock() - started_at
 
     def _allowed_s(self, waiting: Collection[Request], own_s: float) -> float:
@@ -208,7 +210,7 @@ class PromptLoading:
 
     def _ask(self, request: Request, first: int, hashes: Sequence[BlockHash]) -> Fetch:
         fetch = request.fetch = self._traffic.match(first, hashes[first:], self._num_wanted(request) - len(hashes))
-        self._was_found = self._traffic.is_quick and bool(fetch.parts)
+        self._was_found = bool(fetch.parts)
         if self.is_looking(request):
             if request not in self._looking:
                 self._looking.append(request)

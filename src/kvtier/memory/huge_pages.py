@@ -11,7 +11,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import resource
+import time
 import weakref
+from collections.abc import Callable
 
 HUGE_BYTES = 2 << 20
 
@@ -20,6 +23,7 @@ _MADV_COLLAPSE = 25
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_REST_S = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -29,13 +33,18 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HugePages:
-    """A mapping of a memfd of `nbytes` beside the one that is used, for nothing but this. Not thread-safe.
+    """A mapping of a memfd of `nbytes` beside the one that is used, for nothing but this.
 
-    It holds no page: what it maps for a moment counts as memory of this process once, not twice.
+    It holds no page: what it maps for a moment counts as memory of this process once, not twice. Several threads may
+    join different pieces, but not while one closes it.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        """Raises `OSError` when there is no room in the address space."""
+    def __init__(self, fd: int, nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises `OSError` when there is no room in the address space, or little by a limit: others need that."""
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            raise OSError(errno.ENOMEM, "the address space is limited")
+        self._clock = clock
+        self._rests_until = 0.0
         self._nbytes = nbytes // HUGE_BYTES * HUGE_BYTES
         self._can_join = self._nbytes > 0
         room = self._nbytes + HUGE_BYTES
@@ -45,7 +54,11 @@ class HugePages:
         self._address = -(-start // HUGE_BYTES) * HUGE_BYTES
         if self._can_join:
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            _map(self._address, self._nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            try:
+                _map(self._address, self._nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            except OSError:
+                self._unmap.detach()  # the range may be somebody else's by now
+                raise
 
     def close(self) -> None:
         """Give up the address space. Nothing is joined any more."""
@@ -59,14 +72,19 @@ class HugePages:
         """
         assert first % HUGE_BYTES == 0
         nbytes = min(nbytes, self._nbytes - first) // HUGE_BYTES * HUGE_BYTES
-        if not self._can_join or nbytes <= 0:
+        if not self._can_join or nbytes <= 0 or self._clock() < self._rests_until:
             return
         start = self._address + first
         for page in range(start, start + nbytes, HUGE_BYTES):  # the kernel joins nothing with nothing
-            _libc.madvise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+            if _libc.madvise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0:
+                self._can_join = ctypes.get_errno() != errno.EINVAL
+                return
         if _libc.madvise(start, nbytes, _MADV_COLLAPSE) != 0:
-            # Some of it is in use just now; or the kernel is too old, or has no piece of that size left.
-            self._can_join = ctypes.get_errno() == errno.EAGAIN
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:  # an older kernel, or one without
+                self._can_join = False
+            elif number != errno.EAGAIN:  # unless it is in use just now: memory of that size is not to be had
+                self._rests_until = self._clock() + _REST_S
         _libc.madvise(start, nbytes, mmap.MADV_DONTNEED)
 
 

@@ -22,6 +22,8 @@ from kvtier.sizes import format_size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = HUGE_BYTES
+_NUM_POPULATE_LOCKS = 16
+"""A piece has one of these, so that who needs one need not wait for a thread that makes all of the arena resident."""
 _NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,7 +47,7 @@ class MappedArena:
         self.address = ctypes.addressof(anchor)
         del anchor
         self._populated = bytearray(-(-nbytes // _POPULATE_STEP_BYTES))
-        self._populate_lock = threading.Lock()
+        self._populate_locks = [threading.Lock() for _ in range(_NUM_POPULATE_LOCKS)]
         self._huge_pages: HugePages | None = None
         with contextlib.suppress(OSError):  # where the address space is limited
             self._huge_pages = HugePages(fd, nbytes)
@@ -124,24 +126,26 @@ class MappedArena:
         """Make the pages of a range present and writable in this process, in one call instead of a fault a page.
 
         Each 2 MiB lies in one piece then, if the kernel has one: disks read and write that faster.
-        A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one.
+        A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one, and
+        so they do for pages that another process joins after that.
         """
-        first = offset // _POPULATE_STEP_BYTES
-        last = -(-(offset + nbytes) // _POPULATE_STEP_BYTES)
-        if not self._can_populate or self._populated.find(0, first, last) < 0:
-            return
-        with self._populate_lock:
-            while (first := self._populated.find(0, first, last)) >= 0:
-                end = self._populated.find(1, first, last)
-                end = last if end < 0 else end
-                start_bytes = first * _POPULATE_STEP_BYTES
-                length = min(end * _POPULATE_STEP_BYTES, self.nbytes) - start_bytes
-                if self._huge_pages is not None:
-                    self._huge_pages.join(start_bytes, length)
-                if _libc.madvise(self.address + start_bytes, length, _MADV_POPULATE_WRITE) != 0:
-                    self._can_populate = ctypes.get_errno() != errno.EINVAL
+        number = offset // _POPULATE_STEP_BYTES
+        end = -(-(offset + nbytes) // _POPULATE_STEP_BYTES)
+        while self._can_populate and (number := self._populated.find(0, number, end)) >= 0:
+            with self._populate_locks[number % _NUM_POPULATE_LOCKS]:
+                if not self._populated[number] and not self._populate(number):
                     return
-                self._populated[first:end] = b"\1" * (end - first)
+
+    def _populate(self, number: int) -> bool:
+        start = number * _POPULATE_STEP_BYTES
+        length = min(_POPULATE_STEP_BYTES, self.nbytes - start)
+        if self._huge_pages is not None:
+            self._huge_pages.join(start, length)
+        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
+            self._can_populate = ctypes.get_errno() != errno.EINVAL
+            return False
+        self._populated[number] = 1
+        return True
 
     def close(self) -> None:
         """Give up the descriptor and unmap. The mapping stays, and `LeaseError` is raised, while views are in use."""
@@ -153,7 +157,9 @@ class MappedArena:
         try:
             self._view.release()
             self._map.close()
-            with self._populate_lock:
+            with contextlib.ExitStack() as stack:
+                for lock in self._populate_locks:
+                    stack.enter_context(lock)
                 if self._huge_pages is not None:
                     self._huge_pages.close()
         except BufferError as error:

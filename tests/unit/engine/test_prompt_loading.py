@@ -345,6 +345,52 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
     assert _tokens_loaded(request) == 80
 
 
+def test_who_waits_for_room_for_its_load_gets_it_before_many_others_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though nothing can be computed: of others that no tier has, each would be hashed as a whole."""
+    engine = _engine_in_pieces("naive", num_blocks=512)
+    running = engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    engine.traffic.is_quick = False
+    request = engine.submit(prompt)
+    loading = engine.scheduler._loading
+    assert loading is not None
+    while not loading.is_growing(request):
+        engine.traffic.answer_all()
+        engine.step()
+    engine.traffic.is_quick = True
+    engine.abort(running)
+    for number in range(20):
+        engine.submit(prompt_of(17, seed=number + 2))
+    matched = _slow_matches(engine, 0.004, monkeypatch)
+    while request.load is None:
+        engine.step()
+
+    assert len(matched) <= 2
+    engine.run()
+
+
+@pytest.mark.parametrize(("is_quick", "has_few"), [(True, True), (False, False)])
+def test_matches_of_tiers_that_do_not_answer_at_once_say_nothing_of_the_bus(is_quick: bool, has_few: bool) -> None:
+    engine = _engine_in_pieces("naive")
+    engine.traffic.is_quick = is_quick
+    prompt = prompt_of(17)
+    engine.traffic.remember(prompt, HOST)
+    request = engine.submit(prompt)
+    loading = engine.scheduler._loading
+    assert loading is not None
+    while request.load is None:
+        engine.traffic.answer_all()
+        engine.step()
+    engine.step()
+
+    assert loading._has_few_loads is has_few
+    engine.run()
+
+
 @every_manager
 @pytest.mark.parametrize(("num_loads", "num_hashed"), [(1, 12), (2, 12), (3, 8)])
 def test_beside_a_running_request_pieces_are_larger_while_few_loads_are_under_way(
@@ -377,9 +423,12 @@ def test_while_nothing_can_be_computed_a_prompt_takes_all_blocks_for_its_load_at
     for prompt in prompts:
         engine.traffic.remember(prompt, HOST)
     first, second, third = [engine.submit(prompt) for prompt in prompts]
+    loading = engine.scheduler._loading
+    assert loading is not None
     num_blocks: dict[Request, int] = {}
     while third.load is None:
         engine.step()
+        assert not any(map(loading.is_growing, (first, second, third)))
         num_blocks |= {one: one.load.num_blocks for one in (second, third) if one.load is not None}
 
     assert num_blocks == {second: 20, third: 20}

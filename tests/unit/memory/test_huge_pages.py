@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,7 +157,81 @@ def test_another_process_may_write_meanwhile(memory: Memory) -> None:
     assert all(memory.map[page : page + 40] == row for page in range(0, NBYTES, PAGE_BYTES))
 
 
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EBUSY])
+def test_nothing_is_joined_for_a_while_where_there_is_no_memory_for_it(
+    memory: Memory, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    huge = HugePages(memory.fd, NBYTES, lambda: now[0])
+    asked: list[int] = []
+
+    class Libc:
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            asked.append(advice)
+            huge_pages.ctypes.set_errno(number)
+            return -1 if advice == huge_pages._MADV_COLLAPSE else 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huge_pages, "_libc", _Both(Libc(), huge_pages._libc))
+        huge.join(0, HUGE_BYTES)
+        huge.join(0, HUGE_BYTES)
+        assert asked.count(huge_pages._MADV_COLLAPSE) == 1
+        now[0] += 60
+        huge.join(0, HUGE_BYTES)
+    assert asked.count(huge_pages._MADV_COLLAPSE) == 2
+    huge.close()
+
+
+def test_nothing_is_mapped_twice_where_the_address_space_is_limited(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages.resource, "getrlimit", lambda kind: (1 << 40, 1 << 40))
+    with pytest.raises(OSError, match="limited"):
+        HugePages(memory.fd, NBYTES)
+    assert num_mappings() == 1
+
+
 # --- arenas ----------------------------------------
+
+
+def test_a_new_arena_that_is_made_resident_lies_in_huge_pages() -> None:
+    with contextlib.closing(MappedArena.create(NBYTES)) as arena:
+        before = shared_kib("/proc/meminfo", "ShmemHugePages")
+        arena.populate(0, NBYTES)
+        after = shared_kib("/proc/meminfo", "ShmemHugePages")
+        assert arena._huge_pages is not None
+        if not arena._huge_pages._can_join:
+            pytest.skip("this kernel joins no pages of shared memory")
+
+        assert after - before >= NBYTES // 1024 // 2
+        with arena.view(0, NBYTES) as view:
+            assert not any(view)
+
+
+def test_threads_that_make_an_arena_resident_do_not_wait_for_one_that_does_all_of_it() -> None:
+    """Each piece once, whoever comes first."""
+    with contextlib.closing(MappedArena.create(64 * HUGE_BYTES)) as arena:
+        joined: list[int] = []
+        huge = arena._huge_pages
+        assert huge is not None
+        join, lock, gate = huge.join, threading.Lock(), threading.Event()
+
+        def slow_join(first: int, nbytes: int) -> None:
+            with lock:
+                joined.append(first)
+            if first == 0:
+                assert gate.wait(30)
+            join(first, nbytes)
+
+        huge.join = slow_join  # type: ignore[method-assign]
+        all_of_it = threading.Thread(target=arena.populate, args=(0, arena.nbytes))
+        all_of_it.start()
+        arena.populate(5 * HUGE_BYTES, 3 * HUGE_BYTES)  # while that one is at the first piece
+        assert sorted(joined)[-3:] == [5 * HUGE_BYTES, 6 * HUGE_BYTES, 7 * HUGE_BYTES]
+        gate.set()
+        all_of_it.join()
+
+        assert sorted(joined) == list(range(0, arena.nbytes, HUGE_BYTES))
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EAGAIN])
@@ -167,7 +242,7 @@ def test_an_arena_does_without_what_the_kernel_refuses(number: int, monkeypatch:
         def madvise(self, address: int, nbytes: int, advice: int) -> int:
             asked.append(advice)
             huge_pages.ctypes.set_errno(number)
-            return -1
+            return -1 if advice == huge_pages._MADV_COLLAPSE else 0
 
     monkeypatch.setattr(huge_pages, "_libc", _Both(Libc(), huge_pages._libc))
     with contextlib.closing(MappedArena.create(NBYTES)) as arena:
