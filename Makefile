@@ -36,6 +36,7 @@ bench: peers
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_zmq_transfer
 	$(BIN)/python -m benchmarks.remote_kv_cache.baseline.test_server
 	$(BIN)/python -m benchmarks.persistence_kv_cache.test_disk
+	$(BIN)/python -m benchmarks.persistence_kv_cache.test_huge_pages --quick
 	$(BIN)/python -m benchmarks.prefix_caching.baseline --quick
 	$(BIN)/python -m benchmarks.prefix_caching.test_long_prefill --quick
 	$(BIN)/python -m benchmarks.serving.test_http --quick

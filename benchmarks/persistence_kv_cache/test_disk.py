@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kvtier
@@ -124,9 +124,12 @@ class RawFile:
 
         return self._timed(act, threads)
 
-    def read(self, threads: int) -> float:
+    def read(self, threads: int, into: Sequence[memoryview] | None = None) -> float:
+        """Into the target, unless told."""
+        blocks = self._target.blocks if into is None else into
+
         def act(position: int, number: int) -> None:
-            os.preadv(self._fd, [self._target.blocks[position]], position * self._nbytes)
+            os.preadv(self._fd, [blocks[position]], position * self._nbytes)
 
         return self._timed(act, threads)
 

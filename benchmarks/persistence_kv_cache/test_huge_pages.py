@@ -2,9 +2,9 @@
 
     python -m benchmarks.persistence_kv_cache.test_huge_pages [--quick] [--json FILE] [--folder DIR]
 
-32 threads read a file in pieces of two blocks, as the cache server's readers do, into shared memory of half its size.
-Once that memory was touched from its first page to its last, once in no order, as by threads that read or write all
-over it, and once in no order and then joined (`memory/huge_pages`). The three take turns.
+32 threads read a file in pieces of two blocks, as the cache server's readers do, into shared memory of its size. Once
+that memory was touched from its first page to its last, once in no order, as by threads that read or write all over it,
+and once in no order and then joined (`memory/huge_pages`). The three take turns, and all of them get the file's bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.harness import Result, console, make_parser, print_figures, print_table, read_options
+from benchmarks.harness import BlockMemory, Result, console, make_parser, print_figures, print_table, read_options
+from benchmarks.persistence_kv_cache.test_disk import RawFile
 from benchmarks.shapes import SHAPES
 from kvtier.memory.huge_pages import HUGE_BYTES, HugePages
 from kvtier.sizes import format_size
@@ -34,22 +33,25 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to put the file")
     options, arguments = read_options(parser, ("Qwen2.5-7B",))
-    memory_bytes = (512 if options.quick else 1024) * HUGE_BYTES
+    piece_bytes = 2 * SHAPES["Qwen2.5-7B"].slot_bytes
+    num_pieces = (512 if options.quick else 1024) * HUGE_BYTES // piece_bytes
+    memory_bytes = num_pieces * piece_bytes
     repeats = 2 * options.repeats
     settings = {"memory_bytes": memory_bytes, "threads": NUM_THREADS, "repeats": repeats, "quick": options.quick}
     result = Result("persistence_kv_cache.test_huge_pages", settings)
-    piece_bytes = 2 * SHAPES["Qwen2.5-7B"].slot_bytes
+    source = BlockMemory(num_pieces, piece_bytes, seed=2)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="kvtier-bench-", dir=arguments.folder))
-        reader = Reader(file.name, 2 * memory_bytes, piece_bytes)
-        stack.callback(reader.close)
-        memories = {name: stack.enter_context(memory(name, memory_bytes)) for name in (IN_ORDER, SCATTERED, JOINED)}
-        speeds: dict[str, list[float]] = {name: [] for name in memories}
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.folder))
+        file = stack.enter_context(RawFile(Path(folder) / "file", source, source))
+        targets = {name: memory(name, num_pieces, piece_bytes) for name in (IN_ORDER, SCATTERED, JOINED)}
+        speeds: dict[str, list[float]] = {name: [] for name in targets}
         for repeat in range(repeats + 1):
-            for name, target in memories.items():
-                gbs = reader.read(target) / 1e9
+            for name, target in targets.items():
+                seconds = file.read(NUM_THREADS, target)
                 if repeat:
-                    speeds[name].append(gbs)
+                    speeds[name].append(memory_bytes / seconds / 1e9)
+                elif any(bytes(found) != bytes(block) for found, block in zip(target, source.blocks, strict=True)):
+                    raise RuntimeError(f"memory that was {name} has other bytes than the file")
             if repeat:
                 shown = ", ".join(f"{name} {values[-1]:.2f}" for name, values in speeds.items())
                 console.print(f"round {repeat}, GB/s: {shown}")
@@ -62,68 +64,28 @@ def main() -> None:
     result.write(options.json)
 
 
-@contextlib.contextmanager
-def memory(name: str, nbytes: int) -> Iterator[memoryview]:
-    """Shared memory that is all resident."""
+def memory(name: str, num_pieces: int, piece_bytes: int) -> list[memoryview]:
+    """Shared memory that is all resident, in pieces. It goes with the last of them."""
+    nbytes = num_pieces * piece_bytes
     fd = os.memfd_create("kvtier-bench", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
+        mapped = mmap.mmap(fd, nbytes)
         pages = list(range(0, nbytes, mmap.PAGESIZE))
         if name != IN_ORDER:
             random.Random(1).shuffle(pages)
-        with mmap.mmap(fd, nbytes) as mapped:
-            for page in pages:
-                mapped[page] = 1
-            if name == JOINED:
-                huge = HugePages(fd, nbytes)
-                started_at = time.perf_counter()
-                huge.join(0, nbytes)
-                console.print(f"joined {format_size(nbytes)} in {time.perf_counter() - started_at:.2f} s")
-                huge.close()
-            with memoryview(mapped) as view:
-                yield view
+        for page in pages:
+            mapped[page] = 1
+        if name == JOINED:
+            huge = HugePages(fd, nbytes)
+            started_at = time.perf_counter()
+            huge.join(0, nbytes)
+            console.print(f"joined {format_size(nbytes)} in {time.perf_counter() - started_at:.2f} s")
+            huge.close()
     finally:
         os.close(fd)
-
-
-class Reader:
-    """A file that is read by direct I/O."""
-
-    def __init__(self, path: str, nbytes: int, piece_bytes: int) -> None:
-        self._nbytes = nbytes // piece_bytes * piece_bytes
-        self._piece_bytes = piece_bytes
-        self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        with mmap.mmap(-1, piece_bytes) as source:
-            source[:] = random.Random(2).randbytes(piece_bytes)
-            for start in range(0, self._nbytes, piece_bytes):
-                os.pwrite(self._fd, source, start)
-        os.fdatasync(self._fd)
-
-    def read(self, target: memoryview) -> float:
-        """Bytes a second."""
-        starts = iter(range(0, self._nbytes, self._piece_bytes))
-        lock = threading.Lock()
-        room = len(target) // self._piece_bytes * self._piece_bytes
-
-        def work() -> None:
-            while True:
-                with lock:
-                    start = next(starts, None)
-                if start is None:
-                    return
-                place = start % room
-                os.preadv(self._fd, [target[place : place + self._piece_bytes]], start)
-
-        workers = [threading.Thread(target=work) for _ in range(NUM_THREADS)]
-        started_at = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return self._nbytes / (time.perf_counter() - started_at)
-
-    def close(self) -> None:
-        os.close(self._fd)
+    whole = memoryview(mapped)
+    return [whole[start : start + piece_bytes] for start in range(0, nbytes, piece_bytes)]
 
 
 if __name__ == "__main__":

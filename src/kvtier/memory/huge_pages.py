@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Callable
 
 HUGE_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23
 
-_MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -76,7 +76,7 @@ class HugePages:
             return
         start = self._address + first
         for page in range(start, start + nbytes, HUGE_BYTES):  # the kernel joins nothing with nothing
-            if _libc.madvise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0:
+            if _libc.madvise(page, mmap.PAGESIZE, MADV_POPULATE_WRITE) != 0:
                 self._can_join = ctypes.get_errno() != errno.EINVAL
                 return
         if _libc.madvise(start, nbytes, _MADV_COLLAPSE) != 0:

@@ -16,11 +16,10 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
-from kvtier.memory.huge_pages import HUGE_BYTES, HugePages
+from kvtier.memory.huge_pages import HUGE_BYTES, MADV_POPULATE_WRITE, HugePages
 from kvtier.sizes import format_size
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = HUGE_BYTES
 _NUM_POPULATE_LOCKS = 16
 """A piece has one of these, so that who needs one need not wait for a thread that makes all of the arena resident."""
@@ -141,7 +140,7 @@ class MappedArena:
         length = min(_POPULATE_STEP_BYTES, self.nbytes - start)
         if self._huge_pages is not None:
             self._huge_pages.join(start, length)
-        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
+        if _libc.madvise(self.address + start, length, MADV_POPULATE_WRITE) != 0:
             self._can_populate = ctypes.get_errno() != errno.EINVAL
             return False
         self._populated[number] = 1

@@ -10,6 +10,7 @@ import pytest
 from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.block_manager import BlockManagerName
 from kvtier.engine.load import Order, Plan
+from kvtier.engine.prompt_loading import PromptLoading
 from kvtier.engine.request import Request, Status
 from kvtier.engine.tier_traffic import Fetch
 from kvtier.tiers.explanation import MatchEnd
@@ -265,6 +266,26 @@ def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4, num_bloc
     return engine
 
 
+def _loading_of(engine: TieredEngine) -> PromptLoading:
+    loading = engine.scheduler._loading
+    assert loading is not None
+    return loading
+
+
+def _running_and_growing(engine: TieredEngine) -> tuple[Request, Request]:
+    """A request that decodes, and one that has not all blocks yet for what it loads."""
+    running = engine.submit(prompt_of(5), 40)
+    engine.step()
+    prompt = prompt_of(81, seed=1)
+    engine.traffic.remember(prompt, HOST)
+    engine.traffic.is_quick = False
+    growing = engine.submit(prompt)
+    while not _loading_of(engine).is_growing(growing):
+        engine.traffic.answer_all()
+        engine.step()
+    return running, growing
+
+
 @every_manager
 def test_the_first_load_of_a_long_prompt_begins_before_the_rest_of_it_is_hashed(manager: BlockManagerName) -> None:
     engine = _engine_in_pieces(manager, piece_blocks=4)
@@ -350,17 +371,7 @@ def test_who_waits_for_room_for_its_load_gets_it_before_many_others_are_looked_f
 ) -> None:
     """Though nothing can be computed: of others that no tier has, each would be hashed as a whole."""
     engine = _engine_in_pieces("naive", num_blocks=512)
-    running = engine.submit(prompt_of(5), 40)
-    engine.step()
-    prompt = prompt_of(81, seed=1)
-    engine.traffic.remember(prompt, HOST)
-    engine.traffic.is_quick = False
-    request = engine.submit(prompt)
-    loading = engine.scheduler._loading
-    assert loading is not None
-    while not loading.is_growing(request):
-        engine.traffic.answer_all()
-        engine.step()
+    running, request = _running_and_growing(engine)
     engine.traffic.is_quick = True
     engine.abort(running)
     for number in range(20):
@@ -380,8 +391,7 @@ def test_matches_of_tiers_that_do_not_answer_at_once_say_nothing_of_the_bus(is_q
     prompt = prompt_of(17)
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
-    loading = engine.scheduler._loading
-    assert loading is not None
+    loading = _loading_of(engine)
     while request.load is None:
         engine.traffic.answer_all()
         engine.step()
@@ -423,8 +433,7 @@ def test_while_nothing_can_be_computed_a_prompt_takes_all_blocks_for_its_load_at
     for prompt in prompts:
         engine.traffic.remember(prompt, HOST)
     first, second, third = [engine.submit(prompt) for prompt in prompts]
-    loading = engine.scheduler._loading
-    assert loading is not None
+    loading = _loading_of(engine)
     num_blocks: dict[Request, int] = {}
     while third.load is None:
         engine.step()
@@ -440,17 +449,8 @@ def test_while_nothing_can_be_computed_a_prompt_takes_all_blocks_for_its_load_at
 def test_who_waits_for_room_for_its_load_keeps_nobody_from_being_looked_for(manager: BlockManagerName) -> None:
     """It cannot be computed either."""
     engine = _engine_in_pieces(manager, piece_blocks=4)
-    running = engine.submit(prompt_of(5), 40)
-    engine.step()
-    prompt = prompt_of(81, seed=1)
-    engine.traffic.remember(prompt, HOST)
-    engine.traffic.is_quick = False
-    request = engine.submit(prompt)
-    loading = engine.scheduler._loading
-    assert loading is not None
-    while not loading.is_growing(request):
-        engine.traffic.answer_all()
-        engine.step()
+    running, request = _running_and_growing(engine)
+    loading = _loading_of(engine)
 
     assert request.load is None
     assert loading.waits_for_load(request)
@@ -492,8 +492,7 @@ def test_a_match_of_a_piece_may_end_between_the_poll_and_the_turn_of_its_request
     engine.run()
     engine.submit(prompt_of(6, seed=3), 40)
     engine.step()
-    match, loading = engine.traffic.match, engine.scheduler._loading
-    assert loading is not None
+    match, loading = engine.traffic.match, _loading_of(engine)
     poll = loading.poll
 
     def match_later(first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
