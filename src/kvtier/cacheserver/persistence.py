@@ -34,7 +34,7 @@ from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED
 logger = logging.getLogger(__name__)
 
 _NUM_WRITERS = min(16, 4 * (os.cpu_count() or 1))  # each also computes checksums
-_NUM_READERS = min(32, 8 * (os.cpu_count() or 1))  # each also computes checksums, and reads nothing meanwhile
+_NUM_READERS = min(64, 8 * (os.cpu_count() or 1))  # each also computes checksums, and reads nothing meanwhile
 _BATCH_BYTES = 2 << 20  # what a thread moves in one go: fewer than all of a prompt, more than one block
 _MAX_RECENT = 1024
 _ORDER_S = 2.0

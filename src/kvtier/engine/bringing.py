@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from kvtier.tiers.remote import SharedMemoryTier
 from kvtier.tiers.tier import Tier
 
 _NUM_UNITS = 3
-_MAX_UNITS = 12
-"""So many units are read from disk ahead of the device's copies, where the server's memory has room for that."""
+_AHEAD_BYTES = 256 << 20
+"""So much is read from disk ahead of the device's copies, by all loads together, but a unit by each: what keeps a disk
+busy. More would pass through more memory, and the sooner a slot is read into again, the faster that is."""
 
-_ARENA_SHARE = 16
-"""What is read ahead for a load takes at most one in so many bytes of the server's memory."""
+_ARENA_SHARE = 4
+"""What is read ahead takes at most one in so many bytes of the server's memory."""
 
 _SERVER_SHARE = 48
 _HOST_SHARE = 24
@@ -44,6 +46,8 @@ class Bringing:
         self._copier = copier
         self._wake = wake
         self._host = hierarchy.host
+        self._lock = threading.Lock()
+        self._num_bringing = 0
 
     def bring(self, load: Load) -> int:
         """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""
@@ -91,6 +95,7 @@ class Bringing:
         going: deque[_Unit] = deque()
         num_blocks = 0
         most = _NUM_UNITS if load.plan.part.lease is None else 1
+        self._count_bringing(1)
         try:
             while True:
                 while len(coming) < most:
@@ -98,7 +103,7 @@ class Bringing:
                     if first >= end:
                         break
                     coming.append(self._open_unit(load, tier, first, end))
-                    most = max(most, self._num_ahead(coming[-1], unit * tier.layout.slot_bytes))
+                    most = self._num_ahead(coming[-1], unit * tier.layout.slot_bytes) or most
                 if not coming:
                     self._tell_submitted(load)
                     return num_blocks
@@ -107,9 +112,10 @@ class Bringing:
                 num_blocks += going[-1].num_arrived
                 if not is_whole:
                     return num_blocks
-                if len(going) == _NUM_UNITS:
+                while len(going) == _NUM_UNITS or (going and going[0].is_there):
                     going.popleft().finish()
         finally:
+            self._count_bringing(-1)
             with contextlib.ExitStack() as stack:
                 for one in (*coming, *going):
                     stack.callback(one.finish)
@@ -124,11 +130,16 @@ class Bringing:
         return max(1, most)
 
     def _num_ahead(self, unit: _Unit, unit_bytes: int) -> int:
-        """How many units to have under way: as many as keep a disk busy, in a small part of the server's memory."""
+        """How many units like this a load has under way, if they come from a disk of this host; else 0."""
         lease = unit.own_lease
         if not isinstance(lease, BlockLease) or lease.arena is None:
-            return 1
-        return min(_MAX_UNITS, lease.arena.nbytes // (_ARENA_SHARE * unit_bytes))
+            return 0
+        most_bytes = min(_AHEAD_BYTES, lease.arena.nbytes // _ARENA_SHARE)
+        return max(1, most_bytes // (self._num_bringing * unit_bytes))
+
+    def _count_bringing(self, change: int) -> None:
+        with self._lock:
+            self._num_bringing += change
 
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan
@@ -182,6 +193,11 @@ class _Unit:
     stage: Reservation | None = None
     num_arrived: int = 0
     transfer: Transfer | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """The device has its copy, as far as it came."""
+        return self.transfer is None or self.transfer.is_done
 
     def finish(self) -> None:
         """Once the device has its copy: what lies in the host's tier is its own, and the lease ends."""
