@@ -7,6 +7,7 @@ process, restart and machine.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import sys
@@ -24,6 +25,11 @@ HASH_BYTES = 32
 
 _SALTED = b"salted root"
 
+_RUN_BLOCKS = 64
+_MAX_RUNS = 2048
+"""What was hashed lately is looked up, so many blocks at a time: prompts begin as others did, and hashing would be a
+fifth of the time to the first token of a long one that is cached. 2 million tokens in 18 MB, with blocks of 16."""
+
 
 def block_hashes(
     namespace: Namespace, tokens: Sequence[int], block_tokens: int, *, parent: BlockHash | None = None
@@ -36,15 +42,32 @@ def block_hashes(
     if block_tokens <= 0:
         raise ConfigError(f"block_tokens must be positive, not {block_tokens}")
     data = _token_bytes(tokens)
-    sha256 = hashlib.sha256
     last: bytes = namespace if parent is None else parent
     block_bytes = 4 * block_tokens
-    full = memoryview(data)[: len(data) // block_bytes * block_bytes]
+    run_bytes = _RUN_BLOCKS * block_bytes
     hashes: list[bytes] = []
-    for (block,) in struct.iter_unpack(f"{block_bytes}s", full):
+    whole_runs = len(data) // run_bytes * run_bytes
+    for start in range(0, whole_runs, run_bytes):
+        hashes += _run_hashes(last, data[start : start + run_bytes], block_bytes)
+        last = hashes[-1]
+    hashes += _chained(last, data[whole_runs : len(data) // block_bytes * block_bytes], block_bytes)
+    return cast("list[BlockHash]", hashes)
+
+
+@functools.lru_cache(maxsize=_MAX_RUNS)
+def _run_hashes(last: bytes, data: bytes, block_bytes: int) -> tuple[bytes, ...]:
+    """As `_chained`, which is called for what is not known: all of `data` is compared."""
+    return tuple(_chained(last, data, block_bytes))
+
+
+def _chained(last: bytes, data: bytes, block_bytes: int) -> list[bytes]:
+    """The hashes of the blocks that `data` consists of, after the block with hash `last`."""
+    sha256 = hashlib.sha256
+    hashes = []
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", data):
         last = sha256(last + block).digest()
         hashes.append(last)
-    return cast("list[BlockHash]", hashes)
+    return hashes
 
 
 def salted_root(namespace: Namespace, salt: str) -> Namespace:

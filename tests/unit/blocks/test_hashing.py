@@ -6,11 +6,13 @@ import ctypes
 import hashlib
 import struct
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.blocks import hashing
 from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, salted_root, split_hashes
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
@@ -40,6 +42,43 @@ def test_each_hash_is_a_digest_of_the_one_before_and_its_tokens(tokens: list[int
         expected.append(last)
 
     assert block_hashes(NAMESPACE, tokens, block_tokens) == expected
+
+
+@given(st.integers(1, 4), st.integers(0, 300), st.integers(0, 300), st.integers(0, 2))
+def test_what_is_known_has_the_same_hashes_as_what_is_new(
+    block_tokens: int, num_tokens: int, num_shared: int, first_token: int
+) -> None:
+    """Prompts that begin like others, of several runs of blocks; few tokens, so that runs come again."""
+    tokens = [first_token] + [place % 3 for place in range(num_tokens)]
+    tokens[num_shared:] = [token + 1 for token in tokens[num_shared:]]
+    last: bytes = NAMESPACE
+    expected = []
+    for first in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        last = hashlib.sha256(last + struct.pack(f"<{block_tokens}I", *tokens[first : first + block_tokens])).digest()
+        expected.append(last)
+
+    found = block_hashes(NAMESPACE, tokens, block_tokens)
+    assert found == expected
+    found.clear()  # it is the caller's
+    assert block_hashes(NAMESPACE, tokens, block_tokens) == expected
+
+
+def test_a_prompt_that_was_hashed_before_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(5000, 9000))
+    expected = block_hashes(NAMESPACE, tokens, 16)
+    num_hashed = 0
+
+    def sha256(data: bytes) -> object:
+        nonlocal num_hashed
+        num_hashed += 1
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(sha256=sha256))
+
+    assert block_hashes(NAMESPACE, tokens, 16) == expected
+    assert num_hashed == len(expected) % 64  # not a whole run
+    assert block_hashes(Namespace(bytes(32)), tokens, 16) != expected
+    assert num_hashed == len(expected) % 64 + len(expected)
 
 
 @given(prompts, block_sizes)
