@@ -1,14 +1,18 @@
 """Runs every kernel of a greedy step once before the first request, on a GPU: none is compiled while somebody waits.
 
 Captured graphs have compiled what they hold. Left are what runs around them, and steps that are too large for them, or
-all where there are none: decodes beside prompts, short and long chunks, from the start and behind a long prefix, and
-short ones of many requests (`kernels/tuning`). Products are a library's, which has a kernel for each range of sizes:
-CUDA loads one, and torch takes memory for its results, when a size first comes, and may let every copy and every other
-thread wait meanwhile until the device is idle. So all sizes come here first, the largest before the others: every
-number of rows that sample, and for the layers every 64 tokens, which share a kernel.
+all where there are none. How attention is cut (`kernels/tuning`) depends on how many queries a row has, on how many
+rows there are, and on how long the longest is: every way to cut it comes here, also for decodes beside prompts.
+
+Products are a library's, which has a kernel for each range of sizes: CUDA loads one, and torch takes memory for its
+results, when a size first comes, and may let every copy and every other thread wait meanwhile until the device is idle.
+So all sizes come here first, the largest before the others: every number of rows that sample, and for the layers every
+64 tokens, which share a kernel.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,12 +22,20 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.step import Step, StepRow
+from kvtier.kernels import tuning
 from kvtier.kernels.rotation import Rotation
 from kvtier.models.model import Model
 
-_SHORT_COUNTS = (2, 8, 64)
-_MANY_COUNTS = (2, 8, 16, 64)
-_LONG_CONTEXT = 4096
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 160)
+"""Queries of a row: the tiles of attention double, up to 128. From 192 on KV is gathered."""
+
+_MORE_ROWS = 4
+"""By this the numbers of rows grow. No range of them that is cut alike is smaller."""
+
+_MEDIUM_CONTEXT, _LONG_CONTEXT = 600, 4096
+"""Keys are cut into a few parts, and into many."""
+
+_MIXED_CHUNKS = 17
 _LAYER_STEP = 64
 _MAX_LAYER_STEPS = 128
 """Kernels of products are chosen by how many tiles there are, of 64 tokens or more."""
@@ -39,21 +51,61 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
     while num_tokens > MAX_GRAPH_TOKENS:
         _run(runner, _prompts(num_tokens, longest, config.block_size))
         num_tokens = num_tokens * 3 // 4
+    for rows in _chunks(config, longest, _counts(runner)):
+        _run(runner, rows)
+    for rows in _mixed(config, longest):
+        _run(runner, rows)
+
+
+def _counts(runner: Runner) -> list[int]:
+    """How many queries a row may have: one number for each kind of tiles, and one."""
+    layout, group = runner.arena.layout, runner.model.config.num_heads // runner.arena.layout.kv_heads
+    counts: dict[tuple[tuning.Tiles, bool, bool], int] = {}
+    for count in _COUNTS:
+        tiles = tuning.attention_tiles(
+            group=group, head_dim=layout.head_dim, itemsize=layout.itemsize, max_query_tokens=count
+        )
+        counts.setdefault((tiles, group * count <= tiles.rows, count == 1), count)
+    return list(counts.values())
+
+
+def _chunks(config: EngineConfig, longest: int, counts: Sequence[int]) -> Iterator[list[StepRow]]:
+    """Rows of one number of queries: one from the start and behind some more, and many that are long."""
     most = min(config.max_num_batched_tokens, longest)
-    far = min(_LONG_CONTEXT, max_model_len - 1)
-    block_tokens = config.block_size
-    for count in (*_SHORT_COUNTS, min(most, MAX_GRAPH_TOKENS + 1), most):
+    for count in (*counts, MAX_GRAPH_TOKENS + 1, most):
         if count > most:
             continue
-        for start in (0, max(far - count, 0)):
-            _run(runner, [_row(0, start, count, block_tokens)])
-    for count in _MANY_COUNTS:
-        num_rows = min(config.max_num_requests, most // count)
-        if num_rows * count > MAX_GRAPH_TOKENS:
-            _run(runner, [_row(slot, max(far - count, 0), count, block_tokens) for slot in range(num_rows)])
-    if config.max_num_requests > 1 and most > 2:
-        for context in (1, far):
-            _run(runner, [_row(0, context - 1, 1, block_tokens), _row(1, 0, most - 1, block_tokens)])
+        kinds = [(1, 0), (1, _MEDIUM_CONTEXT)]
+        max_rows = min(config.max_num_requests, config.max_num_batched_tokens // count)
+        kinds += [(num_rows, _LONG_CONTEXT) for num_rows in _numbers(max_rows)]
+        for num_rows, context in kinds:
+            start = max(min(context, longest) - count, 0)
+            yield [_row(slot, start, count, config.block_size) for slot in range(num_rows)]
+
+
+def _mixed(config: EngineConfig, longest: int) -> Iterator[list[StepRow]]:
+    """Decodes beside chunks that are too much for a graph; the chunks are short if there may be so many."""
+    long = min(_LONG_CONTEXT, longest)
+    kinds = [(1, 1), *((num_decodes, long) for num_decodes in _numbers(config.max_num_requests - 1))]
+    for num_decodes, context in kinds:
+        num_tokens = min(config.max_num_batched_tokens - num_decodes, MAX_GRAPH_TOKENS + 1)
+        num_chunks = min(config.max_num_requests - num_decodes, _MIXED_CHUNKS, num_tokens // 2)
+        if num_chunks < 1:
+            continue
+        room = (config.max_num_batched_tokens - num_decodes) // num_chunks
+        count = min(-(-num_tokens // num_chunks), room, longest)
+        rows = [_row(slot, context - 1, 1, config.block_size) for slot in range(num_decodes)]
+        yield rows + [_row(num_decodes + slot, 0, count, config.block_size) for slot in range(num_chunks)]
+
+
+def _numbers(most: int) -> list[int]:
+    """Of rows: 1 and `most`, if that is not less, and some between them."""
+    numbers = []
+    number = 1
+    while number < most:
+        numbers.append(number)
+        number *= _MORE_ROWS
+    return [*numbers, most] if most else []
 
 
 def _multiply_head(model: Model, max_rows: int) -> None:
