@@ -128,8 +128,8 @@ def main() -> None:
 
 
 def _shown(value: float) -> str:
-    """Many aims are close to 1: one digit more tells whether they are met."""
-    return f"{value:.4g}" if 1 <= value < 2 else f"{value:.3g}"
+    """Many aims are close to 1, or to 51: one digit more tells whether they are met."""
+    return f"{value:.4g}" if 1 <= value < 2 or value > 50 else f"{value:.3g}"
 
 
 def _path(machine: str, name: str) -> Path:
@@ -185,7 +185,7 @@ def _engine_lines() -> list[str]:
     for row in rows:
         if row["part"] == "long prompts" and row["manager"] == "prefix_caching":
             cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
-            lines.append("| " + " | ".join(f"{cell:.3g}" for cell in cells) + " |")
+            lines.append("| " + " | ".join(map(_shown, cells)) + " |")
     lines += ["", *_tier_lines()]
     sweep = sorted(json.loads((RESULTS / "h200_sweep.json").read_text())["rows"], key=lambda row: row["hit %"])
     lines += [
@@ -195,8 +195,8 @@ def _engine_lines() -> list[str]:
         "",
         "| | " + " | ".join(f"{row['hit %']}%" for row in sweep) + " |",
         "|---|" + "---|" * len(sweep),
-        "| kvtier | " + " | ".join(f"{row['QPS']:.3g}" for row in sweep) + " |",
-        "| vLLM | " + " | ".join(f"{row['vLLM 0.24']:.3g}" for row in sweep) + " |",
+        "| kvtier | " + " | ".join(_shown(row["QPS"]) for row in sweep) + " |",
+        "| vLLM | " + " | ".join(_shown(row["vLLM 0.24"]) for row in sweep) + " |",
     ]
     return lines
 
@@ -214,8 +214,8 @@ def _tier_lines() -> list[str]:
     for row in host:
         if row["what"] == "host, device cache off":
             known = server.get(f"server_hit_n{row['N']}")
-            restarted = "" if known is None else f"{known:.3g}"
-            lines.append(f"| {row['N']} | {row['later QPS']:.3g} | {row['vLLM 0.24']:.3g} | {restarted} |")
+            restarted = "" if known is None else _shown(known)
+            lines.append(f"| {row['N']} | {_shown(row['later QPS'])} | {_shown(row['vLLM 0.24'])} | {restarted} |")
     return lines
 
 

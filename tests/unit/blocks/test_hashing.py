@@ -81,6 +81,14 @@ def test_a_prompt_that_was_hashed_before_is_looked_up(monkeypatch: pytest.Monkey
     assert num_hashed == len(expected) % 64 + len(expected)
 
 
+@pytest.mark.parametrize(("block_tokens", "num_known"), [(1, 64), (16, 64), (32, 32), (1024, 1), (4096, 1)])
+def test_what_is_known_takes_little_room_whatever_the_size_of_blocks(block_tokens: int, num_known: int) -> None:
+    hashing._run_hashes.cache_clear()
+    block_hashes(NAMESPACE, [7] * (block_tokens * num_known), block_tokens)
+
+    assert hashing._run_hashes.cache_info().currsize == 1
+
+
 @given(prompts, block_sizes)
 def test_only_full_blocks_have_a_hash(tokens: list[int], block_tokens: int) -> None:
     assert len(block_hashes(NAMESPACE, tokens, block_tokens)) == len(tokens) // block_tokens
