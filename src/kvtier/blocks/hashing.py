@@ -43,7 +43,7 @@ def block_hashes(
     if block_tokens <= 0:
         raise ConfigError(f"block_tokens must be positive, not {block_tokens}")
     data = _token_bytes(tokens)
-    last: bytes = namespace if parent is None else parent
+    last = bytes(namespace if parent is None else parent)
     block_bytes = 4 * block_tokens
     run_bytes = max(1, min(_RUN_BLOCKS, _RUN_TOKENS // block_tokens)) * block_bytes
     hashes: list[bytes] = []

@@ -28,8 +28,11 @@ _AHEAD_BYTES = 256 << 20
 """So much is read from disk ahead of the device's copies, by all loads together, but a unit by each: what keeps a disk
 busy. More would pass through more memory, and the sooner a slot is read into again, the faster that is."""
 
+_MAX_UNITS = 12
+"""No load has more under way: where it meets what is computed, units are small, and what it took on is not computed."""
+
 _ARENA_SHARE = 4
-"""What is read ahead takes at most one in so many bytes of the server's memory."""
+"""What is read ahead takes at most one in so many bytes of the server's memory, or a unit for each load."""
 
 _SERVER_SHARE = 48
 _HOST_SHARE = 24
@@ -46,8 +49,7 @@ class Bringing:
         self._copier = copier
         self._wake = wake
         self._host = hierarchy.host
-        self._lock = threading.Lock()
-        self._num_bringing = 0
+        self._ahead = _ReadAhead()
 
     def bring(self, load: Load) -> int:
         """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""
@@ -95,19 +97,22 @@ class Bringing:
         going: deque[_Unit] = deque()
         num_blocks = 0
         most = _NUM_UNITS if load.plan.part.lease is None else 1
-        self._count_bringing(1)
+        is_reading = False
         try:
             while True:
-                while len(coming) < most:
+                while self._may_open(coming, most):
                     first, end = load.take(unit)
                     if first >= end:
                         break
                     coming.append(self._open_unit(load, tier, first, end))
-                    most = self._num_ahead(coming[-1], unit * tier.layout.slot_bytes) or most
+                    nbytes = coming[-1].read_bytes
+                    self._ahead.count(nbytes > 0 and not is_reading, nbytes)
+                    is_reading = is_reading or nbytes > 0
                 if not coming:
                     self._tell_submitted(load)
                     return num_blocks
                 going.append(coming.popleft())
+                self._ahead.count(0, -going[-1].read_bytes)
                 is_whole = self._bring_unit(load, going[-1])
                 num_blocks += going[-1].num_arrived
                 if not is_whole:
@@ -115,7 +120,7 @@ class Bringing:
                 while len(going) == _NUM_UNITS or (going and going[0].is_there):
                     going.popleft().finish()
         finally:
-            self._count_bringing(-1)
+            self._ahead.count(-is_reading, -sum(one.read_bytes for one in coming))
             with contextlib.ExitStack() as stack:
                 for one in (*coming, *going):
                     stack.callback(one.finish)
@@ -129,17 +134,13 @@ class Bringing:
                 most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // _SERVER_SHARE)
         return max(1, most)
 
-    def _num_ahead(self, unit: _Unit, unit_bytes: int) -> int:
-        """How many units like this a load has under way, if they come from a disk of this host; else 0."""
-        lease = unit.own_lease
-        if not isinstance(lease, BlockLease) or lease.arena is None:
-            return 0
-        most_bytes = min(_AHEAD_BYTES, lease.arena.nbytes // _ARENA_SHARE)
-        return max(1, most_bytes // (self._num_bringing * unit_bytes))
-
-    def _count_bringing(self, change: int) -> None:
-        with self._lock:
-            self._num_bringing += change
+    def _may_open(self, coming: Sequence[_Unit], most: int) -> bool:
+        """Whether to ask for another unit behind those `coming`. From a disk of this host, `most` is for the first."""
+        if not coming or not coming[-1].read_bytes:
+            return len(coming) < most
+        lease = coming[-1].lease
+        assert isinstance(lease, BlockLease) and lease.arena is not None  # noqa: PT018
+        return self._ahead.has_room(len(coming), coming[0].read_bytes, lease.arena.nbytes)
 
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan
@@ -147,7 +148,9 @@ class Bringing:
         if plan.part.lease is not None:
             return _Unit(first, hashes, plan.part.lease, plan.part.place(first))
         lease = tier.match(hashes)
-        return _Unit(first, hashes, lease, 0, own_lease=lease)
+        is_read = isinstance(lease, BlockLease) and lease.arena is not None
+        read_bytes = lease.num_blocks * tier.layout.slot_bytes if is_read else 0
+        return _Unit(first, hashes, lease, 0, own_lease=lease, read_bytes=read_bytes)
 
     def _bring_unit(self, load: Load, unit: _Unit) -> bool:
         """Let the device have it, or as much of it as came in order; False when that is not all."""
@@ -181,6 +184,28 @@ class Bringing:
         self._wake()
 
 
+class _ReadAhead:
+    """What all loads together read from disks of this host and have not yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_loads = 0
+        self._nbytes = 0
+
+    def count(self, num_loads: int, nbytes: int) -> None:
+        """So many more, or fewer."""
+        with self._lock:
+            self._num_loads += num_loads
+            self._nbytes += nbytes
+
+    def has_room(self, num_units: int, unit_bytes: int, arena_bytes: int) -> bool:
+        """Whether a load that has `num_units` of these under way, one at least, may have another."""
+        most_bytes = min(_AHEAD_BYTES, arena_bytes // _ARENA_SHARE)
+        with self._lock:
+            share = min(_MAX_UNITS, most_bytes // (self._num_loads * unit_bytes))
+            return num_units < share and self._nbytes + unit_bytes <= most_bytes
+
+
 @dataclass(eq=False, slots=True)
 class _Unit:
     """Blocks of a prompt from `first` on that come together, from `lease_first` of a lease, perhaps of their own."""
@@ -190,6 +215,8 @@ class _Unit:
     lease: Lease
     lease_first: int
     own_lease: Lease | None = None
+    read_bytes: int = 0
+    """What it takes of a server's memory, if it is read there from a disk of this host."""
     stage: Reservation | None = None
     num_arrived: int = 0
     transfer: Transfer | None = None

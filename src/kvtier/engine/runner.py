@@ -218,14 +218,14 @@ class Runner:
                 self._chunk_graphs.capture_all()
             torch.cuda.empty_cache()  # what warming up took is another stream's
 
-    def submit(self, step: Step) -> Submitted:
-        """Hand a step to the device."""
+    def submit(self, step: Step, *, uses_graphs: bool = True) -> Submitted:
+        """Hand a step to the device. Unless it `uses_graphs`, its kernels are launched one by one."""
         with torch.inference_mode():
             if step.copies:
                 self._put_behind(step.arrivals)  # a source may be among what arrives
                 self.arena.copy(step.copies)
             sampling = [row for row in step.rows if row.samples]
-            hidden = self._hidden_states(step, self._token_ids(step))
+            hidden = self._hidden_states(step, self._token_ids(step), uses_graphs=uses_graphs)
             is_long = step.num_tokens > MAX_GRAPH_TOKENS
             if not sampling:
                 return Submitted([], is_long=is_long, over=self._end_so_far() if is_long else None)
@@ -249,16 +249,18 @@ class Runner:
             self._sampler.close(row)
             self._sampling = None
 
-    def _hidden_states(self, step: Step, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _hidden_states(self, step: Step, tokens: npt.NDArray[np.int64], *, uses_graphs: bool) -> torch.Tensor:
         """Those of all tokens, and of some padding after them."""
         num_tokens, num_rows = step.num_tokens, len(step.rows)
-        if self._decode_graphs is not None and num_tokens == num_rows:
-            graph_rows = self._decode_graphs.size_for(num_rows)
+        decode_graphs = self._decode_graphs if uses_graphs else None
+        if decode_graphs is not None and num_tokens == num_rows:
+            graph_rows = decode_graphs.size_for(num_rows)
             if graph_rows is not None:
                 batch = self._batch(step, num_padding_rows=graph_rows - num_rows)
-                return self._decode_graphs.run(tokens, batch, step.arrivals)
-        if self._chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
-            size = self._chunk_graphs.size_for(num_tokens, num_rows)
+                return decode_graphs.run(tokens, batch, step.arrivals)
+        chunk_graphs = self._chunk_graphs if uses_graphs else None
+        if chunk_graphs is not None and (not step.arrivals or num_tokens <= _MAX_TOKENS_AFTER_ARRIVALS):
+            size = chunk_graphs.size_for(num_tokens, num_rows)
             if size is not None:
                 self._put_behind(step.arrivals)
                 batch = self._batch(
@@ -266,7 +268,7 @@ class Runner:
                     num_empty_rows=size.num_rows - num_rows,
                     num_padding_tokens=size.num_tokens - num_tokens,
                 )
-                return self._chunk_graphs.run(tokens, batch, size)
+                return chunk_graphs.run(tokens, batch, size)
         uploaded = self._batch(step).upload(self._device, self._backend)
         return self._forward(self._on_device(tokens), uploaded, step.arrivals)
 

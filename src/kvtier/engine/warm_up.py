@@ -1,8 +1,9 @@
 """Runs every kernel of a greedy step once before the first request, on a GPU: none is compiled while somebody waits.
 
-Captured graphs have compiled what they hold. Left are what runs around them, and steps that are too large for them, or
-all where there are none. How attention is cut (`kernels/tuning`) depends on how many queries a row has, on how many
-rows there are, and on how long the longest is: every way to cut it comes here, also for decodes beside prompts.
+Captured graphs have compiled what they hold. Left are what runs around them, and steps that no graph runs: large ones,
+some of those behind arrivals, and all where there are none. How attention is cut there (`kernels/tuning`) depends on
+how many queries a row has, on how many rows there are, and on how long the longest is, for the decodes of a step and
+for its other rows by themselves. Every way to cut it comes here, whether or not a graph would run such a step.
 
 Products are a library's, which has a kernel for each range of sizes: CUDA loads one, and torch takes memory for its
 results, when a size first comes, and may let every copy and every other thread wait meanwhile until the device is idle.
@@ -12,7 +13,7 @@ So all sizes come here first, the largest before the others: every number of row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -35,7 +36,6 @@ _MORE_ROWS = 4
 _MEDIUM_CONTEXT, _LONG_CONTEXT = 600, 4096
 """Keys are cut into a few parts, and into many."""
 
-_MIXED_CHUNKS = 17
 _LAYER_STEP = 64
 _MAX_LAYER_STEPS = 128
 """Kernels of products are chosen by how many tiles there are, of 64 tokens or more."""
@@ -51,10 +51,11 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
     while num_tokens > MAX_GRAPH_TOKENS:
         _run(runner, _prompts(num_tokens, longest, config.block_size))
         num_tokens = num_tokens * 3 // 4
-    for rows in _chunks(config, longest, _counts(runner)):
-        _run(runner, rows)
-    for rows in _mixed(config, longest):
-        _run(runner, rows)
+    most = min(config.max_num_batched_tokens, longest)
+    counts = [count for count in (*_counts(runner), most) if count <= most]
+    kinds = dict.fromkeys(kind for count in counts for kind in _kinds(config, longest, count))
+    for num_rows, start, num_queries in kinds:
+        _run(runner, [_row(slot, start, num_queries, config.block_size) for slot in range(num_rows)])
 
 
 def _counts(runner: Runner) -> list[int]:
@@ -69,43 +70,22 @@ def _counts(runner: Runner) -> list[int]:
     return list(counts.values())
 
 
-def _chunks(config: EngineConfig, longest: int, counts: Sequence[int]) -> Iterator[list[StepRow]]:
-    """Rows of one number of queries: one from the start and behind some more, and many that are long."""
-    most = min(config.max_num_batched_tokens, longest)
-    for count in (*counts, MAX_GRAPH_TOKENS + 1, most):
-        if count > most:
-            continue
-        kinds = [(1, 0), (1, _MEDIUM_CONTEXT)]
-        max_rows = min(config.max_num_requests, config.max_num_batched_tokens // count)
-        kinds += [(num_rows, _LONG_CONTEXT) for num_rows in _numbers(max_rows)]
-        for num_rows, context in kinds:
-            start = max(min(context, longest) - count, 0)
-            yield [_row(slot, start, count, config.block_size) for slot in range(num_rows)]
-
-
-def _mixed(config: EngineConfig, longest: int) -> Iterator[list[StepRow]]:
-    """Decodes beside chunks that are too much for a graph; the chunks are short if there may be so many."""
-    long = min(_LONG_CONTEXT, longest)
-    kinds = [(1, 1), *((num_decodes, long) for num_decodes in _numbers(config.max_num_requests - 1))]
-    for num_decodes, context in kinds:
-        num_tokens = min(config.max_num_batched_tokens - num_decodes, MAX_GRAPH_TOKENS + 1)
-        num_chunks = min(config.max_num_requests - num_decodes, _MIXED_CHUNKS, num_tokens // 2)
-        if num_chunks < 1:
-            continue
-        room = (config.max_num_batched_tokens - num_decodes) // num_chunks
-        count = min(-(-num_tokens // num_chunks), room, longest)
-        rows = [_row(slot, context - 1, 1, config.block_size) for slot in range(num_decodes)]
-        yield rows + [_row(num_decodes + slot, 0, count, config.block_size) for slot in range(num_chunks)]
+def _kinds(config: EngineConfig, longest: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Rows of `count` queries, how many and where they start: one without much before it, and many that are long."""
+    max_rows = min(config.max_num_requests, config.max_num_batched_tokens // count)
+    contexts = [(1, 0), (1, _MEDIUM_CONTEXT), *((num_rows, _LONG_CONTEXT) for num_rows in _numbers(max_rows))]
+    for num_rows, context in contexts:
+        yield num_rows, max(min(context, longest) - count, 0), count
 
 
 def _numbers(most: int) -> list[int]:
-    """Of rows: 1 and `most`, if that is not less, and some between them."""
+    """Of rows: from 1 to `most`."""
     numbers = []
     number = 1
     while number < most:
         numbers.append(number)
         number *= _MORE_ROWS
-    return [*numbers, most] if most else []
+    return [*numbers, most]
 
 
 def _multiply_head(model: Model, max_rows: int) -> None:
@@ -144,6 +124,6 @@ def _row(slot: int, start: int, count: int, block_tokens: int) -> StepRow:
 
 
 def _run(runner: Runner, rows: list[StepRow]) -> None:
-    runner.submit(Step(rows, [], sum(row.count for row in rows))).wait()
+    runner.submit(Step(rows, [], sum(row.count for row in rows)), uses_graphs=False).wait()
     for row in rows:
         runner.forget(row.request)

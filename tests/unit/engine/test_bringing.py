@@ -1,17 +1,22 @@
-"""How much of a load comes together, by the memory that it passes through. Loads themselves: test_tier_traffic."""
+"""How much of a load comes together, and ahead, by the memory that it passes through. Others: test_tier_traffic."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.engine.bringing import Bringing, _Unit
-from kvtier.engine.copier import Copier
+from kvtier.engine.bringing import Bringing
+from kvtier.engine.copier import Copier, Mark
+from kvtier.engine.load import DISK, Load, Order, Part, Plan
 from kvtier.errors import TierUnavailable
-from kvtier.memory.lease import BlockLease, Lease
+from kvtier.memory.lease import BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
@@ -58,34 +63,169 @@ def test_units_fit_into_the_smaller_memory() -> None:
     assert _bringing(480)._unit_blocks(70, SharedMemoryTier(_client(480))) == 10
 
 
-@pytest.mark.parametrize(
-    ("num_loads", "arena_bytes", "expected"),
-    [(1, 16 << 30, 4), (2, 16 << 30, 2), (3, 16 << 30, 1), (4, 16 << 30, 1), (40, 16 << 30, 1), (1, 512 << 20, 2)],
-)
-def test_loads_share_what_is_read_ahead(num_loads: int, arena_bytes: int, expected: int) -> None:
-    bringing = _bringing(None)
-    for _ in range(num_loads):
-        bringing._count_bringing(1)
-    assert bringing._num_ahead(_unit(_DiskLease(arena_bytes)), 64 << 20) == expected
+_MIB = 1 << 20
 
 
-def test_how_much_comes_from_elsewhere_is_not_counted_by_bytes() -> None:
-    bringing = _bringing(None)
-    bringing._count_bringing(1)
-    assert not bringing._num_ahead(_unit(_DiskLease(None)), 64 << 20)
-    assert not bringing._num_ahead(_unit(None), 64 << 20)
+class _Disk:
+    """A server of this host that has everything on its disk, a MiB a block. Nothing arrives before `arrive`."""
+
+    name = "server"
+    layout = SimpleNamespace(slot_bytes=_MIB)
+
+    def __init__(self, arena_bytes: int, *, is_local: bool = True) -> None:
+        self.arena = SimpleNamespace(nbytes=arena_bytes) if is_local else None
+        self.is_open = threading.Event()
+        self.leased = threading.Semaphore(0)
+        self.num_leased = 0
+        self.failure: Exception | None = None
+
+    def match(self, hashes: Sequence[BlockHash]) -> BlockLease:
+        self.num_leased += len(hashes)
+        self.leased.release(len(hashes))
+        return _DiskLease(self, len(hashes))
 
 
 class _DiskLease(BlockLease):
-    """Blocks that lie in an arena of this host, or in none."""
-
-    def __init__(self, arena_bytes: int | None) -> None:
-        self._arena_bytes = arena_bytes
+    def __init__(self, disk: _Disk, num_blocks: int) -> None:
+        self._disk = disk
+        self.offsets = range(num_blocks)
 
     @property
     def arena(self) -> MappedArena | None:
-        return None if self._arena_bytes is None else cast(MappedArena, SimpleNamespace(nbytes=self._arena_bytes))
+        return cast("MappedArena | None", self._disk.arena)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.offsets)
+
+    def wait(self, count: int | None = None) -> int:
+        self._disk.is_open.wait()
+        if self._disk.failure is not None:
+            raise self._disk.failure
+        return self.num_blocks
+
+    def fetch(self, into: Sequence[object], first: int = 0) -> int:
+        return self.wait()
+
+    def release(self) -> None:
+        self._disk.num_leased -= self.num_blocks
 
 
-def _unit(own_lease: BlockLease | None) -> _Unit:
-    return _Unit(0, [], cast(Lease, own_lease), 0, own_lease=own_lease)
+class _Copier:
+    def adopt(self, arena: object) -> None:
+        pass
+
+    def load(self, arena: object, offsets: object, block_ids: object, after: object) -> object:
+        return SimpleNamespace(is_done=True, wait=lambda: None)
+
+
+class _Loads:
+    """Loads from one disk, by threads of their own."""
+
+    def __init__(self, disk: _Disk) -> None:
+        self.disk = disk
+        host = None if disk.arena is not None else _Host()
+        guard = SimpleNamespace(tier=disk, watched=contextlib.nullcontext)
+        hierarchy = SimpleNamespace(host=host, guards=[guard])
+        self.bringing = Bringing(cast(Hierarchy, hierarchy), cast(Copier, _Copier()), lambda: None)
+        self.brought: list[int] = []
+        self.errors: list[Exception] = []
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, num_blocks: int, unit: int, order: Order = Order.FRONT) -> None:
+        part = Part(DISK, "server", 0, num_blocks, None, 0)
+        plan = Plan(part, 0, num_blocks, order, None, unit)
+        hashes = [BlockHash(bytes(32))] * num_blocks
+        load = Load(plan, hashes, range(num_blocks), cast(Mark, None), 0.0)
+        self._threads.append(threading.Thread(target=self._bring, args=(load,), daemon=True))
+        self._threads[-1].start()
+
+    def _bring(self, load: Load) -> None:
+        try:
+            self.brought.append(self.bringing.bring(load))
+        except TierUnavailable as error:
+            self.errors.append(error)
+
+    def leased(self, num_more: int) -> int:
+        """What is leased of the disk once that are `num_more` than the last time, and no more come."""
+        for _ in range(num_more):
+            assert self.disk.leased.acquire(timeout=10)
+        assert not self.disk.leased.acquire(timeout=0.1)
+        return self.disk.num_leased
+
+    def end(self) -> None:
+        self.disk.is_open.set()
+        for thread in self._threads:
+            thread.join(10)
+        assert self.disk.num_leased == 0
+        assert vars(self.bringing._ahead)["_num_loads"] == vars(self.bringing._ahead)["_nbytes"] == 0
+
+
+class _Host:
+    num_blocks = 1 << 20
+    arena = SimpleNamespace(nbytes=1 << 40)
+
+    def stage(self, hashes: Sequence[BlockHash]) -> object:
+        return SimpleNamespace(
+            offsets=range(len(hashes)), views=list, commit=lambda first, count: None, close=lambda: None
+        )
+
+
+def test_one_load_reads_what_keeps_a_disk_busy_ahead() -> None:
+    loads = _Loads(_Disk(16 << 30))
+    loads.begin(1000, unit=64)
+
+    assert loads.leased(256) == 256
+    loads.end()
+    assert loads.brought == [1000]
+
+
+def test_loads_share_what_is_read_ahead() -> None:
+    loads = _Loads(_Disk(16 << 30))
+    loads.begin(1000, unit=64)
+    loads.leased(256)
+    for number in range(1, 4):  # the first has it all, so that the others have a unit each
+        loads.begin(1000, unit=64)
+        assert loads.leased(64) == 256 + number * 64
+    loads.end()
+    assert loads.brought == [1000] * 4
+
+
+def test_a_quarter_of_a_small_servers_memory_is_read_ahead_and_a_unit_for_each_load() -> None:
+    loads = _Loads(_Disk(480 * _MIB))
+    loads.begin(1000, unit=10)
+    assert loads.leased(120) == 120
+    loads.begin(1000, unit=10)
+    assert loads.leased(10) == 130
+    loads.end()
+    assert loads.brought == [1000, 1000]
+
+
+def test_a_load_that_meets_what_is_computed_takes_on_a_few_units() -> None:
+    """What it has taken on is not computed: it must not be all of the prompt."""
+    loads = _Loads(_Disk(16 << 30))
+    loads.begin(140, unit=4, order=Order.BACK)
+
+    assert loads.leased(48) == 48
+    loads.end()
+    assert loads.brought == [140]
+
+
+def test_what_comes_from_elsewhere_does_not_count_as_read_ahead() -> None:
+    away = _Loads(_Disk(16 << 30, is_local=False))
+    away.begin(1000, unit=64)
+    assert away.leased(3 * 64) == 3 * 64
+    assert vars(away.bringing._ahead)["_num_loads"] == 0
+    away.end()
+    assert away.brought == [1000]
+
+
+def test_nothing_stays_counted_of_loads_that_fail() -> None:
+    loads = _Loads(_Disk(16 << 30))
+    loads.disk.failure = TierUnavailable("it is away")
+    for _ in range(3):
+        loads.begin(1000, unit=64)
+    loads.leased(256 + 2 * 64)
+    loads.end()
+
+    assert len(loads.errors) == 3
