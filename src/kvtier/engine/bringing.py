@@ -138,9 +138,9 @@ class Bringing:
         """Whether to ask for another unit behind those `coming`. From a disk of this host, `most` is for the first."""
         if not coming or not coming[-1].read_bytes:
             return len(coming) < most
-        lease = coming[-1].lease
-        assert isinstance(lease, BlockLease) and lease.arena is not None  # noqa: PT018
-        return self._ahead.has_room(len(coming), coming[0].read_bytes, lease.arena.nbytes)
+        last = coming[-1]
+        assert isinstance(last.lease, BlockLease) and last.lease.arena is not None  # noqa: PT018
+        return self._ahead.has_room(len(coming), last.read_bytes, last.lease.arena.nbytes)
 
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan

@@ -77,9 +77,13 @@ class _Disk:
         self.is_open = threading.Event()
         self.leased = threading.Semaphore(0)
         self.num_leased = 0
+        self.num_refusals = 0
         self.failure: Exception | None = None
 
     def match(self, hashes: Sequence[BlockHash]) -> BlockLease:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return _DiskLease(self, 0)
         self.num_leased += len(hashes)
         self.leased.release(len(hashes))
         return _DiskLease(self, len(hashes))
@@ -218,6 +222,17 @@ def test_what_comes_from_elsewhere_does_not_count_as_read_ahead() -> None:
     assert vars(away.bringing._ahead)["_num_loads"] == 0
     away.end()
     assert away.brought == [1000]
+
+
+def test_a_load_whose_first_blocks_are_gone_ends_there() -> None:
+    loads = _Loads(_Disk(16 << 30))
+    loads.disk.num_refusals = 1
+    loads.disk.is_open.set()
+    loads.begin(1000, unit=64)
+    loads.end()
+
+    assert loads.brought == [0]
+    assert loads.errors == []
 
 
 def test_nothing_stays_counted_of_loads_that_fail() -> None:
