@@ -181,10 +181,12 @@ def _norm_kernel(
     IS_QUANTIZED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    overlap.wait(OVERLAPS)
+    overlap.let_next_start(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)  # nobody writes it, and it comes from memory
+    overlap.wait(OVERLAPS)
     dtype = hidden_ptr.dtype.element_ty
     hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -192,9 +194,8 @@ def _norm_kernel(
         total = (hidden + residual.to(tl.float32)).to(dtype)
         tl.store(total_ptr + token * SIZE + columns, total, mask=is_column)
         hidden = total.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(hidden * hidden, 0) / SIZE + eps)
-    normed = (hidden * scale * weight).to(dtype)
+    normed = (hidden * scale * weight.to(tl.float32)).to(dtype)
     if IS_QUANTIZED:
         wide = normed.to(tl.float32)
         row_scale = _row_scale(tl.max(tl.abs(wide), 0), max_value, min_scale)
@@ -209,6 +210,7 @@ def _norm_kernel(
 def _gate_kernel(
     gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
 ):
+    overlap.let_next_start(OVERLAPS)
     overlap.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -244,6 +246,7 @@ def _linear_gate_kernel(
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     up_ptrs = gate_ptrs + SIZE * INPUTS
+    overlap.let_next_start(OVERLAPS)
     overlap.wait(OVERLAPS)
     gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
@@ -271,6 +274,7 @@ def _quantize_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One row, in parts: once for its largest number, and once more, from the cache, to be divided by the scale."""
+    overlap.let_next_start(OVERLAPS)
     overlap.wait(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = rows_ptr + row * row_stride

@@ -197,6 +197,7 @@ def _product_kernel(
     weight_rows = tl.minimum(columns, OUTPUTS - 1) + rows // COLUMNS * OUTPUTS
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
+    overlap.let_next_start(OVERLAPS)
     overlap.wait(OVERLAPS)
     # Here, before they are needed: after the loop every program would wait for memory once more.
     weight_scales = tl.load(scales_ptr + weight_rows)

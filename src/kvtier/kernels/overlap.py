@@ -29,8 +29,14 @@ def launch_options(device: torch.device, *, is_wanted: bool) -> dict[str, bool]:
 
 
 @triton.jit
-def wait(OVERLAPS: tl.constexpr):
-    """Let the next kernel start, if it was launched so, and wait until the one before has ended."""
+def let_next_start(OVERLAPS: tl.constexpr):
+    """From now on the next kernel may start, if it was launched so."""
     if OVERLAPS:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAPS: tl.constexpr):
+    """Wait until the kernel before has ended."""
+    if OVERLAPS:
         gdc_wait()

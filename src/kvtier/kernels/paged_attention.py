@@ -112,7 +112,11 @@ def _attend(
     num_rows, max_blocks = block_tables.shape
     kv_heads, block_tokens = cache.shape[1], cache.shape[2]
     tiles = tuning.attention_tiles(
-        group=sizes["GROUP"], head_dim=sizes["DIM"], itemsize=query.element_size(), max_query_tokens=max_query_tokens
+        group=sizes["GROUP"],
+        head_dim=sizes["DIM"],
+        itemsize=query.element_size(),
+        max_query_tokens=max_query_tokens,
+        num_rows=num_rows * kv_heads,
     ).fitted(head_dim=sizes["DIM"], itemsize=query.element_size(), shared_bytes=shared_bytes_of(query.device))
     tile_queries = tiles.rows // sizes["GROUP"]
     has_row_tiles = max_query_tokens <= tile_queries
@@ -173,6 +177,7 @@ def _attend(
         JOINS_LAST=joins_last,
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
+        LOOKS_AHEAD=tiles.looks_ahead,
         **overlap.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
@@ -209,6 +214,7 @@ def _attend_keys(
     table_ptr,
     first_key,
     end_key,
+    next_ids,
     block_stride,
     token_stride,
     log2_scale,
@@ -220,6 +226,7 @@ def _attend_keys(
     OPERAND: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    LOOKS_AHEAD: tl.constexpr,
 ):
     """Fold keys `first_key:end_key` into (weighted values, largest score, sum of weights), scores in powers of two.
 
@@ -231,7 +238,10 @@ def _attend_keys(
     for start in range(first_key, end_key, TILE_KEYS):
         keys = start + tl.arange(0, TILE_KEYS)
         is_key = keys < end_key
-        if IS_MASKED:
+        if LOOKS_AHEAD:
+            block_ids = next_ids.to(tl.int64)
+            next_ids = tl.load(table_ptr + (keys + TILE_KEYS) // BLOCK_TOKENS, mask=keys + TILE_KEYS < end_key, other=0)
+        elif IS_MASKED:
             block_ids = tl.load(table_ptr + keys // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
         else:
             block_ids = tl.load(table_ptr + keys // BLOCK_TOKENS).to(tl.int64)
@@ -321,9 +331,11 @@ def _attend_kernel(
     JOINS_LAST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    LOOKS_AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """A tile of one row's queries, with all query heads of one KV head, over the keys they see or one part of them."""
+    tl.static_assert(not LOOKS_AHEAD or TILE_ROWS < 64, "blocks are looked up ahead in one loop")
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.program_id(0)
     split = tl.program_id(2)
@@ -363,6 +375,11 @@ def _attend_kernel(
         end_key = tl.minimum(first_key + split_keys, end_key)
     layer_ptr = cache_ptr + kv_head * head_stride
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    next_ids = 0
+    if LOOKS_AHEAD:
+        next_keys = first_key + tl.arange(0, TILE_KEYS)
+        is_next = (next_keys >= 0) & (next_keys < end_key)  # what is no share may begin anywhere
+        next_ids = tl.load(table_ptr + next_keys // BLOCK_TOKENS, mask=is_next, other=0)
     if OVERLAPS:
         gdc_wait()
     if is_over or first_query >= num_queries or (JOINS_LAST and split >= num_parts):
@@ -396,6 +413,7 @@ def _attend_kernel(
             table_ptr,
             first_key,
             first_masked,
+            next_ids,
             block_stride,
             token_stride,
             log2_scale,
@@ -407,6 +425,7 @@ def _attend_kernel(
             OPERAND,
             TILE_KEYS,
             False,
+            LOOKS_AHEAD,
         )
     values, best, total = _attend_keys(
         values,
@@ -418,6 +437,7 @@ def _attend_kernel(
         table_ptr,
         first_masked,
         end_key,
+        next_ids,
         block_stride,
         token_stride,
         log2_scale,
@@ -429,6 +449,7 @@ def _attend_kernel(
         OPERAND,
         TILE_KEYS,
         True,
+        LOOKS_AHEAD,
     )
     if OVERLAPS:
         gdc_launch_dependents()

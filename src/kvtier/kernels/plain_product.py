@@ -103,6 +103,7 @@ def _product_kernel(
     is_token = (tokens < num_tokens)[:, None]
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
+    overlap.let_next_start(OVERLAPS)
     overlap.wait(OVERLAPS)
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * INPUTS + inputs[None, :]

@@ -20,6 +20,9 @@ FULL_PROGRAMS = 1056
 FULL_DECODE_PROGRAMS = 264
 """The same for decodes, whose programs are larger: two for each SM, so that all run at once."""
 
+MANY_DECODES = 128
+"""From so many rows of one query times KV heads on, their programs have eight warps, not four."""
+
 MIN_SPLIT_TOKENS = 128
 """A split shorter than this costs more in the joining than it gains."""
 
@@ -114,6 +117,8 @@ class Tiles:
     num_stages: int
     num_split_stages: int = 2
     """For a part of the keys, which is short."""
+    looks_ahead: bool = False
+    """Whether the blocks of the next keys are looked up while these are computed, so that all stages hold KV."""
 
     def fitted(self, *, head_dim: int, itemsize: int, shared_bytes: int) -> Tiles:
         """These, or fewer stages and keys, such that queries and all stages of keys and values fit."""
@@ -132,15 +137,16 @@ class Tiles:
         return tiles
 
     def shared_bytes(self, head_dim: int, itemsize: int) -> int:
-        """What a program holds at once, nearly."""
+        """What a program holds at once, or some more."""
         stages = max(self.num_stages, self.num_split_stages)
         return (self.rows + 2 * self.keys * stages) * head_dim * itemsize
 
 
-def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_tokens: int) -> Tiles:
+def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_tokens: int, num_rows: int) -> Tiles:
     """Tiles for rows of up to `max_query_tokens` queries; `group` query heads share a KV head.
 
-    There are few kinds, since each is compiled: for one query, for a few, for many.
+    `num_rows` counts each row once for every KV head. There are few kinds, since each is compiled: for one query of few
+    or of many rows, for a few queries, for many.
     """
     one = max(_power_of_two(group), MIN_DOT_ROWS)
     wanted = group * max_query_tokens
@@ -148,8 +154,9 @@ def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_token
         keys = 32 if head_dim <= 128 else 16
         return Tiles(one if wanted <= one else max(one, 32), keys, num_warps=4, num_stages=2)
     if wanted <= one:
-        keys = 128 if head_dim <= 128 else 32
-        return Tiles(one, keys if one <= 32 else min(keys, 64), num_warps=4, num_stages=3, num_split_stages=3)
+        keys = min(max(8192 // head_dim, 32), 128 if one <= 32 else 64)
+        warps = 8 if num_rows >= MANY_DECODES and one <= 32 else 4
+        return Tiles(one, keys, num_warps=warps, num_stages=3, num_split_stages=3, looks_ahead=one <= 32)
     if head_dim > 128:
         return Tiles(max(one, 64), keys=32, num_warps=8, num_stages=2)
     if wanted <= 64:

@@ -69,6 +69,8 @@ CASES = [
     _Case(64, 8192, 32_000, heads=28, kv_heads=4, head_dim=256),
     _Case(64, 8192, 32_000, heads=32, kv_heads=8, window=4096),
     _Case(64, 8192, 32_000, heads=32, kv_heads=8, window=200),
+    _Case(40, 8192, 32_000, heads=40, kv_heads=5),
+    _Case(32, 8192, 32_000, heads=28, kv_heads=4),
 ]
 
 

@@ -17,14 +17,32 @@ SHARED_MEMORY_BYTES = 227 * 1024
 STARTS_EARLY = """
 import re
 
-def starts_early(compiled, waits_to="(ld|st|atom)[.]global|cp[.]async[.]c[ag]"):
-    \"\"\"Whether a kernel may start before the one before it ends; such a one waits before it touches memory.\"\"\"
+def starts_early(compiled, may_read=()):
+    \"\"\"Whether a kernel may start before the one before it ends; such a one waits before it touches memory.
+
+    All but what it `may_read`, which the kernels right before it do not write.
+    \"\"\"
     ptx = compiled.asm["ptx"]
     if "griddepcontrol" not in ptx:
         return False
-    touched = re.search(waits_to, ptx)
+    touched = re.search("(st|atom)[.]global|cp[.]async[.]c[ag]", ptx)
     assert ptx.index("griddepcontrol.wait") < touched.start()
+    assert read_before_waiting(compiled.asm["ttir"]) == {f"%{name}" for name in may_read}
+    if not may_read:
+        assert ptx.index("griddepcontrol.wait") < re.search("ld[.]global|cp[.]async", ptx).start()
     return True
+
+def read_before_waiting(ttir):
+    \"\"\"Which pointers of a kernel's arguments loads come from, by where their addresses do.\"\"\"
+    before = ttir[: re.search("grid_dependency_wait|griddepcontrol.wait", ttir).start()]
+    loads = re.findall("tt[.]load (%[a-zA-Z0-9_]+)", before)
+    pointers = dict(re.findall("(%[a-zA-Z0-9_]+) = [^%\\\\n]*(%[a-zA-Z0-9_]+)", ttir))
+    bases = set()
+    for load in loads:
+        while load in pointers:  # the address of a load is the first operand of all it is made by
+            load = pointers[load]
+        bases.add(load)
+    return bases
 """
 
 COMPILE = """
@@ -53,7 +71,10 @@ sizes = {
 
 def compiled(kernel, tiles, is_split=False, special=None, **more):
     types_now = {**types, **(special or {})}
-    known = {**sizes, "TILE_ROWS": tiles.rows, "TILE_KEYS": tiles.keys, "IS_SPLIT": is_split, **more}
+    known = {
+        **sizes, "TILE_ROWS": tiles.rows, "TILE_KEYS": tiles.keys, "LOOKS_AHEAD": tiles.looks_ahead,
+        "IS_SPLIT": is_split, **more,
+    }
     constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
     signature = {
         name: "constexpr" if name.isupper() else types_now.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
@@ -70,8 +91,10 @@ def compiled(kernel, tiles, is_split=False, special=None, **more):
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-def tiles(max_query_tokens):
-    return tuning.attention_tiles(group=group, head_dim=dim, itemsize=itemsize, max_query_tokens=max_query_tokens)
+def tiles(max_query_tokens, num_rows=1):
+    return tuning.attention_tiles(
+        group=group, head_dim=dim, itemsize=itemsize, max_query_tokens=max_query_tokens, num_rows=num_rows
+    )
 
 total = {"total_ptr": f"*{dtype}"}
 attend, join = paged_attention._attend_kernel, paged_attention._join_kernel
@@ -83,6 +106,7 @@ kernels = {
     "overlapping": compiled(
         attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, HAS_SHARES=True, OVERLAPS=True
     ),
+    "many decodes": compiled(attend, tiles(1, 1000), HAS_ROW_TILES=True),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
     "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),
     "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, OVERLAPS=True),
@@ -105,18 +129,24 @@ if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, querie
     kernels["gathered"] = compiled(gathered_attention._attend_kernel, gathered)
     kernels["gather"] = compiled(gathered_attention._gather_kernel, gathered)
 
-def waits_to(name):
-    # Attention looks up what the step was given: the kernel before it has waited for all that came before itself.
-    return {"waits_to": "(st|atom)[.]global|cp[.]async[.]c[ag]"} if name == "overlapping" else {}
+# Weights are nobody's to write. Attention looks up what the step was given: the kernel before has waited for all that.
+MAY_READ = {
+    "norm": ["weight_ptr"], "norm in 8 bits": ["weight_ptr"],
+    "overlapping": ["shares_ptr", "tables_ptr"] if itemsize == 2 else ["shares_ptr"],
+}
 
 def layouts(compiled):
     return sorted(set(re.findall("#ttg[.]blocked<[^>]*>", compiled.asm["ttgir"])))
+
+# Without looking ahead Triton would keep one tile of KV, and ask for the next when that is computed.
+assert ("memdesc<2x" in kernels["decode"].asm["ttgir"]) == ("memdesc<2x" in kernels["many decodes"].asm["ttgir"])
+assert ("memdesc<2x" in kernels["decode"].asm["ttgir"]) == (itemsize == 2)
 
 # Which thread has which numbers is what the order of a sum depends on.
 assert layouts(kernels["norm"]) == layouts(kernels["norm in 8 bits"])
 
 print(json.dumps({
-    name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one, **waits_to(name))]
+    name: [one.metadata.shared, "wgmma" in one.asm["ptx"], starts_early(one, MAY_READ.get(name, ()))]
     for name, one in kernels.items()
 }))
 """

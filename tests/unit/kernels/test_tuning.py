@@ -13,11 +13,12 @@ HOPPER, AMPERE, ADA = 227 << 10, 163 << 10, 99 << 10
 @pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (128, 2), (128, 4), (256, 2)])
 @pytest.mark.parametrize("max_query_tokens", [1, 2, 16, 4096])
 @pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("num_rows", [1, 1000])
 def test_tiles_fit_shared_memory(
-    group: int, max_query_tokens: int, head_dim: int, itemsize: int, shared_bytes: int
+    num_rows: int, group: int, max_query_tokens: int, head_dim: int, itemsize: int, shared_bytes: int
 ) -> None:
     tiles = tuning.attention_tiles(
-        group=group, head_dim=head_dim, itemsize=itemsize, max_query_tokens=max_query_tokens
+        group=group, head_dim=head_dim, itemsize=itemsize, max_query_tokens=max_query_tokens, num_rows=num_rows
     ).fitted(head_dim=head_dim, itemsize=itemsize, shared_bytes=shared_bytes)
 
     assert tiles.shared_bytes(head_dim, itemsize) <= shared_bytes
@@ -38,7 +39,7 @@ def test_tiles_of_gathered_keys_fit_and_divide_what_is_gathered(head_dim: int, s
 
 
 def test_a_hopper_gpu_gets_the_tiles_that_were_measured_on_one() -> None:
-    tiles = tuning.attention_tiles(group=7, head_dim=128, itemsize=2, max_query_tokens=1)
+    tiles = tuning.attention_tiles(group=7, head_dim=128, itemsize=2, max_query_tokens=1, num_rows=40)
 
     assert tiles.fitted(head_dim=128, itemsize=2, shared_bytes=HOPPER) == tiles
 
