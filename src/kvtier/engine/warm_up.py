@@ -27,7 +27,7 @@ from kvtier.kernels import tuning
 from kvtier.kernels.rotation import Rotation
 from kvtier.models.model import Model
 
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 160)
+_MAX_COUNT = 160
 """Queries of a row: the tiles of attention double, up to 128. From 192 on KV is gathered."""
 
 _MORE_ROWS = 4
@@ -60,14 +60,17 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
 
 
 def _counts(runner: Runner) -> list[int]:
-    """How many queries a row may have: one number for each kind of tiles, and one."""
+    """How many queries a row may have: one number for each kind of tiles, and of what windows leave to be cut."""
     layout, group = runner.arena.layout, runner.model.config.num_heads // runner.arena.layout.kv_heads
-    counts: dict[tuple[tuning.Tiles, bool, bool], int] = {}
-    for count in _COUNTS:
+    windows = sorted({window for window in runner.model.config.windows if window is not None})
+    counts: dict[tuple[object, ...], int] = {}
+    reaching = {tuning.MIN_SPLIT_TOKENS * parts - window + 1 for parts in tuning.NEXT_KINDS for window in windows}
+    for count in sorted({*range(1, _MAX_COUNT + 1), *(count for count in reaching if count > 0)}):
         tiles = tuning.attention_tiles(
             group=group, head_dim=layout.head_dim, itemsize=layout.itemsize, max_query_tokens=count, num_rows=1
         )
-        counts.setdefault((tiles, group * count <= tiles.rows, count == 1), count)
+        cuts = tuple(tuning.kind_of_splits((window + count - 1) // tuning.MIN_SPLIT_TOKENS) for window in windows)
+        counts.setdefault((tiles, group * count <= tiles.rows, count == 1, cuts), count)
     return list(counts.values())
 
 

@@ -35,6 +35,9 @@ MAX_SPLIT_TILES = FULL_PROGRAMS // 2
 MAX_LAST_SPLITS = 20
 """Up to so many parts are joined by the program that ends last, which reads them alone; more by a kernel. 0: all."""
 
+NEXT_KINDS = (2, FEW_SPLITS + 1, MAX_LAST_SPLITS + 1)
+"""From so many parts on other kernels cut, or join."""
+
 MAX_ROW_SHARES = 32
 """No row of a decode has more shares: who ends last joins them alone."""
 
@@ -202,6 +205,11 @@ def has_shares(*, num_rows: int, kv_heads: int) -> bool:
 def joins_last(*, splits: int, rows: int) -> bool:
     """Whether the program of a tile of `rows` that ends last joins its parts, of which there are up to `splits`."""
     return splits <= MAX_LAST_SPLITS and rows <= MAX_LAST_ROWS
+
+
+def kind_of_splits(count: int) -> int:
+    """Which kernels cut keys into up to `count` parts, and join them: those of all counts with the same number."""
+    return sum(count >= least for least in NEXT_KINDS)
 
 
 def joined_splits(count: int) -> int:

@@ -69,6 +69,9 @@ CASES = [
     _Case(64, 8192, 32_000, heads=28, kv_heads=4, head_dim=256),
     _Case(64, 8192, 32_000, heads=32, kv_heads=8, window=4096),
     _Case(64, 8192, 32_000, heads=32, kv_heads=8, window=200),
+    _Case(13, 2048, 900, heads=128, kv_heads=64, head_dim=32, window=250),
+    _Case(1, 512, 12_000, heads=384, kv_heads=16, window=200),
+    _Case(64, 8192, 2048, heads=72, kv_heads=6, head_dim=32, window=1),
     _Case(40, 8192, 32_000, heads=40, kv_heads=5),
     _Case(32, 8192, 32_000, heads=28, kv_heads=4),
 ]

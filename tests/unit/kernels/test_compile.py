@@ -138,6 +138,11 @@ MAY_READ = {
 def layouts(compiled):
     return sorted(set(re.findall("#ttg[.]blocked<[^>]*>", compiled.asm["ttgir"])))
 
+# Attention looks up what was written before the kernel that writes the KV: that one lets it start when it has waited.
+for name in ("rotate", "overlapping"):
+    ptx = kernels[name].asm["ptx"]
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
 # Without looking ahead Triton would keep one tile of KV, and ask for the next when that is computed.
 assert ("memdesc<2x" in kernels["decode"].asm["ttgir"]) == ("memdesc<2x" in kernels["many decodes"].asm["ttgir"])
 assert ("memdesc<2x" in kernels["decode"].asm["ttgir"]) == (itemsize == 2)

@@ -15,6 +15,7 @@ import torch
 import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from kvtier.kernels import reference, tuning
 from kvtier.kernels.attention import attend
@@ -126,6 +127,73 @@ def test_rows_that_are_cut_by_their_lengths_equal_the_whole(
 
     assert_close(found, expected, shape.dtype)
     assert not counters.any(), "the next launch counts from zero"
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("max_last_splits", [0, 8])
+@pytest.mark.parametrize(("window", "block_tokens"), [(None, 16), (100, 12), (7, 8), (200, 64)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 128), (14, 64), (34, 32), (6, 160)])
+def test_decodes_in_sixteen_bits_over_several_tiles_of_keys(
+    heads: int,
+    head_dim: int,
+    window: int | None,
+    block_tokens: int,
+    max_last_splits: int,
+    splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "splits", lambda **_: splits)
+    monkeypatch.setattr(tuning, "MAX_LAST_SPLITS", max_last_splits)
+    shape = Shape(heads, 2, head_dim, block_tokens, torch.float16)
+
+    found, expected = both(make_case([(1, 300), (1, 63), (1, 64), (1, 65), (1, 129), (1, 1)], shape), window)
+
+    assert_close(found, expected, torch.float16)
+
+
+class _NotedLoads:
+    """Stands for the interpreter's own loads, and notes from where they are."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter = interpreter
+        self.addresses: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._interpreter, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.addresses.update(
+            np.asarray(pointers)[np.broadcast_to(np.asarray(mask, bool), np.shape(pointers))].tolist()
+        )
+        return self._interpreter.load(pointers, mask, other, dtype)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="it is the interpreter that is asked")
+@pytest.mark.parametrize("num_shares", [None, 3, 9])
+def test_all_blocks_of_a_row_are_looked_up_and_no_others(
+    num_shares: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are looked up ahead, too; a share of nothing, and a row of padding, have none."""
+    lengths = [(1, 300), (1, 3), (1, 128), (1, 65)]
+    case = make_case(lengths, Shape(heads=2, kv_heads=1, head_dim=128, block_tokens=16, dtype=torch.float16))
+    batch = case.batch(Backend.TRITON, num_padding_rows=2)
+    num_rows, width = batch.block_tables.shape
+    around = torch.zeros(num_rows + 200, width, dtype=torch.int32)
+    tables = around[100:-100].copy_(batch.block_tables)
+    shares = None
+    if num_shares is not None:
+        shares = torch.from_numpy(cut(np.array([*(length for _, length in lengths), 0, 0], np.int32), num_shares))
+    batch = dataclasses.replace(batch, block_tables=tables, shares=shares)
+    new = [torch.cat((one, one.new_zeros(2, *one.shape[1:]))) for one in (case.query, case.key, case.value)]
+    noted = _NotedLoads(interpreter._interpreter)
+    monkeypatch.setattr(interpreter, "_interpreter", noted)
+
+    attend(*new, case.cache, batch, scale=case.scale)
+
+    begin, end = around.data_ptr(), around.data_ptr() + around.nbytes
+    found = {(address - tables.data_ptr()) // 4 for address in noted.addresses if begin <= address < end}
+    used = [row * width + block for row, (_, length) in enumerate(lengths) for block in range(-(-length // 16))]
+    assert found == set(used)
 
 
 @pytest.mark.usefixtures("_many_splits")
