@@ -53,8 +53,7 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
         num_tokens = num_tokens * 3 // 4
     most = min(config.max_num_batched_tokens, longest)
     counts = [count for count in (*_counts(runner), most) if count <= most]
-    max_rows = {count: min(config.max_num_requests, config.max_num_batched_tokens // count) for count in counts}
-    kinds = dict.fromkeys(kind for count in counts for kind in _kinds(runner, max_rows[count], longest, count))
+    kinds = dict.fromkeys(kind for count in counts for kind in _kinds(runner, config, longest, count))
     for num_rows, start, num_queries in kinds:
         _run(runner, [_row(slot, start, num_queries, config.block_size) for slot in range(num_rows)])
 
@@ -74,15 +73,15 @@ def _counts(runner: Runner) -> list[int]:
     return list(counts.values())
 
 
-def _kinds(runner: Runner, max_rows: int, longest: int, count: int) -> Iterator[tuple[int, int, int]]:
+def _kinds(runner: Runner, config: EngineConfig, longest: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Rows of `count` queries, how many and where they start: one without much before it, and many that are long."""
+    max_rows = min(config.max_num_requests, config.max_num_batched_tokens // count)
     contexts = [(1, 0), (1, _MEDIUM_CONTEXT), *((num_rows, _LONG_CONTEXT) for num_rows in _numbers(max_rows))]
     many = -(-tuning.MANY_DECODES // runner.arena.layout.kv_heads)
-    if count == 1:
+    if count == 1 and many <= max_rows:
         contexts += [(many, 0), (many, _LONG_CONTEXT)]
     for num_rows, context in contexts:
-        if num_rows <= max_rows:
-            yield num_rows, max(min(context, longest) - count, 0), count
+        yield num_rows, max(min(context, longest) - count, 0), count
 
 
 def _numbers(most: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Kernels that start while the one before them in the stream ends, and may then fetch what no kernel writes: weights.
 
 The law: whoever was launched so waits before it reads or writes anything else. `wait` returns when the kernel before
-has ended, and that one has waited itself, so nothing that was launched earlier runs any more.
+has ended, and that one has waited itself, so nothing that was launched earlier runs any more. Attention may look up
+what the step was given, too: the kernel before it lets it start when it has waited itself.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs

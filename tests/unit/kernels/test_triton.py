@@ -19,7 +19,7 @@ CASES = [Path(__file__).with_name(name) for name in NAMES]
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 def test_triton_kernels_agree_with_their_twins() -> None:
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *map(str, CASES)]
