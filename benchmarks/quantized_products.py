@@ -35,8 +35,8 @@ from torch.nn import functional
 from benchmarks.harness import Result, console, print_figures, print_table
 from kvtier.kernels import elementwise, fp8_product, int4_product, plain_product, tuning
 from kvtier.kernels.quantized_rows import QuantizedRows
-from kvtier.models import fp8
-from kvtier.models.operations import silu_mul
+from kvtier.models.fused_operations import silu_mul
+from kvtier.models.quantization import fp8
 
 LAYERS = 28
 GROUP_SIZE = 128

@@ -44,7 +44,7 @@ from benchmarks.tier_stand import (
     settings_of,
     warm_up,
 )
-from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.schedule.block_manager import BlockManagerName
 
 GPU_SHAPE = "Qwen2.5-7B"
 BARS = {"cpu": ">= 0.97", "cuda": ">= 0.98"}

@@ -19,9 +19,9 @@ from benchmarks.harness import console
 from benchmarks.model_configs import MODEL_CONFIGS
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Round, Variant, kv_bytes_of
 from benchmarks.prefix_caching.options import device_settings, make_parser
-from kvtier.engine.block_manager import BlockManagerName
-from kvtier.engine.cuda_copier import CudaCopier
+from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.transfer.copiers.cuda_copier import CudaCopier
 
 BLOCK_TOKENS = 16
 DEVICE_ON: BlockManagerName = "prefix_caching"

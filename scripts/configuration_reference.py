@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 from msgspec import inspect
 
-from kvtier.deploy import chat_form, native
-from kvtier.deploy.form import type_in_words
-from kvtier.deploy.size import SIZE_IN_WORDS, Size
+from kvtier.deploy.file import chat_form, native
+from kvtier.deploy.file.form import type_in_words
+from kvtier.deploy.file.size import SIZE_IN_WORDS, Size
 from kvtier.sizes import format_size
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

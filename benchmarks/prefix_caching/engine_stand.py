@@ -25,10 +25,10 @@ import torch
 from benchmarks.model_configs import MODEL_CONFIGS, model_folder
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
-from kvtier.engine.block_manager import BlockManagerName, make_block_manager
 from kvtier.engine.engine import Engine
-from kvtier.engine.prompt_loading import PromptLoading
-from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_manager
+from kvtier.engine.schedule.prompt_loading import PromptLoading
+from kvtier.engine.schedule.scheduler import Scheduler
 
 MANAGERS: tuple[BlockManagerName, ...] = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
 SCHEDULES = ("sync", "async-2")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvtier import SamplingParams
 from kvtier.blocks.namespace import Namespace
-from kvtier.engine.block_manager import BlockManagerName, make_block_manager
-from kvtier.engine.request import Request
-from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_manager
+from kvtier.engine.schedule.request import Request
+from kvtier.engine.schedule.scheduler import Scheduler
 
 NUM_REQUESTS = 64
 _BLOCK_TOKENS = 16

@@ -34,7 +34,7 @@ from benchmarks.prefix_caching.engine_stand import (
 )
 from benchmarks.prefix_caching.options import conclude, device_settings, is_h200, make_parser, parse
 from benchmarks.prefix_caching.transformers_peer import PeerRound, measure_peer
-from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.schedule.block_manager import BlockManagerName
 
 OUTPUTS = (2, 8, 32, 128)
 VLLM_COLD = {2: 4.04, 8: 3.98, 32: 3.75, 128: 3.06}

@@ -36,7 +36,7 @@ from benchmarks.tier_stand import (
     shown_shares,
     warm_up,
 )
-from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.schedule.block_manager import BlockManagerName
 
 GPU_SHAPE = "Qwen2.5-7B"
 OUTPUTS = (2, 8, 32, 128)

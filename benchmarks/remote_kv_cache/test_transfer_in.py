@@ -37,7 +37,7 @@ from benchmarks.tier_stand import (
     shown_shares,
     warm_up,
 )
-from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.schedule.block_manager import BlockManagerName
 
 GPU_SHAPE = "Qwen2.5-3B"
 HIT_RATES = (0, 30, 50, 80, 100)

@@ -29,12 +29,12 @@ from benchmarks.harness import Contender, Options, Result, finish, parse_options
 from benchmarks.shapes import NUM_BLOCKS, SHAPES
 from kvtier.blocks.layout import KvLayout
 from kvtier.memory.mapped import MappedArena
-from kvtier.plugins.page_copier import HostPageCopier, PageCopier
-from kvtier.plugins.paged_kv import PagedKv, PageOrder
+from kvtier.transfer.copiers.page_copier import HostPageCopier, PageCopier
+from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
 
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
-    from kvtier.plugins.cuda_page_copier import CudaPageCopier, Way
+    from kvtier.transfer.copiers.cuda_page_copier import CudaPageCopier, Way
 
 GPU_BARS = {"pages_blhnc_in_gbs": ">= 45", "pages_blhnc_out_gbs": ">= 45"}
 CPU_BARS = {"pages_cpu_in_over_turned": "<= 1.7", "pages_cpu_out_over_turned": "<= 1.4"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.deployments import DeploymentProcess
 from kvtier.testing.tiny_models import save_tiny_model
+from tests.support.deployments import DeploymentProcess
 
 _MODEL = "tiny"
 _MAX_MODEL_LEN = 2048

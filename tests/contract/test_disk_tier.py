@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.stores.folder import MIN_FILE_BYTES
-from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.tier_contract import (
     CAPACITY_BLOCKS,
     LAYOUT,
@@ -26,6 +25,7 @@ from kvtier.testing.tier_contract import (
 )
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.tier import Tier
+from tests.support.faulty_files import FaultyFiles
 
 _UNIT_BYTES = 4096
 _FILE_BYTES = MIN_FILE_BYTES - _UNIT_BYTES + CAPACITY_BLOCKS * LAYOUT.slot_bytes

@@ -16,12 +16,12 @@ import torch
 import kvtier
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.engine.cuda_copier import CudaCopier, _CudaTransfer
-from kvtier.engine.kv_arena import KvArena
+from kvtier.engine.device.kv_arena import KvArena
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.cuda import load_cudart
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.servers import cache_server
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, _CudaTransfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

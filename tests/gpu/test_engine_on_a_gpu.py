@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.device.runner import Runner
 from kvtier.engine.engine import Engine
-from kvtier.engine.naive_blocks import NaiveBlocks
-from kvtier.engine.runner import Runner
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.schedule.naive_blocks import NaiveBlocks
 from kvtier.kernels.backend import Backend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

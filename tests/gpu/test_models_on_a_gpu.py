@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvtier.kernels import tuning
 from kvtier.kernels.rotation import Rotation, rotate
-from kvtier.models.fp8 import Fp8Linear, quantize_rows, scaled_matmul
-from kvtier.models.gptq import GptqLinear
+from kvtier.models.fused_operations import silu_mul
 from kvtier.models.linear import LinearShape, Part, PlainLinear
 from kvtier.models.loading import load_model
-from kvtier.models.operations import silu_mul
-from kvtier.models.quantization_config import GptqConfig
+from kvtier.models.quantization.config import GptqConfig
+from kvtier.models.quantization.fp8 import Fp8Linear, quantize_rows, scaled_matmul
+from kvtier.models.quantization.gptq import GptqLinear
 from kvtier.models.slot import SlotKind
 from kvtier.testing.tiny_models import FAMILIES, save_tiny_model
 

@@ -17,15 +17,15 @@ import torch
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.mapped import MappedArena
-from kvtier.plugins.page_copier import page_copier
-from kvtier.plugins.paged_kv import PagedKv, PageOrder
-from tests.unit.plugins.pages import NUM_PAGES, STRIDES, Case, moved, random_tensors
+from kvtier.transfer.copiers.page_copier import page_copier
+from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
+from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, random_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
     torch.ones(1, device="cuda")  # opens what stays open, before a test is watched for what it leaves behind
-    from kvtier.plugins.cuda_page_copier import CudaPageCopier, Way
+    from kvtier.transfer.copiers.cuda_page_copier import CudaPageCopier, Way
 
 LAYOUT = KvLayout(layers=7, kv_heads=4, head_dim=128)
 CHUNK_BYTES = 3 * LAYOUT.block_bytes + 5

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.cuda_copier import CudaCopier, layer_groups
 from kvtier.engine.engine import Engine
-from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.schedule.request import Request
 from kvtier.kernels.paged_batch import PagedArrays, PagedRow
 from kvtier.testing.servers import cache_server
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, layer_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.errors import TierFull
 from kvtier.testing.servers import cache_server
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
     NOTHING_HELD,

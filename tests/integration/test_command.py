@@ -18,7 +18,7 @@ from kvtier.blocks.hashing import join_hashes
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     NAMESPACE,
     OTHER_NAMESPACE,

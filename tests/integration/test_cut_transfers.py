@@ -9,9 +9,8 @@ import threading
 import pytest
 
 import kvtier
-from kvtier.testing.lying_proxy import LyingProxy
 from kvtier.testing.servers import cache_server
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
     NAMESPACE,
@@ -21,6 +20,7 @@ from tests.integration.actors import (
     payloads,
     stays,
 )
+from tests.support.lying_proxy import LyingProxy
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from kvtier import BlockHash, KvLayout, Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError, TierFull
 from kvtier.testing.servers import start_cache_server
-from tests.integration.actors import NOTHING_HELD, held, payload, wait_until
+from tests.support.actors import NOTHING_HELD, held, payload, wait_until
 
 _LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=128, dtype="float16", block_tokens=16)
 _BLOCK_BYTES = _LAYOUT.block_bytes  # 16 KiB

@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.stores.disk import DiskStore
 from kvtier.stores.records import HEADER_BYTES, RECORD_BYTES
-from kvtier.testing.faulty_files import FaultyFiles
-from tests.unit.stores.building import (
+from tests.support.faulty_files import FaultyFiles
+from tests.support.store_building import (
     DATA_NAME,
     MIB,
     OTHER_NAMESPACE,

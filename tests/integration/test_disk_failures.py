@@ -21,10 +21,9 @@ from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.stores.disk import DiskStore
 from kvtier.stores.records import HEADER_BYTES, Header, encode_header
-from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
     NAMESPACE,
@@ -37,6 +36,7 @@ from tests.integration.actors import (
     read_all,
     wait_until,
 )
+from tests.support.faulty_files import FaultyFiles
 
 _DATA_NAME = "blocks.kvtier"
 _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.stores.disk import DiskStore
-from kvtier.testing.power_cut import PowerCutFiles
-from tests.unit.stores.building import MIB, UNIT, crashed, hash_of, payload, read, space_of
+from tests.support.power_cut import PowerCutFiles
+from tests.support.store_building import MIB, UNIT, crashed, hash_of, payload, read, space_of
 
 _BLOCK_BYTES = 3 * UNIT
 

@@ -22,11 +22,10 @@ from kvtier.cli.cache import cache
 from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError
 from kvtier.stores.disk import DiskStore
-from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
     NAMESPACE,
@@ -39,6 +38,7 @@ from tests.integration.actors import (
     read_all,
     wait_until,
 )
+from tests.support.faulty_files import FaultyFiles
 
 _DATA_NAME = "blocks.kvtier"
 _SLOT_BYTES = LAYOUT.slot_bytes

@@ -12,13 +12,13 @@ import pytest
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
-from kvtier.engine.held import Held
-from kvtier.engine.runner import Submitted
+from kvtier.engine.device.runner import Submitted
 from kvtier.errors import ConfigError, EngineStopped
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.integration.actors import wait_until
-from tests.integration.tiered_engines import tokens
+from kvtier.transfer.device_lease import DeviceLease
+from tests.support.actors import wait_until
+from tests.support.tiered_engines import tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SOME = [tokens(seed, 200) for seed in range(6)]
@@ -80,10 +80,10 @@ def test_what_was_offered_before_an_interrupt_is_never_stored(
             assert answers(llm, OTHERS) == expected["others"]
 
 
-class _InterruptedOnce(deque[Held]):
+class _InterruptedOnce(deque[DeviceLease]):
     num_taken = 0
 
-    def popleft(self) -> Held:
+    def popleft(self) -> DeviceLease:
         taken = super().popleft()
         self.num_taken += 1
         if self.num_taken == 3:

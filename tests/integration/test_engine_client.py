@@ -16,11 +16,11 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
 from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, StreamPiece, Submission
 from kvtier.engine.engine import Engine
-from kvtier.engine.step import Step
+from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.integration.actors import wait_until
+from tests.support.actors import wait_until
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ import torch
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.engine_building import MANAGERS
+from tests.support.engine_building import MANAGERS
 
 torch.set_num_threads(1)
 

@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.device.runner import Runner, Submitted, TokenResult
 from kvtier.engine.engine import Engine
-from kvtier.engine.facts import count_parameters, hello_of
-from kvtier.engine.runner import Runner, Submitted, TokenResult
-from kvtier.engine.step import Step
+from kvtier.engine.process.hello import count_parameters, hello_of
+from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.integration.tiered_engines import tokens
+from tests.support.tiered_engines import tokens
 
 torch.set_num_threads(1)
 
@@ -242,7 +242,7 @@ def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
 
     with open_llm(folder) as llm:
         expected = llm.generate([tokens(0, 20)], GREEDY)
-    monkeypatch.setattr("kvtier.engine.runner.MAX_GRAPH_TOKENS", max_graph_tokens)
+    monkeypatch.setattr("kvtier.engine.device.runner.MAX_GRAPH_TOKENS", max_graph_tokens)
     monkeypatch.setattr(Runner, "submit", submit_and_count)
     monkeypatch.setattr(Submitted, "wait", wait_and_count)
     with open_llm(folder, schedule="async-2", max_num_batched_tokens=5) as llm:

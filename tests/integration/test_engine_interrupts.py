@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.runner import Runner, Submitted
-from kvtier.engine.step import Step
+from kvtier.engine.device.runner import Runner, Submitted
+from kvtier.engine.schedule.step import Step
 from kvtier.errors import ConfigError
 from kvtier.testing.tiny_models import save_tiny_model
 

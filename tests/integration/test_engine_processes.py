@@ -22,9 +22,9 @@ from kvtier.client.client import SingleClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
-from tests.integration.actors import NOTHING_HELD, held, is_stopped, wait_until
-from tests.integration.engine_actors import Child, Nursery, nursery
-from tests.integration.tiered_engines import (
+from tests.support.actors import NOTHING_HELD, held, is_stopped, wait_until
+from tests.support.engine_actors import Child, Nursery, nursery
+from tests.support.tiered_engines import (
     BLOCK_BYTES,
     SLACK_S,
     Question,

@@ -12,7 +12,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import make_tiny_tokenizer, save_tiny_model
-from tests.unit.models.dense import all_logits
+from tests.support.dense import all_logits
 
 torch.set_num_threads(1)
 

@@ -24,15 +24,15 @@ from kvtier import LLM
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.engine.answer import RequestOutput
-from kvtier.testing.faulty_files import FaultyFiles
-from kvtier.testing.lying_proxy import LIES, LyingProxy
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transport.address import UnixAddress
-from tests.integration.actors import hung, restarted, wait_until
-from tests.integration.tiered_engines import (
+from tests.support.actors import hung, restarted, wait_until
+from tests.support.faulty_files import FaultyFiles
+from tests.support.lying_proxy import LIES, LyingProxy
+from tests.support.tiered_engines import (
     BLOCK_BYTES,
     SLACK_S,
     Asking,

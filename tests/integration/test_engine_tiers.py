@@ -20,11 +20,11 @@ import torch
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import RequestOutput
 from kvtier.engine.client import EngineClient
-from kvtier.engine.punctuality import Punctuality
-from kvtier.engine.request import Status
+from kvtier.engine.schedule.request import Status
+from kvtier.latency_guard import LatencyGuard
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.engine_building import MANAGERS
-from tests.integration.tiered_engines import (
+from tests.support.engine_building import MANAGERS
+from tests.support.tiered_engines import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     GREEDY,
@@ -389,9 +389,9 @@ def test_thousands_of_requests_over_little_room_everywhere(model: Path, kind: st
 @pytest.mark.parametrize(
     ("kind", "threads", "places"),
     [
-        ("host", {"load", "store"}, {"Bringing._bring_in_place", "Storing._run"}),
-        ("unix", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Bringing._bring_in_place"}),
-        ("disk", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Bringing._bring_unit"}),
+        ("host", {"load", "store"}, {"Loader._bring_in_place", "Storer._run"}),
+        ("unix", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Loader._bring_in_place"}),
+        ("disk", {"match", "load", "store"}, {"Stream.send", "Stream.receive", "Loader._bring_unit"}),
         ("host+tcp", {"push", "transfer"}, {"Stream.send", "Stream.receive"}),
     ],
 )
@@ -403,15 +403,15 @@ def test_the_tiers_threads_let_the_engine_hand_out_tokens_first(
     asked_in: set[str] = set()
     handed_out: set[str] = set()
 
-    def let_pass(self: Punctuality) -> None:
+    def let_pass(self: LatencyGuard) -> None:
         asked.add(threading.current_thread().name.split("_")[0].removeprefix("kvtier-"))
         asked_in.add(sys._getframe(2).f_code.co_qualname)
 
-    def note_handed_out(self: Punctuality) -> None:
+    def note_handed_out(self: LatencyGuard) -> None:
         handed_out.add(threading.current_thread().name)
 
-    monkeypatch.setattr(Punctuality, "let_pass", let_pass)
-    monkeypatch.setattr(Punctuality, "note_handed_out", note_handed_out)
+    monkeypatch.setattr(LatencyGuard, "let_pass", let_pass)
+    monkeypatch.setattr(LatencyGuard, "note_handed_out", note_handed_out)
     with tiers(kind) as below, open_engine(model, block_manager="disable_prefix_caching", **below.settings) as llm:
         ask(llm, questions()[:2])
         settled(llm)

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvtier import LLM, SamplingParams
 from kvtier.models.loading import load_model
 from kvtier.testing.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
-from tests.unit.models.dense import greedy
-from tests.unit.models.test_gptq import save_gptq_model
+from tests.support.dense import greedy
+from tests.unit.models.quantization.test_gptq import save_gptq_model
 
 torch.set_num_threads(1)
 

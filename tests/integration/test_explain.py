@@ -18,14 +18,14 @@ from kvtier.cacheserver.server import CacheServer
 from kvtier.cli.explain import ModelOptions
 from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, TierError
-from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
 from kvtier.transport.address import UnixAddress
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
-from tests.integration.actors import handshaken, raw_socket, receive_message, wait_until
+from tests.support.actors import handshaken, raw_socket, receive_message, wait_until
+from tests.support.faulty_files import FaultyFiles
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=80, dtype="float16", block_tokens=16)
 """10,240 bytes a block in slots of 12 KiB."""

@@ -14,7 +14,7 @@ from kvtier.memory.checksum import checksum_of
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     NOTHING_HELD,
     OTHER_NAMESPACE,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvtier import SamplingParams
-from kvtier.engine.copier import HostCopier, Mark, Transfer
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.tiny_models import save_tiny_model
-from tests.integration.tiered_engines import BLOCK_BYTES, cached, full_blocks, open_engine, settled, tokens
+from kvtier.transfer.copier import HostCopier, Mark, Transfer
+from tests.support.tiered_engines import BLOCK_BYTES, cached, full_blocks, open_engine, settled, tokens
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from kvtier import KvLayout
 from kvtier.client.client import SingleClient
 from kvtier.errors import LeaseError
 from kvtier.testing.servers import ServerProcess, cache_server
-from tests.integration.actors import (
+from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
     NAMESPACE,

@@ -17,7 +17,7 @@ import kvtier
 from kvtier import KvLayout
 from kvtier.errors import ConfigError, TierError, TierFull, TierRefused, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
-from tests.integration.actors import (
+from tests.support.actors import (
     LAYOUT,
     NAMESPACE,
     chain,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.deployments import DeploymentProcess
 from kvtier.testing.servers import cache_server
-from tests.integration.serving import MODEL, TEXT, save_model
+from tests.support.deployments import DeploymentProcess
+from tests.support.serving import MODEL, TEXT, save_model
 
 
 def _refused(deployment: DeploymentProcess, *, within_s: float) -> str:

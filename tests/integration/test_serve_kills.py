@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.deployments import DeploymentProcess
-from tests.integration.serving import (
+from tests.support.deployments import DeploymentProcess
+from tests.support.serving import (
     MODEL,
     TEXT,
     Traffic,

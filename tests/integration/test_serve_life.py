@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvtier.testing.deployments import DeploymentProcess, starting_deployment
-from tests.integration.serving import MODEL, TEXT, Answer, ask, body_of, client_of, save_model, streaming
+from tests.support.deployments import DeploymentProcess, starting_deployment
+from tests.support.serving import MODEL, TEXT, Answer, ask, body_of, client_of, save_model, streaming
 
 _DOCUMENT = "It is a truth universally acknowledged, that a long prompt must be in want of a cache. " * 6
 _QUESTION = "Tell me everything."

@@ -14,8 +14,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.observe.metrics import ENGINE_BLOCKS, ENGINE_RUNNING_REQUESTS, ENGINE_USED_BLOCKS
-from kvtier.testing.deployments import DeploymentProcess
-from tests.integration.serving import (
+from tests.support.deployments import DeploymentProcess
+from tests.support.serving import (
     MODEL,
     Traffic,
     Way,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 
-from kvtier.testing.deployments import DeploymentProcess
-from tests.integration.serving import ask, save_model
+from tests.support.deployments import DeploymentProcess
+from tests.support.serving import ask, save_model
 
 _MODEL = "THUDM/glm-4-9b-chat-1m-hf"
 _TEXT = """\

@@ -16,7 +16,7 @@ import kvtier
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server
-from tests.integration.actors import (
+from tests.support.actors import (
     LAYOUT,
     NAMESPACE,
     NOTHING_HELD,

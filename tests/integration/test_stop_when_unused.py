@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.servers import ServerProcess, cache_server
-from tests.integration.actors import actor, chain, open_client, payloads, read_all, stays, wait_until
+from tests.support.actors import actor, chain, open_client, payloads, read_all, stays, wait_until
 
 HASHES = chain(1, 8)
 

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.testing.servers import cache_server
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
-from tests.integration.actors import (
+from tests.support.actors import (
     LAYOUT,
     NAMESPACE,
     ROOT,

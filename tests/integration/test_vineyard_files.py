@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from tests.integration.actors import wait_until
-from tests.vineyard_files import (
+from tests.support.actors import wait_until
+from tests.support.vineyard_files import (
     CHUNK,
     FILE_BYTES,
     SHARED_CAPACITY,
@@ -40,7 +40,7 @@ class Actor:
         self._log = logs / f"{act}-{seed}"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vineyard_files", act, str(root), str(seed)],
+                [sys.executable, "-m", "tests.support.vineyard_files", act, str(root), str(seed)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=_ROOT,

@@ -29,7 +29,7 @@ from kvtier.testing.servers import ServerProcess, cache_server, start_cache_serv
 from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
 from kvtier.vineyard.recency import SharedRecency
 from kvtier.vineyard.shared_cache import SharedCache
-from tests.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
+from tests.support.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
 
 ROOT = Path(__file__).parents[2]
 _SLOT_BYTES = 4096  # two layers of two tensors of 1,000 bytes
@@ -51,7 +51,7 @@ def server(running_server: ServerProcess) -> ServerProcess:
 
 def _actor(act: str, socket: str, *numbers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.vineyard_tensors", act, socket, *map(str, numbers)],
+        [sys.executable, "-m", "tests.support.vineyard_tensors", act, socket, *map(str, numbers)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

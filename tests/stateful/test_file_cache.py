@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from kvtier.testing.faulty_files import FaultyFiles
-from tests.vineyard_files import CHUNK, chunk_paths, found, make_older, open_files, store, temp_names
+from tests.support.faulty_files import FaultyFiles
+from tests.support.vineyard_files import CHUNK, chunk_paths, found, make_older, open_files, store, temp_names
 
 _CAPACITY_CHUNKS = 12
 _CLIENTS = st.integers(0, 1)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.engine.block_manager import BlockManagerName
-from kvtier.engine.request import Request, Status
-from kvtier.engine.shared_blocks import SharedBlocks
-from tests.engine_building import CACHING_MANAGERS, MANAGERS, SimulatedEngine, checksums
+from kvtier.engine.schedule.block_manager import BlockManagerName
+from kvtier.engine.schedule.request import Request, Status
+from kvtier.engine.schedule.shared_blocks import SharedBlocks
+from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SimulatedEngine, checksums
 
 MAX_PROMPT = 22
 

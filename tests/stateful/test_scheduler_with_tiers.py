@@ -1,7 +1,7 @@
 """Scheduler, prompt loading and block managers over tiers that answer, fail and come late in any order.
 
-The simulated device and tiers fail at the first wrong byte: see `tests/tier_simulation`. At the end every answer is the
-one that its prompt gets alone, every block and every lease was given back, and nobody waits.
+The simulated device and tiers fail at the first wrong byte: see `tests/support/tier_simulation`. At the end every
+answer is the one that its prompt gets alone, every block and every lease was given back, and nobody waits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.engine.block_manager import BlockManagerName
-from kvtier.engine.load import Order
-from kvtier.engine.request import Request, Status
-from kvtier.engine.shared_blocks import SharedBlocks
-from tests.engine_building import CACHING_MANAGERS, MANAGERS, checksums
-from tests.tier_simulation import TIERS, TieredEngine
+from kvtier.engine.schedule.block_manager import BlockManagerName
+from kvtier.engine.schedule.request import Request, Status
+from kvtier.engine.schedule.shared_blocks import SharedBlocks
+from kvtier.transfer.load import Order
+from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, checksums
+from tests.support.tier_simulation import TIERS, TieredEngine
 
 MAX_PROMPT = 22
 

@@ -27,8 +27,8 @@ from benchmarks.offloading_KV_cache.baseline.test_swap import Stand
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Variant
 from benchmarks.prefix_caching.options import conclude, is_h200, make_parser, parse
 from benchmarks.tier_stand import chosen, kv_bytes, settings_of
-from kvtier.engine.copier import Copier, Transfer
-from kvtier.engine.cuda_copier import NUM_GROUPS, CudaCopier
+from kvtier.transfer.copier import Copier, Transfer
+from kvtier.transfer.copiers.cuda_copier import NUM_GROUPS, CudaCopier
 
 H200_BARS = {
     "copy_in_gbs": ">= 51",

@@ -35,9 +35,9 @@ from benchmarks.tier_stand import (
     open_stand,
     warm_up,
 )
-from kvtier.engine.copier import Copier, HostCopier
-from kvtier.engine.cuda_copier import CudaCopier
 from kvtier.memory.mapped import MappedArena
+from kvtier.transfer.copier import Copier, HostCopier
+from kvtier.transfer.copiers.cuda_copier import CudaCopier
 
 GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B", "glm-4-9b-chat-1m", "Llama-3.1-8B", "Qwen2.5-32B")
 QUICK_GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B")

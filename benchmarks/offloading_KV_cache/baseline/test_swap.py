@@ -28,11 +28,11 @@ from benchmarks.harness import Contender, Result, parse_options, print_table, ra
 from benchmarks.shapes import NUM_BLOCKS, SHAPES
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.engine.copier import Copier, HostCopier, Transfer
-from kvtier.engine.cuda_copier import CudaCopier
-from kvtier.engine.kv_arena import KvArena
+from kvtier.engine.device.kv_arena import KvArena
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.servers import cache_server
+from kvtier.transfer.copier import Copier, HostCopier, Transfer
+from kvtier.transfer.copiers.cuda_copier import CudaCopier
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

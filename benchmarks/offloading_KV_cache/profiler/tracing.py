@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Result, console, print_figures, print_table
-from kvtier.engine.copier import HostCopier
-from kvtier.engine.cuda_copier import CudaCopier
 from kvtier.engine.engine import Engine
+from kvtier.transfer.copier import HostCopier
+from kvtier.transfer.copiers.cuda_copier import CudaCopier
 
 STEP = "kvtier step"
 Interval = tuple[float, float]

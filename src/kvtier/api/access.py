@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from kvtier.api.config import ApiKey
-from kvtier.api.problem import Problem
+from kvtier.api.http_error import HttpError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Access:
         self._keys = [(one.key.encode(), Tenant(one.name, one.salt)) for one in keys]
 
     def tenant(self, request: Request) -> Tenant:
-        """Raises a `Problem` for a request without a key that is known."""
+        """Raises a `HttpError` for a request without a key that is known."""
         if not self._keys:
             return _EVERYBODY
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -38,7 +38,7 @@ class Access:
                 found = tenant
         if found is None or kind.lower() != "bearer":
             sentence = "the API key is not known here" if given else "an API key is needed: Authorization: Bearer KEY"
-            raise Problem(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise HttpError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
 
 

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.api.link import Answers, EngineLink
-from kvtier.engine.messages import ChatPrompt, Hello, Prompt, TextPrompt
+from kvtier.api.engine_connection import Answers, EngineConnection
+from kvtier.engine.process.messages import ChatPrompt, Hello, Prompt, TextPrompt
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, EngineStopped, UnknownModel
 
@@ -26,7 +26,7 @@ class ServedModel:
     """
 
     names: Sequence[str]
-    links: Sequence[EngineLink]
+    links: Sequence[EngineConnection]
     default_options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -53,7 +53,7 @@ class Engines:
         self._by_name = {name: model for model in models for name in model.names}
 
     @property
-    def links(self) -> list[EngineLink]:
+    def links(self) -> list[EngineConnection]:
         return [link for model in self.models for link in model.links]
 
     @property
@@ -79,7 +79,7 @@ class Engines:
     async def submit(
         self, model: ServedModel, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = ""
     ) -> Answers:
-        """Hand a prompt to one of the model's engines. Raises as `EngineLink.submit` does."""
+        """Hand a prompt to one of the model's engines. Raises as `EngineConnection.submit` does."""
         is_hung = any(link.is_hung for link in model.links)
         error: EngineStopped = EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
         left = list(model.links)
@@ -92,7 +92,7 @@ class Engines:
         raise error
 
 
-def _in_order(links: Sequence[EngineLink], prompt: Prompt, salt: str) -> list[EngineLink]:
+def _in_order(links: Sequence[EngineConnection], prompt: Prompt, salt: str) -> list[EngineConnection]:
     """Those that answer, the best one first: where prompts that begin alike went, unless it is much busier."""
     there = [link for link in links if link.hello is not None and not link.is_hung]
     if len(there) < 2:
@@ -100,7 +100,7 @@ def _in_order(links: Sequence[EngineLink], prompt: Prompt, salt: str) -> list[En
     idlest = min(link.num_requests for link in there)
     beginning = _beginning(prompt, salt)
 
-    def rank(link: EngineLink) -> tuple[bool, int, bytes]:
+    def rank(link: EngineConnection) -> tuple[bool, int, bytes]:
         is_busy = link.num_requests > idlest + _AFFINITY_SLACK
         weight = hashlib.sha256(link.name.encode() + beginning).digest()
         return is_busy, link.num_requests if is_busy else 0, weight

@@ -19,10 +19,10 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.config import ApiConfig
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.link import DEFAULT_PATIENCE, EngineLink, Patience
-from kvtier.api.ollama import ollama_app
-from kvtier.api.openai import openai_app
+from kvtier.api.ollama.routes import ollama_app
+from kvtier.api.openai.routes import openai_app
 from kvtier.api.service import Service
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Se
     models = [
         ServedModel(
             names=model.names,
-            links=[EngineLink(engine.name, engine.socket, patience) for engine in model.engines],
+            links=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
         )
         for model in config.models
@@ -169,7 +169,7 @@ class _Counted:
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
     try:
-        from kvtier.api.connection import Connection  # noqa: PLC0415 - needs httptools
+        from kvtier.api.client_connection import Connection  # noqa: PLC0415 - needs httptools
     except ImportError:
         return "auto"
     return Connection

@@ -12,10 +12,10 @@ from starlette.requests import Request
 
 from kvtier.api.access import Access, Tenant, salt_of
 from kvtier.api.config import ApiConfig
+from kvtier.api.engine_connection import Answers
 from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.link import Answers
-from kvtier.api.problem import unavailable
-from kvtier.engine.messages import End, Prompt
+from kvtier.api.http_error import unavailable
+from kvtier.engine.process.messages import End, Prompt
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.observe.metrics import ApiMetrics
 
@@ -36,12 +36,12 @@ class Service:
         self.access = Access(self.config.keys)
 
     def tenant(self, request: Request) -> Tenant:
-        """Raises a `Problem` for those who may not ask."""
+        """Raises a `HttpError` for those who may not ask."""
         return self.access.tenant(request)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A scope for one request for answers. Raises a `Problem` when the server is full, or about to stop."""
+        """A scope for one request for answers. Raises a `HttpError` when the server is full, or about to stop."""
         if self.is_draining:
             raise unavailable("the server is stopping")
         if self.num_requests >= self.config.max_requests:

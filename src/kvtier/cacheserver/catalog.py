@@ -20,9 +20,9 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
-from kvtier.cacheserver.known_fields import KnownFields
+from kvtier.cacheserver.disk_aware_lru import DiskAwareLru
+from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions
 from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence, SpaceLike
-from kvtier.cacheserver.safe_first import SafeFirstPolicy
 from kvtier.errors import TierRefused, TierUnavailable
 from kvtier.sizes import format_size
 from kvtier.wire.messages import (
@@ -121,10 +121,10 @@ class Catalog:
         self._stores_on = stores_on
         self._keeps_stored = keeps_stored
         self._ghosts = Ghosts()
-        self._known_fields = KnownFields()
+        self._known_fields = NamespaceDescriptions()
         self._pool = BlockPool(
             memory_bytes // SLOT_ALIGN_BYTES,
-            LruPolicy() if persistence is None else SafeFirstPolicy(evicts_unsafe=keeps_stored),
+            LruPolicy() if persistence is None else DiskAwareLru(evicts_unsafe=keeps_stored),
             make=MemoryBlock,
             on_evict=self._note_evicted,
         )

@@ -20,7 +20,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.cacheserver.known_fields import read_fields
+from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.notes import Notes
 from kvtier.cacheserver.persistence import MemoryBlock
 from kvtier.cacheserver.process_watch import ProcessWatch

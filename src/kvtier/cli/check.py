@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from kvtier.deploy.checking import CacheUse, EngineUse, Report, check_plan
-from kvtier.deploy.machine import this_machine
-from kvtier.deploy.planning import load_plan
+from kvtier.deploy.check.checking import CacheUse, EngineUse, Report, check_plan
+from kvtier.deploy.check.machine import this_machine
+from kvtier.deploy.plan.planning import load_plan
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from kvtier.deploy.log import DeploymentLog
-from kvtier.deploy.plan import Part
-from kvtier.deploy.planning import load_plan
-from kvtier.deploy.supervisor import Supervisor
+from kvtier.deploy.plan.plan import Part
+from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.run.log import DeploymentLog
+from kvtier.deploy.run.supervisor import Supervisor
 from kvtier.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from kvtier.courtesy import be_courteous, courtesy
 from kvtier.errors import TierUnavailable
+from kvtier.latency_guard import current_guard, yield_to
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -32,7 +32,7 @@ class Workers:
         The threads are as courteous as the caller meanwhile.
         """
         threads = self._threads()
-        works = [threads.submit(_do, act, item, courtesy()) for item in items]
+        works = [threads.submit(_do, act, item, current_guard()) for item in items]
         try:
             wait(works)
         except BaseException:  # an interrupt: they still use the caller's buffers
@@ -63,8 +63,8 @@ class Workers:
 
 
 def _do(act: Callable[[_Item], _Result], item: _Item, let_pass: Callable[[], None] | None) -> _Result:
-    be_courteous(let_pass)
+    yield_to(let_pass)
     try:
         return act(item)
     finally:
-        be_courteous(None)
+        yield_to(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.engine.request import Request
+from kvtier.engine.schedule.request import Request
 
 
 class TextSource(Protocol):

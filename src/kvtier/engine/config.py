@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from kvtier.engine.block_manager import BlockManagerName
+from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
 
 _MOST = {

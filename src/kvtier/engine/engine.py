@@ -21,27 +21,24 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, cached_tokens_of
-from kvtier.engine.block_manager import make_block_manager
-from kvtier.engine.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.copier import HostCopier
-from kvtier.engine.cuda_copier import CudaCopier
-from kvtier.engine.decode_graphs import MAX_GRAPH_ROWS
-from kvtier.engine.garbage import collect_young
-from kvtier.engine.kv_arena import KvArena
-from kvtier.engine.prefill_probe import measure_prefill
-from kvtier.engine.prompt_loading import PromptLoading
-from kvtier.engine.punctuality import Punctuality
-from kvtier.engine.request import FinishReason, Request, Status
-from kvtier.engine.runner import Runner, Submitted, TokenResult
+from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS
+from kvtier.engine.device.decode_graphs import MAX_GRAPH_ROWS
+from kvtier.engine.device.kv_arena import KvArena
+from kvtier.engine.device.prefill_probe import measure_prefill
+from kvtier.engine.device.runner import Runner, Submitted, TokenResult
+from kvtier.engine.device.sizing import allocated_bytes, choose_num_blocks
+from kvtier.engine.device.step_timer import StepTimer
+from kvtier.engine.device.warm_up import compile_kernels
+from kvtier.engine.gc_control import collect_young
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sizing import allocated_bytes, choose_num_blocks
-from kvtier.engine.step_timer import StepTimer
+from kvtier.engine.schedule.block_manager import make_block_manager
+from kvtier.engine.schedule.prompt_loading import PromptLoading
+from kvtier.engine.schedule.request import FinishReason, Request, Status
+from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.tier_building import has_tiers, make_hierarchy
-from kvtier.engine.tier_traffic import TierTraffic
-from kvtier.engine.warm_up import compile_kernels
 from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress, load_model
 from kvtier.models.progress import terminal_progress
 from kvtier.models.tokenizer import TextStream, Tokenizer
@@ -49,6 +46,9 @@ from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
 from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.copier import HostCopier
+from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.tier_traffic import TierTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Engine:
         self._namespace = self._namespace_fields.digest()
         self.speeds = Speeds()
         self._timer = StepTimer(self.speeds, device)
-        self._punctuality = Punctuality()
+        self._punctuality = LatencyGuard()
         self.traffic = self._make_traffic(device)
         if self.traffic is not None:  # its threads would keep it, and all it holds, after the engine
             weakref.finalize(self, self.traffic.close).atexit = False

@@ -14,8 +14,8 @@ from kvtier.engine.answer import RequestOutput, completion_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.progress import prompt_progress
-from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.schedule.request import Request
 from kvtier.errors import ConfigError, InvalidParameter, RequestError
 from kvtier.tiers.explanation import Explanation
 

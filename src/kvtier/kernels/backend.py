@@ -214,7 +214,7 @@ def int4_product_for(tensor: torch.Tensor) -> Int4Product | None:
 
 def best_tokens_for(tensor: torch.Tensor) -> BestTokens:
     """That of logits like this one."""
-    kernels = _triton_kernels("best_tokens") if tensor.is_cuda else None
+    kernels = _triton_kernels("argmax") if tensor.is_cuda else None
     return reference.best_tokens if kernels is None else cast(BestTokens, kernels.best_tokens)
 
 

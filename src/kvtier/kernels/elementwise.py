@@ -1,4 +1,4 @@
-"""The operations between matrix products, each in one pass over memory. `models/operations` has the twins.
+"""The operations between matrix products, each in one pass over memory. `models/fused_operations` has the twins.
 
 All of them compute in float32 and round where the twins round. None waits for the device, and none is compiled anew
 for another number of tokens.
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.kernels import overlap, tuning
+from kvtier.kernels import dependent_launch, tuning
 from kvtier.kernels.paged_attention import operand
 from kvtier.kernels.quantized_rows import QuantizedRows
 
@@ -159,7 +159,7 @@ def _norm(hidden, residual, weight, eps, normed, total, scales=None, max_value=0
 
 
 def _overlap(device: torch.device) -> dict[str, bool]:
-    return overlap.launch_options(device, is_wanted=tuning.OVERLAPS_LAUNCHES)
+    return dependent_launch.launch_options(device, is_wanted=tuning.OVERLAPS_LAUNCHES)
 
 
 @triton.jit
@@ -181,12 +181,12 @@ def _norm_kernel(
     IS_QUANTIZED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    overlap.let_next_start(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)  # nobody writes it, and it comes from memory
-    overlap.wait(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     dtype = hidden_ptr.dtype.element_ty
     hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -210,8 +210,8 @@ def _norm_kernel(
 def _gate_kernel(
     gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    overlap.let_next_start(OVERLAPS)
-    overlap.wait(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < SIZE
@@ -246,8 +246,8 @@ def _linear_gate_kernel(
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     up_ptrs = gate_ptrs + SIZE * INPUTS
-    overlap.let_next_start(OVERLAPS)
-    overlap.wait(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     for start in range(0, INPUTS, STEP):
@@ -274,8 +274,8 @@ def _quantize_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """One row, in parts: once for its largest number, and once more, from the cache, to be divided by the scale."""
-    overlap.let_next_start(OVERLAPS)
-    overlap.wait(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = rows_ptr + row * row_stride
     largest = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.kernels import elementwise, overlap, tuning
+from kvtier.kernels import dependent_launch, elementwise, tuning
 from kvtier.kernels.paged_attention import shared_bytes_of
 from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.kernels.split_product import joined, make_counters, make_parts
@@ -148,7 +148,7 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         COPIED=tokens if is_quantized else tuning.copied_tokens(num_tokens),
         ROWS=tile.rows,
         STEP=tile.step,
-        **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
+        **dependent_launch.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
@@ -197,8 +197,8 @@ def _product_kernel(
     weight_rows = tl.minimum(columns, OUTPUTS - 1) + rows // COLUMNS * OUTPUTS
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    overlap.let_next_start(OVERLAPS)
-    overlap.wait(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     # Here, before they are needed: after the loop every program would wait for memory once more.
     weight_scales = tl.load(scales_ptr + weight_rows)
     if HAS_BIAS:

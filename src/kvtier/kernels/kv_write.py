@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvtier.kernels import overlap, tuning
+from kvtier.kernels import dependent_launch, tuning
 from kvtier.kernels.rotation import Rotation
 
 _HEADS_AT_ONCE = 8
@@ -81,7 +81,7 @@ def _write(query, key, value, cache, slots, rotation) -> None:
         IS_INTERLEAVED=is_rotated and rotation.is_interleaved,
         HAS_NORMS=has_norms,
         BLOCK_TOKENS=cache.shape[2],
-        **overlap.launch_options(key.device, is_wanted=tuning.OVERLAPS_ATTENTION),
+        **dependent_launch.launch_options(key.device, is_wanted=tuning.OVERLAPS_ATTENTION),
         num_warps=tuning.WRITE_WARPS,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
     )

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvtier.kernels import overlap, tuning
+from kvtier.kernels import dependent_launch, tuning
 
 # What differs from step to step must not make Triton compile anew in the middle of serving.
 _VARYING = ["num_rows", "splits", "table_stride"]
@@ -178,7 +178,7 @@ def _attend(
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
         LOOKS_AHEAD=tiles.looks_ahead,
-        **overlap.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
+        **dependent_launch.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,

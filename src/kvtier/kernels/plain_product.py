@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier.kernels import overlap, tuning
+from kvtier.kernels import dependent_launch, tuning
 from kvtier.kernels.paged_attention import operand, shared_bytes_of
 from kvtier.kernels.split_product import joined, make_counters, make_parts
 
@@ -66,7 +66,7 @@ def linear(
         ROWS=tile.rows,
         STEP=tile.step,
         OPERAND=operand(hidden.dtype),
-        **overlap.launch_options(hidden.device, is_wanted=tile.overlaps),
+        **dependent_launch.launch_options(hidden.device, is_wanted=tile.overlaps),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -103,8 +103,8 @@ def _product_kernel(
     is_token = (tokens < num_tokens)[:, None]
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    overlap.let_next_start(OVERLAPS)
-    overlap.wait(OVERLAPS)
+    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.wait(OVERLAPS)
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     part = tl.zeros((ROWS, TOKENS), dtype=tl.float32)

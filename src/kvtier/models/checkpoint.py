@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtier.blocks.weights import read_safetensors_header
 from kvtier.errors import ConfigError
-from kvtier.models.fields import Fields, read_json_object
+from kvtier.models.json_fields import Fields, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
 from kvtier.errors import ConfigError
-from kvtier.models.fields import Fields, read_json_object
-from kvtier.models.quantization_config import GptqConfig, read_quantization
+from kvtier.models.json_fields import Fields, read_json_object
+from kvtier.models.quantization.config import GptqConfig, read_quantization
 from kvtier.models.rope_config import RopeConfig, read_rope
 
 CONFIG_FILE = "config.json"

@@ -9,10 +9,10 @@ from torch import Tensor
 from kvtier.kernels import tuning
 from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models.attention import Attention
-from kvtier.models.fp8 import Fp8Linear, quantized_rms_norm
+from kvtier.models.fused_operations import add_rms_norm, linear_silu_mul, rms_norm, silu_mul
 from kvtier.models.layer import Layer, empty_parameter
 from kvtier.models.linear import PlainLinear
-from kvtier.models.operations import add_rms_norm, linear_silu_mul, rms_norm, silu_mul
+from kvtier.models.quantization.fp8 import Fp8Linear, quantized_rms_norm
 from kvtier.models.recipe import Recipe
 from kvtier.models.rope import Rope
 from kvtier.models.slot import Slot, SlotKind

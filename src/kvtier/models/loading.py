@@ -22,14 +22,14 @@ from kvtier.errors import ConfigError
 from kvtier.models.checkpoint import Checkpoint, StoredTensor
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.models.dummy import dummy_identity, fill_with_dummy_weights
-from kvtier.models.fp8 import Fp8Linear
-from kvtier.models.gptq import GptqLinear
+from kvtier.models.families import make_model
 from kvtier.models.hub import find_model_folder
 from kvtier.models.linear import LinearKind, PlainLinear
 from kvtier.models.model import Model
 from kvtier.models.progress import Advance, terminal_progress
+from kvtier.models.quantization.fp8 import Fp8Linear
+from kvtier.models.quantization.gptq import GptqLinear
 from kvtier.models.recipe import Recipe
-from kvtier.models.registry import make_model
 from kvtier.models.slot import Slot
 
 DUMMY_SEED = 0

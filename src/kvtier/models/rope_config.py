@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
-from kvtier.models.fields import Fields
+from kvtier.models.json_fields import Fields
 
 _DEFAULT_THETA = 10000.0
 

@@ -15,8 +15,8 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.courtesy import give_way
 from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
+from kvtier.latency_guard import give_way
 from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame
 from kvtier.wire.messages import Message, decode, encode
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
-from kvtier.stores.chunk_files import ChunkName
+from kvtier.vineyard.chunk_files import ChunkName
 
 try:
     import mmh3

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol, TypeAlias
 
-from kvtier.stores.chunk_files import Segment
+from kvtier.vineyard.chunk_files import Segment
 
 
 class Direction(enum.Enum):

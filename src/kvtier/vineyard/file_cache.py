@@ -21,10 +21,10 @@ from typing import TypeVar
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.memory.scattered import Scattered
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
-from kvtier.stores.chunk_room import BEAT_S, BUCKET_S, ChunkRoom
 from kvtier.stores.files import Files
+from kvtier.vineyard.chunk_files import ChunkFiles, ChunkName, ChunkReader, ChunkWriter
 from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
+from kvtier.vineyard.chunk_room import BEAT_S, BUCKET_S, ChunkRoom
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 from kvtier.vineyard.file_config import FileCacheConfig
 from kvtier.vineyard.kv_tensor import TokenTensors, held_addresses, target_addresses

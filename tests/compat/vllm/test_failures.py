@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from vllm import LLM
 
-from kvtier.testing.lying_proxy import LIES, LyingProxy
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.compat.vllm.engines import (
     Answer,
@@ -30,6 +29,7 @@ from tests.compat.vllm.engines import (
     wait_until,
     wait_until_stored,
 )
+from tests.support.lying_proxy import LIES, LyingProxy
 
 _PROMPTS = [tokens_of(300, seed=number) for number in range(1, 5)]
 _TIMEOUT_S = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.api.fake_engine import HELLO, MODEL, config_of, fake_engine, http_client, running
+from tests.support.fake_engine import HELLO, MODEL, config_of, fake_engine, http_client, running
 
 _MAKERS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 _HELLO = msgspec.structs.replace(HELLO, default_options=_MAKERS)

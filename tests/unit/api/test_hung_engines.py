@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api.link import Patience
-from tests.unit.api.fake_engine import (
+from kvtier.api.engine_connection import Patience
+from tests.support.fake_engine import (
     FakeEngine,
     Running,
     config_of,
@@ -22,7 +22,7 @@ from tests.unit.api.fake_engine import (
     running,
     wait_until,
 )
-from tests.unit.api.openai_asking import CHAT, chat_body, error_of
+from tests.support.openai_asking import CHAT, chat_body, error_of
 
 _IMPATIENT = Patience(ask_every_s=0.05, hung_after_s=0.2)
 

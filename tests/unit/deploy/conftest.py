@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.deploy.plan import Plan
-from kvtier.deploy.planning import load_plan
+from kvtier.deploy.plan.plan import Plan
+from kvtier.deploy.plan.planning import load_plan
 from kvtier.errors import ConfigError
 
 Deploy = Callable[[str], Plan]

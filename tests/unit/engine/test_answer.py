@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.engine.answer import AnswerText, completion_of
-from kvtier.engine.request import Request
 from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.schedule.request import Request
 
 
 class Pieces:

@@ -7,8 +7,9 @@ import torch
 import triton
 
 from kvtier.kernels import elementwise
-from kvtier.models import fp8, operations
-from tests.unit.kernels.batches import DEVICE
+from kvtier.models import fused_operations
+from kvtier.models.quantization import fp8
+from tests.support.batches import DEVICE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """In 16 bits, one step of the last digit where a sum was added in another order."""
@@ -34,9 +35,9 @@ def test_norms(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     hidden, residual = normal(2, num_tokens, size, dtype=dtype)
     weight = normal(size, dtype=dtype, seed=1)
 
-    assert_same(elementwise.rms_norm(hidden, weight, 1e-5), operations.plain_rms_norm(hidden, weight, 1e-5))
+    assert_same(elementwise.rms_norm(hidden, weight, 1e-5), fused_operations.plain_rms_norm(hidden, weight, 1e-5))
     normed, total = elementwise.add_rms_norm(hidden, residual, weight, 1e-5)
-    expected = operations.plain_add_rms_norm(hidden, residual, weight, 1e-5)
+    expected = fused_operations.plain_add_rms_norm(hidden, residual, weight, 1e-5)
     assert torch.equal(total, expected[1])
     assert_same(normed, expected[0])
 
@@ -47,7 +48,7 @@ def test_rows_of_a_norm_may_lie_apart() -> None:
 
     found = elementwise.add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0]
 
-    assert_same(found, operations.plain_add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0])
+    assert_same(found, fused_operations.plain_add_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6)[0])
     limits = {"max_value": fp8._FP8_MAX, "min_scale": fp8._MIN_SCALE}
     quantized, _ = elementwise.quantized_rms_norm(wide[:, :128], wide[:, 128:], weight, 1e-6, **limits)
     values, scales = elementwise.quantize_rows(found, **limits)
@@ -85,7 +86,7 @@ def test_a_norm_in_eight_bits_is_the_norm_quantised(
 def test_gates(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = 4 * normal(num_tokens, 2 * size, dtype=dtype)
 
-    assert_same(elementwise.silu_mul(gate_up), operations.plain_silu_mul(gate_up))
+    assert_same(elementwise.silu_mul(gate_up), fused_operations.plain_silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -96,7 +97,7 @@ def test_gates_of_a_few_tokens_with_their_products(num_tokens: int, size: int, i
 
     found = elementwise.linear_silu_mul(hidden, weight)
 
-    expected = operations.plain_silu_mul(torch.nn.functional.linear(hidden, weight))
+    expected = fused_operations.plain_silu_mul(torch.nn.functional.linear(hidden, weight))
     torch.testing.assert_close(found, expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvtier.kernels import reference
 from kvtier.kernels.host_copy import copy_words, hand_out, place_words
-from tests.unit.kernels.batches import DEVICE
+from tests.support.batches import DEVICE
 
 IS_GPU = DEVICE.type == "cuda"
 

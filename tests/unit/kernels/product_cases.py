@@ -8,8 +8,9 @@ import triton
 
 from kvtier.kernels import elementwise, fp8_product, int4_product, plain_product, tuning
 from kvtier.kernels.quantized_rows import QuantizedRows
-from kvtier.models import fp8, gptq, linear, operations
-from tests.unit.kernels.batches import DEVICE
+from kvtier.models import fused_operations, linear
+from kvtier.models.quantization import fp8, gptq
+from tests.support.batches import DEVICE
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -161,7 +162,7 @@ def test_gates_in_eight_bits(num_tokens: int, inputs: int, size: int, has_bias: 
 
     gated, peaks = fp8_product.linear_silu_mul(hidden, *layer, **LIMITS)
 
-    expected = operations.plain_silu_mul(expected_product(hidden, layer).to(dtype)).float()
+    expected = fused_operations.plain_silu_mul(expected_product(hidden, layer).to(dtype)).float()
     torch.testing.assert_close(gated.float(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
     assert torch.equal(peaks.amax(-1), gated.float().abs().amax(-1)), "the next product knows the largest numbers"
 

@@ -237,7 +237,7 @@ COMPILE_COPIES = """
 import json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtier.kernels import best_tokens, host_copy
+from kvtier.kernels import argmax, host_copy
 
 def ptx(kernel, num_warps, types, **constants):
     signature = {
@@ -258,11 +258,11 @@ print(json.dumps({
     "place": ptx(host_copy._place_kernel, host_copy._WARPS, longs, **words),
     "hand_out": ptx(host_copy._hand_out_kernel, 4, longs, TOKENS=host_copy._TOKENS),
     "piece": ptx(
-        best_tokens._piece_kernel, best_tokens._WARPS, {"logits_ptr": "*bf16", "bests_ptr": "*fp32"},
-        VOCAB=152064, COLUMNS=best_tokens._COLUMNS,
+        argmax._piece_kernel, argmax._WARPS, {"logits_ptr": "*bf16", "bests_ptr": "*fp32"},
+        VOCAB=152064, COLUMNS=argmax._COLUMNS,
     ),
     "best": ptx(
-        best_tokens._best_kernel, best_tokens._JOIN_WARPS, {**longs, "bests_ptr": "*fp32"},
+        argmax._best_kernel, argmax._JOIN_WARPS, {**longs, "bests_ptr": "*fp32"},
         VOCAB=152064, PIECES=38, COLUMNS=64,
     ),
 }))

@@ -14,7 +14,7 @@ from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from kvtier.kernels.paged_batch import ChunkBuffers, DecodeBuffers, PagedArrays, PagedBatch, PagedRow, cut
 from kvtier.kernels.tuning import GATHER_TOKENS, MAX_ROW_SHARES, MAX_SPLIT_TILES
-from tests.unit.kernels.batches import DEVICE, make_case
+from tests.support.batches import DEVICE, make_case
 
 NO_TOKENS = np.zeros(0, np.int64)
 

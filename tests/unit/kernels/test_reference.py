@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvtier.kernels import reference
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
-from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, dense_attention, make_case
+from tests.support.batches import DEVICE, NAN, Case, Shape, assert_close, dense_attention, make_case
 
 LENGTHS = st.tuples(st.integers(0, 9), st.integers(0, 40)).map(lambda pair: (min(pair), max(pair)))
 

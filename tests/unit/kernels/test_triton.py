@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-NAMES = ("triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "best_tokens_cases.py")
+NAMES = ("triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "argmax_cases.py")
 CASES = [Path(__file__).with_name(name) for name in NAMES]
 REPOSITORY = Path(__file__).parents[3]
 

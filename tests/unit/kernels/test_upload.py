@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kernels.upload import Download, LastTokens, pack, unpack, upload
-from tests.unit.kernels.batches import DEVICE
+from tests.support.batches import DEVICE
 
 ARRAYS: list[npt.NDArray[np.generic]] = [
     np.arange(3, dtype=np.int64),

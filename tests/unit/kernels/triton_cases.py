@@ -22,7 +22,7 @@ from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend, paged_attention_of, rotate_and_write_of, write_kv_of
 from kvtier.kernels.paged_batch import cut
 from kvtier.kernels.rotation import Rotation
-from tests.unit.kernels.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
+from tests.support.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
 
 HALF = Shape(heads=6, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16)
 MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]

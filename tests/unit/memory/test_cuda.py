@@ -19,7 +19,7 @@ from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.copying import address_of
 from kvtier.memory.cuda import Copies, Cudart, Direction, Registration, cut, load_cudart, pieces_of
 from kvtier.memory.mapped import MappedArena
-from tests.unit.memory.fake_cudart import FakeLibrary
+from tests.support.fake_cudart import FakeLibrary
 
 PIECE_BYTES = 1 << 20
 ARENA_BYTES = 3 * PIECE_BYTES + 4096

@@ -14,7 +14,7 @@ from kvtier.memory.copying import address_of
 from kvtier.memory.cuda import Copies, Cudart, Direction, Registration
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas, RowShape, by_speed
-from tests.unit.memory.fake_cudart import FakeLibrary
+from tests.support.fake_cudart import FakeLibrary
 
 PIECE_BYTES = 1 << 20
 SLOT_BYTES = 4096

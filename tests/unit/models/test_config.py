@@ -11,7 +11,7 @@ import pytest
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.models.config import ARCHITECTURES, ModelConfig, read_config
-from kvtier.models.quantization_config import GptqConfig
+from kvtier.models.quantization.config import GptqConfig
 from kvtier.models.rope_config import RopeConfig, RopeKind
 
 QWEN2 = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvtier.models.config import ARCHITECTURES
+from kvtier.models.families import MODELS
 from kvtier.models.loading import load_model
-from kvtier.models.registry import MODELS
 from kvtier.testing.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
-from tests.unit.models.dense import all_logits, greedy
+from tests.support.dense import all_logits, greedy
 
 LLAMA3 = {
     "rope_type": "llama3",

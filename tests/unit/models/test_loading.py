@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from kvtier.models.loading import LoadedModel, load_model
 from kvtier.testing.tiny_models import make_tiny_model, save_tiny_model
-from tests.unit.models.dense import all_logits
+from tests.support.dense import all_logits
 
 TOKENS = torch.arange(20)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

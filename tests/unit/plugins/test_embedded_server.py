@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.runtime_folder import server_folder, try_lock
 from kvtier.testing.servers import cache_server
-from tests.integration.actors import chain, is_stopped, open_client, payloads, read_all, stays, wait_until
+from tests.support.actors import chain, is_stopped, open_client, payloads, read_all, stays, wait_until
 
 ROOT = Path(__file__).parents[3]
 MEMORY = 8 << 20

@@ -21,8 +21,8 @@ from kvtier.memory.checksum import checksum_of
 from kvtier.stores.disk import DiskStore, StoreSpace, Written
 from kvtier.stores.folder import MIN_FILE_BYTES
 from kvtier.stores.records import HEADER_BYTES, BlockRecord, Header, encode_block, encode_header
-from kvtier.testing.faulty_files import FaultyFiles
-from tests.unit.stores.building import (
+from tests.support.faulty_files import FaultyFiles
+from tests.support.store_building import (
     DATA_NAME,
     MIB,
     NAMESPACE,

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.stores.chunk_files import ChunkFiles, ChunkName, ChunkWriter, Damage
-from kvtier.testing.faulty_files import FaultyFiles
 from kvtier.vineyard import KVTensor
+from kvtier.vineyard.chunk_files import ChunkFiles, ChunkName, ChunkWriter, Damage
 from kvtier.vineyard.file_cache import FileCache
-from tests.vineyard_files import (
+from tests.support.faulty_files import FaultyFiles
+from tests.support.vineyard_files import (
     CHUNK,
     FILE_BYTES,
     LAYERS,

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierUnavailable
-from kvtier.stores import chunk_files, staging
-from kvtier.testing.faulty_files import FaultyFiles
-from kvtier.vineyard import file_cache
-from tests.integration.actors import wait_until
-from tests.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
+from kvtier.stores import staging
+from kvtier.vineyard import chunk_files, file_cache
+from tests.support.actors import wait_until
+from tests.support.faulty_files import FaultyFiles
+from tests.support.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
 
 _ROOT = Path(__file__).parents[3]
 TOKENS = list(range(4 * CHUNK))
@@ -166,7 +166,7 @@ def test_a_child_forked_within_a_call_reads_the_counts_and_waits_for_nobody(tmp_
 
 _INTERRUPTED = """
 import os, random, signal, sys, threading, time
-from tests.vineyard_files import CHUNK, found, open_files, store
+from tests.support.vineyard_files import CHUNK, found, open_files, store
 
 cache = open_files(sys.argv[1], capacity=40 * CHUNK)
 number = num_interrupts = 0

@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import LeaseError
 from kvtier.vineyard import KVTensor, kv_cache
 from kvtier.vineyard.kv_cache import KVCache
-from tests.vineyard_files import CHUNK, LAYERS, Tensors, chunk_paths, found, open_files, store
+from tests.support.vineyard_files import CHUNK, LAYERS, Tensors, chunk_paths, found, open_files, store
 
 _PAGE = 4096
 _TOKENS = list(range(2 * CHUNK))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.stores.chunk_files import ChunkName
+from kvtier.vineyard.chunk_files import ChunkName
 from kvtier.vineyard.chunk_names import ChunkNames, identity_of
 
 IDENTITY = identity_of(16, 2, 2)

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from kvtier.stores.chunk_files import Segment
 from kvtier.stores.staging import Staging
+from kvtier.vineyard.chunk_files import Segment
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.vineyard.kv_tensor import TokenTensors
-from tests.vineyard_tensors import empty, expect, found, open_cache, store
+from tests.support.vineyard_tensors import empty, expect, found, open_cache, store
 
 _CAPACITY = 9
 _names = itertools.count()

@@ -25,13 +25,13 @@ from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
 from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.log_limit import LogLimit
-from kvtier.plugins.load_decision import LoadDecision
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.shared_saves import SharedSaves
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
+from kvtier.transfer.load_decision import LoadDecision
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from kvtier.errors import CapacityError, TierError, TierUnavailable
 from kvtier.memory.lease import BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
-from kvtier.plugins.own_threads import own_threads
-from kvtier.plugins.page_copier import Mark, PageCopier, page_copier
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Loaded, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
+from kvtier.transfer.copiers.own_threads import own_threads
+from kvtier.transfer.copiers.page_copier import Mark, PageCopier, page_copier
 
 logger = logging.getLogger(__name__)
 

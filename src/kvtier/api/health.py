@@ -1,0 +1,79 @@
+"""`/health`, `/ready` and `/metrics`: for those who look after the server. They need no API key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtier.api.engine_connection import EngineConnection
+from kvtier.api.service import Service
+from kvtier.engine.process.messages import MetricFamily
+from kvtier.errors import EngineAway
+
+
+def operation_routes(service: Service) -> list[Route]:
+    async def health(request: Request) -> Response:
+        """The process answers: no more is said."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        """Whether every engine is there and answers."""
+        is_ready = service.engines.is_ready and not service.is_draining
+        document = {
+            "status": _status(service),
+            "models": {
+                model.name: {link.name: _state(link) for link in model.links} for model in service.engines.models
+            },
+        }
+        if is_ready:
+            return JSONResponse(document)
+        return JSONResponse(document, 503, {"Retry-After": str(EngineAway.retry_after_s)})
+
+    async def metrics(request: Request) -> Response:
+        """What this process counts, and what each engine counts, with its name as a label."""
+        links = service.engines.links
+        families = await asyncio.gather(*(link.metrics() for link in links))
+        found = [(link.name, own) for link, own in zip(links, families, strict=True)]
+        registry = CollectorRegistry()
+        registry.register(_OfEngines(found))
+        body = generate_latest(service.metrics.registry) + generate_latest(registry)
+        return Response(body, media_type=CONTENT_TYPE_LATEST)
+
+    return [Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)]
+
+
+def _status(service: Service) -> str:
+    if service.is_draining:
+        return "stopping"
+    if any(link.is_hung for link in service.engines.links):
+        return "hung"
+    return "ready" if service.engines.is_ready else "starting"
+
+
+def _state(link: EngineConnection) -> dict[str, object]:
+    """`since` is when the engine was ready, in seconds of the epoch."""
+    if link.hello is None:
+        return {"status": "starting"}
+    return {"status": "hung" if link.is_hung else "ready", "since": link.hello.started_at}
+
+
+class _OfEngines(Collector):
+    def __init__(self, found: Iterable[tuple[str, list[MetricFamily]]]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for engine, families in self._found:
+            for family in families:
+                metric = merged.setdefault(family.name, Metric(family.name, family.documentation, family.kind))
+                for sample in family.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "engine": engine}, sample.value)
+        yield from merged.values()

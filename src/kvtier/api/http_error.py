@@ -1,0 +1,46 @@
+"""What is wrong with a request, before an API gives it its own shape: a status, a sentence, and what it is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.errors import EngineAway, EngineStopped, KvtierError, PromptTooLong, RequestError, UnknownModel
+
+
+@dataclass(slots=True)
+class HttpError(Exception):
+    """Raised anywhere while a request is served. `code` is for programs; `parameter` is the field it is about."""
+
+    status: int
+    sentence: str
+    code: str = ""
+    parameter: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def problem_of(error: KvtierError) -> HttpError:
+    """The caller's faults are 4xx; an engine that is away is 503, with a time to ask again."""
+    if isinstance(error, UnknownModel):
+        return HttpError(404, str(error), "model_not_found", "model")
+    if isinstance(error, PromptTooLong):
+        return HttpError(400, str(error), "context_length_exceeded")
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error), "invalid_value", _parameter_in(str(error)))
+    if isinstance(error, EngineAway):
+        return unavailable(str(error), error.retry_after_s)
+    if isinstance(error, EngineStopped):
+        return unavailable(str(error), EngineAway.retry_after_s)
+    return HttpError(500, str(error), "internal_error")
+
+
+def unavailable(sentence: str, retry_after_s: int = EngineAway.retry_after_s) -> HttpError:
+    return HttpError(503, sentence, "unavailable", headers={"Retry-After": str(retry_after_s)})
+
+
+def _parameter_in(sentence: str) -> str | None:
+    """Sentences about a sampling parameter begin with its name."""
+    word, _, rest = sentence.partition(" ")
+    return word if rest.startswith("must ") else None

@@ -1,0 +1,149 @@
+"""A JSON body, field by field: each is asked for with its type, and what nobody asked for is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import AsyncIterator, Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kvtier.api.http_error import HttpError
+from kvtier.sizes import format_size
+
+_Value = TypeVar("_Value")
+
+BODY_TIMEOUT_S = 60.0
+"""How long a body may stall."""
+
+_WHOLE_LOW, _WHOLE_HIGH = -(1 << 63), (1 << 64) - 1
+_SHOWN_CHARACTERS = 60
+
+
+async def read_fields(request: Request, max_bytes: int) -> Fields:
+    """The body of `request`. Raises a `HttpError` when it is too large, stalls, is no JSON, or no object."""
+    body = bytearray()
+    async for chunk in _chunks(request):
+        body += chunk
+        if len(body) > max_bytes:
+            raise HttpError(413, f"the body is larger than {format_size(max_bytes)}", "body_too_large")
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the body is no valid JSON: {error}", "invalid_json") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply", "invalid_json") from error
+    if not isinstance(document, dict):
+        raise HttpError(400, "the body must be a JSON object", "invalid_json")
+    return Fields(document)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            sentence = f"nothing came of the body for {BODY_TIMEOUT_S:g} s"
+            raise HttpError(408, sentence, "timeout", headers={"Connection": "close"}) from error
+        yield chunk
+
+
+class Fields:
+    """A JSON object. A field that is null counts as absent. `path` is what its fields' names are preceded by."""
+
+    def __init__(self, document: Mapping[str, object], path: str = "") -> None:
+        self._document = document
+        self._path = path
+        self._asked: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return self.value(name) is not None
+
+    def value(self, name: str) -> object:
+        """As it came."""
+        self._asked.add(name)
+        return self._document.get(name)
+
+    def text(self, name: str) -> str | None:
+        return self._typed(name, str, "text")
+
+    def needed_text(self, name: str) -> str:
+        found = self.text(name)
+        if found is None:
+            raise HttpError(400, f"{self._path}{name} is missing", "missing_field", self._path + name)
+        return found
+
+    def flag(self, name: str) -> bool | None:
+        return self._typed(name, bool, "true or false")
+
+    def whole(self, name: str) -> int | None:
+        found = self.value(name)
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
+            raise self.wrong(name, "a whole number")
+        if found is not None and not _WHOLE_LOW <= found <= _WHOLE_HIGH:  # the engine could not be told
+            raise self.wrong(name, "a whole number of at most 64 bits")
+        return found
+
+    def number(self, name: str) -> float | None:
+        found = self.value(name)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise self.wrong(name, "a number")
+        try:
+            return float(found)
+        except OverflowError as error:
+            raise self.wrong(name, "a smaller number") from error
+
+    def items(self, name: str) -> list[object] | None:
+        return self._typed(name, list, "a list")
+
+    def inner(self, name: str) -> Fields | None:
+        found = self._typed(name, dict, "an object")
+        return None if found is None else Fields(found, f"{self._path}{name}.")
+
+    def wrong(self, name: str, expected: str) -> HttpError:
+        sentence = f"{self._path}{name} must be {expected}, not {shown(self._document.get(name))}"
+        return HttpError(400, sentence, "invalid_type", self._path + name)
+
+    def refuse(self, name: str, sentence: str) -> HttpError:
+        """A `HttpError` about a field that is known, but not served here."""
+        return HttpError(400, f"{self._path}{name} {sentence}", "unsupported_parameter", self._path + name)
+
+    def refuse_rest(self) -> None:
+        """Nothing is passed over in silence: raises a `HttpError` for a field that nobody asked for."""
+        for name, found in self._document.items():
+            if name not in self._asked and found is not None:
+                short = _shortened(name)
+                near = difflib.get_close_matches(short, self._asked, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                path = self._path + short
+                raise HttpError(400, f"{path} is not supported here{hint}", "unsupported_parameter", path)
+
+    def _typed(self, name: str, kind: type[_Value], expected: str) -> _Value | None:
+        found = self.value(name)
+        if found is not None and not isinstance(found, kind):
+            raise self.wrong(name, expected)
+        return found
+
+
+def shown(value: object) -> str:
+    """A value of a body as a sentence quotes it: JSON, cut where it is long."""
+    try:
+        return _shortened(msgspec.json.encode(value).decode())
+    except RecursionError:
+        return "something nested deeply"
+    except OverflowError:
+        return "a number that is too large"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

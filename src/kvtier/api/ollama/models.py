@@ -1,0 +1,134 @@
+"""What Ollama's API tells of the models: `/api/tags`, `/api/show` and `/api/ps`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from kvtier.api.engines import ServedModel
+from kvtier.api.ollama.options import OLLAMA_NAMES
+from kvtier.api.service import Service
+from kvtier.engine.process.messages import Hello
+
+_STAYS = timedelta(days=36500)
+"""Models are there as long as their deployment."""
+
+_LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_WHAT_IT_IS_FOR = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
+
+
+def tags(service: Service) -> dict[str, object]:
+    """Every name of every model, also of those whose engines are away: of them nothing else is known."""
+    return {"models": [_tag(service, model, name) for model in service.engines.models for name in model.names]}
+
+
+def running(service: Service) -> dict[str, object]:
+    """The models whose engines are there, with the memory of all these engines."""
+    return {"models": [_process(model) for model in service.engines.models if model.hello is not None]}
+
+
+def description(model: ServedModel, hello: Hello) -> dict[str, object]:
+    family = _family(hello)
+    parameters = _parameters(model.options)
+    return {
+        "modelfile": _modelfile(hello, parameters),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),
+        "template": hello.chat_template,
+        "details": _details(hello),
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": hello.num_parameters,
+            f"{family}.context_length": hello.max_model_len,
+            f"{family}.vocab_size": hello.vocab_size,
+            "kvtier.block_tokens": hello.block_tokens,
+            "kvtier.device_blocks": hello.num_blocks,
+            "kvtier.device_kv_bytes": hello.kv_bytes,
+        },
+        "modified_at": _time(hello.started_at),
+        "capabilities": ["completion"],
+    }
+
+
+def _tag(service: Service, model: ServedModel, name: str) -> dict[str, object]:
+    hello = model.hello
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(service.started_at if hello is None else hello.started_at),
+        "size": 0 if hello is None else hello.weights_bytes,
+        "digest": "" if hello is None else hello.namespace,
+        "details": _details(hello),
+    }
+
+
+def _process(model: ServedModel) -> dict[str, object]:
+    hellos = [link.hello for link in model.links if link.hello is not None]
+    return {
+        "name": model.name,
+        "model": model.name,
+        "size": sum(_memory_bytes(hello) for hello in hellos),
+        "digest": hellos[0].namespace,
+        "details": _details(hellos[0]),
+        "expires_at": datetime.now(UTC) + _STAYS,
+        "size_vram": sum(_memory_bytes(hello) for hello in hellos if hello.device != "cpu"),
+        "context_length": hellos[0].max_model_len,
+    }
+
+
+def _details(hello: Hello | None) -> dict[str, object]:
+    family = "" if hello is None else _family(hello)
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _count(0 if hello is None else hello.num_parameters),
+        "quantization_level": "" if hello is None else _level(hello),
+    }
+
+
+def _memory_bytes(hello: Hello) -> int:
+    return hello.weights_bytes + hello.kv_bytes
+
+
+def _family(hello: Hello) -> str:
+    return _WHAT_IT_IS_FOR.sub("", hello.architecture).lower()
+
+
+def _level(hello: Hello) -> str:
+    if hello.quantization:
+        return hello.quantization.upper()
+    dtype = hello.dtype.removeprefix("torch.")
+    return _LEVELS.get(dtype, dtype.upper())
+
+
+def _count(number: int) -> str:
+    """As Ollama writes it: 7.6B, 494.03M, 900K."""
+    if number >= 1_000_000_000:
+        return f"{number / 1e9:.1f}B"
+    if number >= 1_000_000:
+        return f"{number / 1e6:.2f}M"
+    return f"{number / 1e3:.0f}K" if number >= 1000 else str(number)
+
+
+def _parameters(options: Mapping[str, object]) -> list[tuple[str, str]]:
+    """By Ollama's names, a line for each stop text."""
+    lines: list[tuple[str, str]] = []
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        lines += [(OLLAMA_NAMES.get(name, name), msgspec.json.encode(one).decode()) for one in values]
+    return lines
+
+
+def _modelfile(hello: Hello, parameters: list[tuple[str, str]]) -> str:
+    lines = ["# written by kvtier", f"FROM {hello.model}"]
+    if hello.chat_template:
+        lines.append(f'TEMPLATE """{hello.chat_template}"""')
+    return "\n".join([*lines, *(f"PARAMETER {name} {value}" for name, value in parameters)]) + "\n"
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,122 @@
+"""Ollama's `options` as the engine's `SamplingParams`.
+
+Every option of Ollama is known here: it is followed, or it is without effect and accepted for that, or it asks for
+something that the engine does not do and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import Fields
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import InvalidParameter
+
+OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+"""Of those fields of `SamplingParams` that Ollama calls otherwise."""
+
+_DEFAULTS: Mapping[str, object] = {"max_tokens": None, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Ollama's, except for its penalty of 1.1 on the last 64 tokens: penalties here are on all tokens, so there is none."""
+
+_NUMBERS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+
+_MACHINE_NUMBERS = ("num_gpu", "main_gpu", "num_thread", "num_batch", "num_keep")
+_MACHINE_FLAGS = ("use_mmap", "use_mlock", "numa", "low_vram", "f16_kv")
+_WHOLE_TEXT = -1
+_ANY_SEED = -1
+
+
+def sampling_params(options: Fields, defaults: Mapping[str, object], *, logprobs: int | None) -> SamplingParams:
+    """What `options` ask for, else the model's `defaults`, else Ollama's. Raises a `HttpError` about what is wrong."""
+    asked = _asked(options)
+    _check_context(options)
+    _check_machine(options)
+    _refuse_other_samplers(options)
+    values: dict[str, Any] = {**_DEFAULTS, **defaults, **asked, "n": 1, "logprobs": logprobs}
+    try:
+        params = SamplingParams(**values)
+    except InvalidParameter as error:
+        raise _problem(error) from error
+    _check_span_of_penalties(options, params)
+    options.refuse_rest()
+    return params
+
+
+def _asked(options: Fields) -> dict[str, object]:
+    asked: dict[str, object] = {}
+    for name, ours in _NUMBERS.items():
+        number = options.number(name)
+        if number is not None:
+            asked[ours] = number
+    limit = options.whole("num_predict")
+    if limit is not None:
+        asked["max_tokens"] = limit if limit > 0 else None  # as Ollama: none, and as many as there is room for
+    top_k = options.whole("top_k")
+    if top_k is not None:
+        asked["top_k"] = max(0, top_k)
+    seed = options.whole("seed")
+    if seed is not None:
+        asked["seed"] = None if seed == _ANY_SEED else seed
+    stop = options.value("stop")
+    if stop is not None:
+        texts = [stop] if isinstance(stop, str) else stop
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise options.wrong("stop", "a text or a list of texts, none of them empty")
+        asked["stop"] = tuple(texts)
+    return asked
+
+
+def _check_context(options: Fields) -> None:
+    """The model's own length holds: Ollama too cuts what is more."""
+    num_ctx = options.whole("num_ctx")
+    if num_ctx is not None and num_ctx <= 0:
+        raise HttpError(400, f"options.num_ctx must be positive, not {num_ctx}", "invalid_value", "options.num_ctx")
+
+
+def _check_machine(options: Fields) -> None:
+    """How the model runs was decided when it was deployed: only the types are looked at."""
+    for name in _MACHINE_NUMBERS:
+        options.whole(name)
+    for name in _MACHINE_FLAGS:
+        options.flag(name)
+
+
+def _refuse_other_samplers(options: Fields) -> None:
+    if options.whole("mirostat"):
+        raise options.refuse("mirostat", "is not supported here: only 0 is")
+    for name in ("mirostat_tau", "mirostat_eta"):  # without mirostat they mean nothing, in Ollama too
+        options.number(name)
+    for name in ("typical_p", "tfs_z"):
+        if options.number(name) not in (None, 1.0):
+            raise options.refuse(name, "is not supported here: only 1 is")
+    for name in ("vocab_only", "logits_all", "embedding_only"):
+        if options.flag(name):
+            raise options.refuse(name, "is not supported here: only false is")
+
+
+def _check_span_of_penalties(options: Fields, params: SamplingParams) -> None:
+    span = options.whole("repeat_last_n")
+    spares_newlines = options.flag("penalize_newline") is False
+    if not params.has_penalties:
+        return
+    if span not in (None, _WHOLE_TEXT):
+        sentence = f"is not supported with penalties, which are on all tokens here: only {_WHOLE_TEXT} is"
+        raise options.refuse("repeat_last_n", sentence)
+    if spares_newlines:
+        raise options.refuse("penalize_newline", "is not supported with penalties: only true is")
+
+
+def _problem(error: InvalidParameter) -> HttpError:
+    """Its sentence begins with a name of ours; whoever asked knows Ollama's."""
+    name, _, rest = str(error).partition(" ")
+    shown = "top_logprobs" if name == "logprobs" else f"options.{OLLAMA_NAMES.get(name, name)}"
+    return HttpError(400, f"{shown} {rest}", "invalid_value", shown)

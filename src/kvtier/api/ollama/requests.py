@@ -1,0 +1,199 @@
+"""The bodies of `/api/generate` and `/api/chat`, read into what the engine is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+from dataclasses import dataclass
+
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import Fields
+from kvtier.api.ollama.options import sampling_params
+from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, Prompt, TextPrompt
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import EngineAway, UnknownModel
+
+_LATEST = ":latest"
+_THINKING = "enable_thinking"
+"""What templates of models that think look at."""
+
+_ROLES = ("system", "user", "assistant")
+_DURATION = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?[0-9]+(?:\.[0-9]+)?")
+
+_REFUSED = {
+    "suffix": "is not supported here: an answer follows its prompt",
+    "template": "is not supported here: the model's own is used, or none with raw",
+    "context": "is not supported here: send the conversation to /api/chat",
+    "images": "is not supported here: the models read text",
+    "format": "is not supported here: answers are free text",
+    "tools": "is not supported here",
+    "think": "is not supported here: only false is",
+    "truncate": "is not supported here: a prompt that is too long is refused",
+    "shift": "is not supported here: an answer ends where the model's context does",
+    "tool_calls": "is not supported here",
+    "tool_name": "is not supported here",
+    "thinking": "is not supported here",
+}
+
+
+class Kind(enum.Enum):
+    GENERATE = enum.auto()
+    CHAT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A prompt to answer. `name` is what the client calls the model."""
+
+    kind: Kind
+    name: str
+    model: ServedModel
+    prompt: Prompt
+    params: SamplingParams
+    is_streamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Nothing to answer: Ollama would load or unload the model, which here is there as long as the deployment."""
+
+    kind: Kind
+    name: str
+    done_reason: str
+
+
+def find_model(engines: Engines, name: str) -> ServedModel:
+    """The model of that name, with or without Ollama's ":latest". Raises a `HttpError` with the names there are."""
+    for one in (name, name.removesuffix(_LATEST), name + _LATEST):
+        with contextlib.suppress(UnknownModel):
+            return engines.find(one)
+    known = ", ".join(model.name for model in engines.models)
+    raise HttpError(404, f"model '{name}' not found; there is {known}", "model_not_found", "model")
+
+
+def hello_of(model: ServedModel) -> Hello:
+    """Raises `EngineAway` while none of the model's engines is there."""
+    hello = model.hello
+    if hello is None:
+        raise EngineAway(f"the model {model.name} is starting")
+    return hello
+
+
+def read_generate(fields: Fields, engines: Engines) -> Ask | Load:
+    """Raises a `HttpError` for a body that cannot be served as asked, `EngineAway` while the model is away."""
+    text = fields.text("prompt") or ""
+    system = fields.text("system") or ""
+    is_raw = fields.flag("raw") or False
+    if is_raw and system:
+        raise fields.refuse("raw", "does not go with system")
+    _refuse(fields, "suffix", "template", "context", "images")
+    rest = _read_rest(fields, engines, Kind.GENERATE)
+    if not text:
+        return rest.load()
+    hello = hello_of(rest.model)
+    if is_raw or not hello.chat_template:
+        return rest.ask(TextPrompt(f"{system}\n\n{text}" if system else text))
+    messages = [ChatMessage("system", system)] if system else []
+    return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
+
+
+def read_chat(fields: Fields, engines: Engines) -> Ask | Load:
+    """As `read_generate`."""
+    given = fields.items("messages") or []
+    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    _refuse(fields, "tools")
+    rest = _read_rest(fields, engines, Kind.CHAT)
+    if not messages:
+        return rest.load()
+    if messages[-1].role == "assistant":
+        raise HttpError(400, "messages must not end with the assistant's: it is not continued here", "invalid_value")
+    return rest.ask(ChatPrompt(messages, rest.template_values(hello_of(rest.model))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What both endpoints take."""
+
+    kind: Kind
+    name: str
+    model: ServedModel
+    options: Fields
+    logprobs: int | None
+    is_streamed: bool
+    is_unload: bool
+    is_thinking_off: bool
+
+    def load(self) -> Load:
+        if self.is_unload:
+            return Load(self.kind, self.name, "unload")
+        hello_of(self.model)
+        self._params()  # whoever loads a model with options asks with them later
+        return Load(self.kind, self.name, "load")
+
+    def ask(self, prompt: Prompt) -> Ask:
+        return Ask(self.kind, self.name, self.model, prompt, self._params(), self.is_streamed)
+
+    def template_values(self, hello: Hello) -> dict[str, object]:
+        """Only names that the model's template knows."""
+        return {_THINKING: False} if self.is_thinking_off and _THINKING in hello.chat_template else {}
+
+    def _params(self) -> SamplingParams:
+        return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
+
+
+def _read_rest(fields: Fields, engines: Engines, kind: Kind) -> _Rest:
+    name = fields.needed_text("model")
+    model = find_model(engines, name)
+    _refuse(fields, "format", "think", "truncate", "shift")
+    rest = _Rest(
+        kind=kind,
+        name=name,
+        model=model,
+        options=fields.inner("options") or Fields({}),
+        logprobs=_read_logprobs(fields),
+        is_streamed=fields.flag("stream") is not False,
+        is_unload=_is_zero_duration(fields, "keep_alive"),
+        is_thinking_off=fields.value("think") is False,
+    )
+    fields.refuse_rest()
+    return rest
+
+
+def _refuse(fields: Fields, *names: str) -> None:
+    """What is empty, false or zero asks for nothing: clients send such fields with every request."""
+    for name in names:
+        if fields.value(name):
+            raise fields.refuse(name, _REFUSED[name])
+
+
+def _read_message(given: object, path: str) -> ChatMessage:
+    if not isinstance(given, dict):
+        raise HttpError(400, f"{path} must be an object with role and content", "invalid_type", path)
+    fields = Fields(given, f"{path}.")
+    role = fields.needed_text("role").lower()
+    if role not in _ROLES:
+        raise fields.wrong("role", "system, user or assistant")
+    content = fields.text("content") or ""
+    _refuse(fields, "images", "tool_calls", "tool_name", "thinking")
+    fields.refuse_rest()
+    return ChatMessage(role, content)
+
+
+def _read_logprobs(fields: Fields) -> int | None:
+    num_top = fields.whole("top_logprobs") or 0
+    if fields.flag("logprobs"):
+        return num_top
+    if num_top:
+        raise fields.refuse("top_logprobs", "needs logprobs")
+    return None
+
+
+def _is_zero_duration(fields: Fields, name: str) -> bool:
+    value = fields.value(name)
+    if isinstance(value, str):
+        if not _DURATION.fullmatch(value):
+            raise fields.wrong(name, 'seconds, or a duration such as "5m" or "1h30m"')
+        return not re.search("[1-9]", value)
+    return fields.number(name) == 0

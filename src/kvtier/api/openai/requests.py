@@ -1,0 +1,279 @@
+"""Bodies of OpenAI's API as prompts and sampling parameters. A field that would be ignored is refused instead.
+
+No engine and no HTTP here. What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from kvtier.api.http_error import HttpError, problem_of
+from kvtier.api.json_body import Fields, shown
+from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import InvalidParameter
+
+MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024
+MAX_TEMPLATE_DEPTH = 32
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WHOLES = ("max_tokens", "min_tokens", "n", "top_k", "seed")
+_RECORDS = ("user", "prompt_cache_key", "safety_identifier")
+_FLAGS = ("ignore_eos", "skip_special_tokens")
+_TOKEN_ID_LIMIT = 1 << 31
+
+# Fields of OpenAI's that are not served: the values, if any, at which they change nothing.
+_Neutral = Mapping[str, tuple[object, ...]]
+_NEUTRAL: _Neutral = {"logit_bias": ({},)}
+_NEUTRAL_IN_CHAT: _Neutral = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_NEUTRAL_IN_COMPLETIONS: _Neutral = {"echo": (False,), "suffix": ("",)}
+_NEUTRAL_IN_MESSAGES: _Neutral = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+_NEUTRAL_IN_STREAM_OPTIONS: _Neutral = {"include_obfuscation": (False,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body that can be served. Each of `prompts` gets `params.n` answers."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    is_streamed: bool
+    includes_usage: bool
+    cache_salt: str
+
+
+def read_chat(fields: Fields, default_options: Mapping[str, object]) -> Asked:
+    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
+    prompt = ChatPrompt(_messages(fields), _template_values(fields))
+    values, names = _sampling_values(fields), {"logprobs": "top_logprobs"}
+    values |= _chat_logprobs(fields)
+    if fields.has("max_completion_tokens"):
+        names["max_tokens"] = "max_completion_tokens"
+        max_tokens = fields.whole("max_completion_tokens")
+        if values.setdefault("max_tokens", max_tokens) != max_tokens:
+            raise _invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+    _refuse_others(fields, _NEUTRAL_IN_CHAT)
+    return _asked(fields, [prompt], _params({"max_tokens": None, **default_options, **values}, names))
+
+
+def read_completion(fields: Fields, default_options: Mapping[str, object]) -> Asked:
+    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
+    prompts = _prompts(fields)
+    values = _sampling_values(fields)
+    logprobs = fields.whole("logprobs")
+    if logprobs is not None:
+        values["logprobs"] = logprobs
+    params = _params({**default_options, **values})
+    best_of = fields.whole("best_of")
+    if best_of is not None and best_of != params.n:
+        raise fields.refuse("best_of", f"is not supported here, except if it equals n, which is {params.n}")
+    _refuse_others(fields, _NEUTRAL_IN_COMPLETIONS)
+    return _asked(fields, prompts, params)
+
+
+def _asked(fields: Fields, prompts: Sequence[Prompt], params: SamplingParams) -> Asked:
+    """What both bodies have, and the check that nothing was left unread."""
+    if len(prompts) * params.n > MAX_ANSWERS:
+        raise _invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
+    is_streamed = fields.flag("stream") or False
+    options = fields.inner("stream_options")
+    if options is not None and not is_streamed:
+        raise _invalid("stream_options", "stream_options needs stream to be true")
+    includes_usage = options is not None and options.flag("include_usage") is True
+    if options is not None:
+        _refuse_others(options, _NEUTRAL_IN_STREAM_OPTIONS)
+        options.refuse_rest()
+    cache_salt = fields.text("cache_salt")
+    if cache_salt == "":
+        raise fields.wrong("cache_salt", "text that is not empty")
+    _check_records(fields)
+    _refuse_others(fields, _NEUTRAL)
+    fields.refuse_rest()
+    return Asked(prompts, params, is_streamed, includes_usage, cache_salt or "")
+
+
+def _check_records(fields: Fields) -> None:
+    """What callers send for their records changes nothing: only the types are looked at."""
+    for name in _RECORDS:
+        fields.text(name)
+    metadata = fields.value("metadata")
+    is_of_texts = isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
+    if metadata is not None and not is_of_texts:
+        raise fields.wrong("metadata", "an object of texts")
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def _messages(fields: Fields) -> list[ChatMessage]:
+    messages = fields.items("messages")
+    if not messages:
+        raise fields.wrong("messages", "a list of at least one message")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: object, path: str) -> ChatMessage:
+    if not isinstance(message, dict):
+        raise _invalid(path, f"{path} must be an object, not {shown(message)}")
+    fields = Fields(message, f"{path}.")
+    role = _ROLES.get(fields.needed_text("role"))
+    if role is None:
+        raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
+    _refuse_others(fields, _NEUTRAL_IN_MESSAGES)
+    found = ChatMessage(role, _content(fields, path), fields.text("name"))
+    fields.refuse_rest()
+    return found
+
+
+def _content(fields: Fields, path: str) -> str:
+    content = fields.value("content")
+    if isinstance(content, list):
+        return "".join(_text_of_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    if not isinstance(content, str):
+        raise fields.wrong("content", "text, or a list of parts of text")
+    return content
+
+
+def _text_of_part(part: object, path: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise _invalid(path, f"{path} must be a part of the type text, not {shown(part)}: there is no other here")
+    fields = Fields(part, f"{path}.")
+    fields.value("type")
+    text = fields.needed_text("text")
+    fields.refuse_rest()
+    return text
+
+
+def _template_values(fields: Fields) -> dict[str, object]:
+    values = fields.value("chat_template_kwargs")
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not _is_plain(values, MAX_TEMPLATE_DEPTH):
+        raise fields.wrong("chat_template_kwargs", f"an object of at most {MAX_TEMPLATE_DEPTH} levels")
+    return values
+
+
+def _is_plain(value: object, levels_left: int) -> bool:
+    """Whether a message to an engine can carry it."""
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return levels_left > 0 and all(_is_plain(one, levels_left - 1) for one in inner)
+    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+
+
+def _prompts(fields: Fields) -> list[Prompt]:
+    given = fields.value("prompt")
+    if given is None:
+        raise HttpError(400, "prompt is missing", "missing_field", "prompt")
+    if isinstance(given, str):
+        return [TextPrompt(given)]
+    if isinstance(given, list) and given:
+        if _are_token_ids(given):
+            return [TokenPrompt(given)]
+        if len(given) > MAX_PROMPTS:
+            raise _invalid("prompt", f"prompt must not be more than {MAX_PROMPTS} prompts, but is {len(given)}")
+        if all(isinstance(one, str) for one in given):
+            return [TextPrompt(one) for one in given]
+        if all(isinstance(one, list) and one and _are_token_ids(one) for one in given):
+            return [TokenPrompt(one) for one in given]
+    raise fields.wrong("prompt", "text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
+    """Without a loop over them: there may be a million."""
+    if set(map(type, given)) - {int}:
+        return False
+    return not given or (min(given) >= 0 and max(given) < _TOKEN_ID_LIMIT)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def _sampling_values(fields: Fields) -> dict[str, object]:
+    """Those that were given, by the names of `SamplingParams`."""
+    values: dict[str, object] = {name: fields.number(name) for name in _NUMBERS}
+    values |= {name: fields.whole(name) for name in _WHOLES}
+    values |= {name: fields.flag(name) for name in _FLAGS}
+    values["stop"] = _stop(fields)
+    values["stop_token_ids"] = _stop_token_ids(fields)
+    if values["top_k"] == -1:  # vLLM's word for all of them
+        values["top_k"] = 0
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    given = fields.value("stop")
+    if given is None:
+        return None
+    strings = given if isinstance(given, list) else [given]
+    if not all(isinstance(one, str) and one for one in strings):
+        raise fields.wrong("stop", "text, or a list of texts, none of them empty")
+    return tuple(strings)
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
+    given = fields.items("stop_token_ids")
+    if given is None:
+        return None
+    if not _are_token_ids(given):
+        raise fields.wrong("stop_token_ids", "a list of token ids")
+    return tuple(given)
+
+
+def _chat_logprobs(fields: Fields) -> dict[str, object]:
+    is_asked, top = fields.flag("logprobs"), fields.whole("top_logprobs")
+    if top and not is_asked:
+        raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    return {"logprobs": top or 0} if is_asked else {}
+
+
+def _params(values: dict[str, Any], names: Mapping[str, str] | None = None) -> SamplingParams:
+    """`names` are those by which the client knows parameters, where they differ."""
+    try:
+        return SamplingParams(**values)
+    except InvalidParameter as error:
+        own, _, rest = str(error).partition(" ")
+        raise problem_of(InvalidParameter(f"{(names or {}).get(own, own)} {rest}")) from error
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse_others(fields: Fields, neutral: _Neutral) -> None:
+    """Raises a `HttpError` for a field that has a value at which it would have to change something."""
+    for name, values in neutral.items():
+        found = fields.value(name)
+        if found is not None and not any(type(found) is type(value) and found == value for value in values):
+            except_as = f", except as {' or '.join(shown(value) for value in values)}" if values else ""
+            raise fields.refuse(name, f"is not supported here{except_as}")
+
+
+def _invalid(parameter: str, sentence: str) -> HttpError:
+    return HttpError(400, sentence, "invalid_value", parameter)

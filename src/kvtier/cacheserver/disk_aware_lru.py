@@ -1,0 +1,33 @@
+"""Least recently used first, but what is safe on disk before what is not.
+
+When all that could be evicted is unsafe, because the disk does not keep up, the coldest goes all the same: a slow disk
+never stops a set. Such losses are counted.
+"""
+
+from __future__ import annotations
+
+from kvtier.blocks.policies import LruPolicy
+from kvtier.blocks.pool import Block
+from kvtier.cacheserver.persistence import MemoryBlock
+
+_MAX_PASSED_OVER = 256
+
+
+class DiskAwareLru(LruPolicy[Block]):
+    """An exact LRU once everything is on disk. Looks past a bounded number of blocks that are not.
+
+    Without `evicts_unsafe`, what is not on disk yet stays.
+    """
+
+    def __init__(self, *, evicts_unsafe: bool) -> None:
+        super().__init__()
+        self._evicts_unsafe = evicts_unsafe
+
+    def pop_coldest(self) -> Block | None:
+        for passed_over, block in enumerate(self._order):
+            if isinstance(block, MemoryBlock) and block.is_stored:
+                del self._order[block]
+                return block
+            if passed_over == _MAX_PASSED_OVER:
+                break
+        return super().pop_coldest() if self._evicts_unsafe else None

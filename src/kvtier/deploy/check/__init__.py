@@ -1,0 +1,1 @@
+"""What a deployment needs, and what this machine has."""

@@ -1,0 +1,1 @@
+"""The deployment file: its YAML, its two forms, its checks."""

@@ -1,0 +1,1 @@
+"""What a deployment consists of, worked out from its file."""

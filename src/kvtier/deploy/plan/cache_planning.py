@@ -1,0 +1,93 @@
+"""From the file's caches to cache servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.deploy.file.named_file import read_secret, require_file
+from kvtier.deploy.file.native import CacheSection, Deployment, check_host
+from kvtier.deploy.file.origin import Origin
+from kvtier.deploy.file.yaml_file import Location
+from kvtier.deploy.plan.plan import CachePart
+from kvtier.deploy.plan.runtime_names import RuntimeNames, unix_address
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
+from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.transport.address import TcpAddress, parse_host_port
+
+
+def plan_caches(deployment: Deployment, origin: Origin, names: RuntimeNames) -> dict[str, CachePart]:
+    """By the name that models use. Raises `ConfigError`, with lines."""
+    parts: dict[str, CachePart] = {}
+    for cache, place in zip(deployment.caches, origin.caches, strict=True):
+        if cache.name in parts:
+            raise origin.wrong(place, f"two caches are called {cache.name!r}: give each a name of its own")
+        part = _plan_cache(cache, place, origin, names)
+        for other in parts.values():
+            _check_apart(part, other, place, origin)
+        parts[cache.name] = part
+    return parts
+
+
+def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: RuntimeNames) -> CachePart:
+    name = names.take(cache.name)
+    if cache.disk and cache.disk < MIN_FILE_BYTES:
+        least, given = format_size(MIN_FILE_BYTES), format_size(cache.disk)
+        raise origin.wrong(place, f"disk must be at least {least}, not {given}", about="disk")
+    token = read_secret(origin, place, "token_file", cache.token_file)
+    for field in ("tls_cert", "tls_key"):
+        require_file(origin, place, field, getattr(cache, field))
+    addresses: dict[str, TcpAddress | None] = {
+        field: _host_port(getattr(cache, field), field, place, origin) for field in ("tcp", "metrics")
+    }
+    try:
+        unix = names.socket(name) if cache.socket is None else unix_address(cache.socket)
+    except ConfigError as error:
+        raise origin.wrong(place, str(error), about="socket") from error
+    try:
+        server = CacheServerConfig(
+            memory_bytes=int(cache.memory),
+            unix=unix,
+            tcp=addresses["tcp"],
+            token=None if token is None else token.encode(),
+            tls_certificate=cache.tls_cert,
+            tls_key=cache.tls_key,
+            metrics=addresses["metrics"],
+            max_connections=cache.max_connections,
+            max_payload_bytes=int(cache.max_frame),
+            max_leased_bytes=None if cache.max_leased is None else int(cache.max_leased),
+            lease_timeout_s=cache.lease_timeout_s,
+            touches_memory=cache.touch_memory,
+            folder=cache.folder,
+            file_bytes=int(cache.disk) if cache.disk else None,
+            fsync=cache.fsync,
+            stores_on=cache.store_on,
+            keeps_memory=not cache.disk_only,
+            needs_disk=not cache.disk_optional,
+        )
+    except ConfigError as error:
+        raise origin.wrong(place, str(error)) from error
+    return CachePart(name=name, server=server)
+
+
+def _host_port(text: str | None, field: str, place: Location, origin: Origin) -> TcpAddress | None:
+    if text is None:
+        return None
+    try:
+        address = parse_host_port(text)
+        check_host(address.host)
+    except ConfigError as error:
+        raise origin.wrong(place, f"{field}: {error}", about=field) from error
+    return address
+
+
+def _check_apart(part: CachePart, other: CachePart, place: Location, origin: Origin) -> None:
+    assert part.server.unix is not None
+    assert other.server.unix is not None
+    for field, one, two in (
+        ("socket", Path(part.server.unix.path), Path(other.server.unix.path)),
+        ("folder", part.server.folder, other.server.folder),
+    ):
+        if one is not None and two is not None and one.resolve() == two.resolve():
+            raise origin.wrong(place, f"{one} is the {field} of the cache {other.name} already", about=field)

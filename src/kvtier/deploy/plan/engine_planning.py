@@ -1,0 +1,134 @@
+"""From the file's models to engines: where each model is, what clients call it, which cache it uses."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.deploy.file.form import absolute
+from kvtier.deploy.file.named_file import read_secret, require_file
+from kvtier.deploy.file.native import Deployment, EngineOptions, ModelSection
+from kvtier.deploy.file.origin import Origin
+from kvtier.deploy.file.size import Size
+from kvtier.deploy.file.yaml_file import Location
+from kvtier.deploy.plan.plan import CachePart, EnginePart
+from kvtier.deploy.plan.runtime_names import RuntimeNames
+from kvtier.engine.config import EngineConfig
+from kvtier.errors import ConfigError
+from kvtier.transport.address import parse_address
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_AS_GIVEN = sorted(set(EngineConfig.__struct_fields__) & set(EngineOptions.__struct_fields__) - {"device", "cache_dir"})
+"""Settings that mean the same in the file and to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model with its engines. The first of `names` is its own."""
+
+    names: tuple[str, ...]
+    parts: tuple[EnginePart, ...]
+
+
+def plan_engines(
+    deployment: Deployment, origin: Origin, names: RuntimeNames, caches: dict[str, CachePart]
+) -> list[PlannedModel]:
+    """One per model, in the file's order. Raises `ConfigError`, with lines."""
+    found = [
+        _find_model(model.model, origin, place) for model, place in zip(deployment.models, origin.models, strict=True)
+    ]
+    called = _names_of_models(deployment, found, origin)
+    planned = []
+    for number, (model, place) in enumerate(zip(deployment.models, origin.models, strict=True)):
+        cache = _cache_of(model, place, origin, caches)
+        configs = _configs(model, found[number], cache, place, origin)
+        served_as = called[number][0]
+        parts = tuple(
+            EnginePart(name=name, served_as=served_as, engine=config, socket=names.socket(name).path)
+            for name, config in zip(names.take_several(served_as, len(configs)), configs, strict=True)
+        )
+        planned.append(PlannedModel(called[number], parts))
+    return planned
+
+
+def _find_model(model: str, origin: Origin, place: Location) -> str:
+    """The absolute path of a folder beside the file or in the current one, or else a name on the hub."""
+    try:
+        given = Path(model).expanduser()
+    except RuntimeError as error:
+        raise origin.wrong(place, f"{model} has no folder behind its ~", about="model") from error
+    for folder in (origin.file.path.parent / given, given):
+        if model.strip() and folder.is_dir():
+            return str(absolute(folder))
+    if not _HUB_NAME.fullmatch(model):
+        raise origin.wrong(
+            place, f"there is no model folder {model!r}, and a name on the hub is owner/name", about="model"
+        )
+    return model
+
+
+def _names_of_models(deployment: Deployment, found: list[str], origin: Origin) -> list[tuple[str, ...]]:
+    """Those that are given, and `model` as it is given, unless several models have that."""
+    own = [
+        model.names or (Path(where).name if Path(where).is_absolute() else where,)
+        for model, where in zip(deployment.models, found, strict=True)
+    ]
+    taken: set[str] = set()
+    for names, place in zip(own, origin.models, strict=True):
+        for name in names:
+            if name in taken:
+                raise origin.wrong(place, f"two models are called {name!r}: give each a name of its own", about="name")
+            taken.add(name)
+    given = Counter(model.model for model in deployment.models)
+    return [
+        names if model.model in taken or given[model.model] > 1 else (*names, model.model)
+        for names, model in zip(own, deployment.models, strict=True)
+    ]
+
+
+def _cache_of(model: ModelSection, place: Location, origin: Origin, caches: dict[str, CachePart]) -> CachePart | None:
+    known = ", ".join(caches)
+    if model.cache_server:
+        if model.cache:
+            raise origin.wrong(place, "cache_server takes the place of cache: give one of them")
+        return None
+    if model.cache is False or (model.cache is None and not caches):
+        return None
+    if isinstance(model.cache, str):
+        if model.cache not in caches:
+            there = f"there is {known}" if caches else "the file has no cache"
+            raise origin.wrong(place, f"there is no cache {model.cache!r}; {there}", about="cache")
+        return caches[model.cache]
+    if not caches:
+        raise origin.wrong(place, "cache is true, but the file has no cache")
+    if len(caches) > 1:
+        raise origin.wrong(place, f"there are several caches: say which with cache, one of {known}, or false")
+    return next(iter(caches.values()))
+
+
+def _configs(
+    model: ModelSection, found: str, cache: CachePart | None, place: Location, origin: Origin
+) -> list[EngineConfig]:
+    """One per engine; they differ in their device."""
+    require_file(origin, place, "cache_server_ca_file", model.cache_server_ca_file)
+    token = read_secret(origin, place, "cache_server_token_file", model.cache_server_token_file)
+    given: dict[str, Any] = {name: getattr(model, name) for name in _AS_GIVEN}
+    settings: dict[str, Any] = {name: int(value) if isinstance(value, Size) else value for name, value in given.items()}
+    settings["cache_dir"] = None if model.cache_dir is None else str(model.cache_dir)
+    settings["cache_server_token"] = token
+    settings["cache_server_ca_file"] = None if model.cache_server_ca_file is None else str(model.cache_server_ca_file)
+    if cache is not None:
+        settings["cache_server"] = str(cache.server.unix)
+    try:
+        configs = [EngineConfig(model=found, device=device, **settings) for device in model.device_of_each_engine]
+    except ConfigError as error:
+        raise origin.wrong(place, str(error)) from error
+    try:
+        for address in configs[0].cache_servers:
+            parse_address(address)
+    except ConfigError as error:
+        raise origin.wrong(place, f"cache_server: {error}", about="cache_server") from error
+    return configs

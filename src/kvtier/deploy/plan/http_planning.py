@@ -1,0 +1,93 @@
+"""From the file's `http` section to the HTTP server: who may ask, for what, and where it listens."""
+
+from __future__ import annotations
+
+from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from kvtier.deploy.file.form import read_form
+from kvtier.deploy.file.named_file import read_secret
+from kvtier.deploy.file.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection, check_host
+from kvtier.deploy.file.origin import Origin
+from kvtier.deploy.file.yaml_file import Location
+from kvtier.deploy.plan.engine_planning import PlannedModel
+from kvtier.deploy.plan.plan import HttpPart, Listener
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import ConfigError
+from kvtier.transport.address import parse_host_port
+
+HTTP_NAME = "http"
+
+
+def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]) -> HttpPart:
+    """Raises `ConfigError`, with lines."""
+    http = deployment.http
+    served = tuple(
+        ServedModelConfig(
+            names=model.names,
+            engines=tuple(EngineAddress(part.name, part.socket) for part in model.parts),
+            default_options=_default_options(origin, place),
+        )
+        for model, place in zip(models, origin.models, strict=True)
+    )
+    keys = _keys(http, origin)
+    try:
+        api = ApiConfig(
+            models=served,
+            keys=keys,
+            max_body_bytes=int(http.max_body),
+            max_requests=http.max_requests,
+            drain_s=http.drain_s,
+        )
+    except ConfigError as error:
+        raise origin.wrong(origin.http, str(error)) from error
+    return HttpPart(name=HTTP_NAME, api=api, listeners=_listeners(http, origin))
+
+
+def _default_options(origin: Origin, place: Location) -> dict[str, object]:
+    """Those that are given, as they are; they must make a `SamplingParams`."""
+    where = origin.find(place, "default_options")
+    if where is None:
+        return {}
+    read_form(origin.file, where, SamplingParams)
+    given = origin.file.at(where)
+    assert isinstance(given, dict)
+    return given
+
+
+def _keys(http: HttpSection, origin: Origin) -> tuple[ApiKey, ...]:
+    keys: list[ApiKey] = []
+    for number, section in enumerate(http.api_keys):
+        place: Location = (*origin.http, "api_keys", number)
+        if any(section.name == other.name for other in keys):
+            raise origin.wrong(place, f"two API keys are called {section.name!r}: give each a name of its own")
+        secret = section.key if section.key is not None else read_secret(origin, place, "key_file", section.key_file)
+        if any(secret == other.key for other in keys):
+            raise origin.wrong(place, f"the API key {section.name!r} is the same as another one", about="key")
+        try:
+            keys.append(ApiKey(name=section.name, key=secret or "", salt=section.salt))
+        except ConfigError as error:
+            raise origin.wrong(place, str(error)) from error
+    return tuple(keys)
+
+
+def _listeners(http: HttpSection, origin: Origin) -> tuple[Listener, ...]:
+    listeners = []
+    if HttpSection.is_served(http.openai):
+        host, port = _place_to_listen(http.openai, http, DEFAULT_OPENAI_PORT, origin, "openai")
+        listeners.append(Listener("openai", host, port))
+    if HttpSection.is_served(http.ollama):
+        host, port = _place_to_listen(http.ollama, http, DEFAULT_OLLAMA_PORT, origin, "ollama")
+        listeners.append(Listener("ollama", host, port))
+    return tuple(listeners)
+
+
+def _place_to_listen(
+    given: int | str | bool | None, http: HttpSection, usual: int, origin: Origin, name: str
+) -> tuple[str, int]:
+    if isinstance(given, str):
+        try:
+            address = parse_host_port(given)
+            check_host(address.host)
+        except ConfigError as error:
+            raise origin.wrong(origin.http, f"{name}: {error}", about=name) from error
+        return address.host, address.port
+    return http.host, usual if given is None or given is True else given

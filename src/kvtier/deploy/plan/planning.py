@@ -1,0 +1,63 @@
+"""From a deployment file to its plan: every part with all it needs to start. Nothing is started, created or changed.
+
+Key and token files are read here. Whatever cannot work is a `ConfigError` with file and line, as far as that can be
+told without looking at the machine; that is what `checking` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from kvtier.deploy.file.chat_form import is_chat_form, read_chat_form
+from kvtier.deploy.file.native import Deployment, read_native
+from kvtier.deploy.file.origin import Origin
+from kvtier.deploy.file.yaml_file import Location, read_yaml
+from kvtier.deploy.plan.cache_planning import plan_caches
+from kvtier.deploy.plan.engine_planning import plan_engines
+from kvtier.deploy.plan.http_planning import HTTP_NAME, plan_http
+from kvtier.deploy.plan.plan import Plan
+from kvtier.deploy.plan.runtime_names import RuntimeNames
+from kvtier.transport.address import TcpAddress
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def load_plan(path: Path, runtime_folder: Path) -> Plan:
+    """The plan of the file at `path`; sockets without a place of their own go to `runtime_folder`.
+
+    Raises `ConfigError` with a sentence for each thing that is wrong, each with file and line.
+    """
+    deployment, origin = read_deployment(path)
+    names = RuntimeNames(runtime_folder, taken=[HTTP_NAME])
+    caches = plan_caches(deployment, origin, names)
+    engines = plan_engines(deployment, origin, names, caches)
+    http = plan_http(deployment, origin, engines)
+    plan = Plan(
+        caches=tuple(caches.values()),
+        engines=tuple(part for model in engines for part in model.parts),
+        http=http,
+    )
+    _check_ports(plan, origin)
+    return plan
+
+
+def read_deployment(path: Path) -> tuple[Deployment, Origin]:
+    """What the file says, in whichever form it says it, and where. Raises `ConfigError` as `load_plan` does."""
+    file = read_yaml(path)
+    return read_chat_form(file) if is_chat_form(file.value) else read_native(file)
+
+
+def _check_ports(plan: Plan, origin: Origin) -> None:
+    ports: list[tuple[str, TcpAddress, Location]] = []
+    for cache, place in zip(plan.caches, origin.caches, strict=True):
+        for about, address in (("tcp", cache.server.tcp), ("metrics", cache.server.metrics)):
+            if address is not None:
+                ports.append((f"{about} of {cache.name}", address, origin.find(place, about) or place))
+    for listener in plan.http.listeners:
+        place = origin.find(origin.http, listener.api) or origin.http
+        ports.append((f"the {listener.api} API", TcpAddress(listener.host, listener.port), place))
+    for (first, one, _), (second, other, place) in itertools.combinations(ports, 2):
+        is_same_host = one.host == other.host or one.host in _EVERYWHERE or other.host in _EVERYWHERE
+        if one.port and one.port == other.port and is_same_host:
+            raise origin.file.error(place, f"{first} and {second} both have port {one.port}")

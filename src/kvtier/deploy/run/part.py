@@ -1,0 +1,112 @@
+"""One part of a deployment in its own process.
+
+    python -m kvtier.deploy.run.part KIND NAME RUNTIME_FOLDER REPORT_FD [LISTENER_FD ...]
+
+Its settings come as one line on stdin. That pipe stays open as long as the supervisor lives: when it closes, the part
+ends by itself, so nothing is left running when a supervisor was killed. SIGTERM ends it in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from kvtier.cacheserver.server import CacheServer
+from kvtier.deploy.plan.plan import CachePart, EnginePart, HttpPart, decode_part
+from kvtier.deploy.run.reports import Failed, Ready, Reporter
+from kvtier.errors import KvtierError
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SUPERVISOR = os.getppid()
+_ORPHAN_S = 60.0
+"""How long a part whose supervisor is gone has to end in good order."""
+
+
+def main(arguments: list[str]) -> int:
+    kind, _, runtime_folder, report_fd, *listener_fds = arguments
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    reporter = Reporter(int(report_fd))
+    settings = sys.stdin.buffer.readline()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before any thread starts: only who waits for them sees them
+    threading.Thread(target=_watch_supervisor, name="kvtier-supervisor-watch", daemon=True).start()
+    try:
+        _RUNS[kind](settings, reporter, [int(fd) for fd in listener_fds])
+    except KvtierError as error:
+        reporter.tell(Failed(str(error)))
+        return 1
+    except ImportError as error:
+        reporter.tell(Failed(_missing(kind, error)))
+        return 1
+    finally:
+        _leave(runtime_folder)
+    return 0
+
+
+def _run_cache(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
+    part = decode_part(settings, CachePart)
+    server = CacheServer(part.server)
+    reporter.tell(Ready({"tcp_port": server.tcp_port, "metrics_port": server.metrics_port}))
+    signal.sigwait(_SIGNALS)
+    logger.info("stopping")
+    server.close()
+
+
+def _run_engine(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
+    # Not above: it imports torch, which no other part needs.
+    from kvtier.deploy.run.engine_part import run_engine  # noqa: PLC0415
+
+    part = decode_part(settings, EnginePart)
+    run_engine(part, reporter, _SIGNALS)
+
+
+def _run_http(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
+    from kvtier.api.server import serve_http  # noqa: PLC0415 - only this part needs the HTTP libraries
+
+    part = decode_part(settings, HttpPart)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # its event loop has handlers for them
+    listeners = [(one.api, socket.socket(fileno=fd)) for one, fd in zip(part.listeners, fds, strict=True)]
+    serve_http(part.api, listeners, lambda: reporter.tell(Ready({})))
+
+
+_RUNS: dict[str, Callable[[bytes, Reporter, list[int]], None]] = {
+    "cache": _run_cache,
+    "engine": _run_engine,
+    "http": _run_http,
+}
+
+
+def _watch_supervisor() -> None:
+    """Nothing ever comes after the settings; the end does."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_S)
+    os._exit(1)
+
+
+def _leave(runtime_folder: str) -> None:
+    """The last one out removes it, if the supervisor cannot any more."""
+    if os.getppid() != _SUPERVISOR:
+        with contextlib.suppress(OSError):
+            os.rmdir(runtime_folder)
+
+
+def _missing(kind: str, error: ImportError) -> str:
+    extra = {"engine": "engine", "http": "server"}.get(kind)
+    hint = f": pip install 'kvtier[{extra}]'" if extra else ""
+    return f"the part {kind} needs {error.name or error}{hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""What people see when a deployment is ready: where it is, what it has room for, and how to try it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from kvtier.deploy.plan.plan import CachePart, EnginePart, Plan
+from kvtier.sizes import format_size
+
+_ANY_HOST = ("0.0.0.0", "::", "")
+
+
+def summary(plan: Plan, ports: Sequence[int], facts: Mapping[str, Mapping[str, object]], seconds: float) -> str:
+    """`facts` are what each part reported, by its name; `ports` are those of the listeners, in order."""
+    lines = ["", f"ready after {seconds:.1f} s"]
+    urls: dict[str, str] = {}
+    for listener, port in zip(plan.http.listeners, ports, strict=True):
+        host = "127.0.0.1" if listener.host in _ANY_HOST else listener.host
+        host = f"[{host}]" if ":" in host else host
+        urls[listener.api] = f"http://{host}:{port}"
+        title = {"openai": "OpenAI API", "ollama": "Ollama API"}[listener.api]
+        lines.append(f"  {title:12} {urls[listener.api]}{'/v1' if listener.api == 'openai' else ''}")
+    for engine in plan.engines:
+        lines += _engine_lines(plan, engine, facts.get(engine.name, {}))
+    for cache in plan.caches:
+        lines += _cache_lines(cache)
+    lines += ["  try it", *(f"    {line}" for line in _example(plan, urls)), "  Ctrl-C stops it", ""]
+    return "\n".join(lines)
+
+
+def _engine_lines(plan: Plan, part: EnginePart, facts: Mapping[str, object]) -> list[str]:
+    block_tokens, slot_bytes = _whole(facts, "block_tokens"), max(1, _whole(facts, "slot_bytes"))
+    kind = "+".join(str(facts[name]) for name in ("dtype", "quantization") if facts.get(name))
+    tiers = [f"device {_whole(facts, 'num_blocks')} ({format_size(_whole(facts, 'kv_bytes'))})"]
+    if part.engine.swap_space:
+        tiers.append(f"host {part.engine.swap_space // slot_bytes} ({format_size(part.engine.swap_space)})")
+    for cache in plan.caches:
+        if str(cache.server.unix) in part.engine.cache_servers:
+            server = cache.server
+            if server.keeps_memory:
+                tiers.append(f"{cache.name} {server.memory_bytes // slot_bytes} ({format_size(server.memory_bytes)})")
+            if server.file_bytes:
+                tiers.append(f"disk {server.file_bytes // slot_bytes} ({format_size(server.file_bytes)})")
+    return [
+        f"  {'engine':12} {part.name}: {part.served_as}, {facts.get('architecture', '')} {kind} "
+        f"on {facts.get('device', '')}, weights {format_size(_whole(facts, 'weights_bytes'))}, "
+        f"prompts up to {_whole(facts, 'max_model_len')} tokens",
+        f"  {'':12} KV blocks of {block_tokens} tokens: {', '.join(tiers)}",
+    ]
+
+
+def _cache_lines(part: CachePart) -> list[str]:
+    server = part.server
+    disk = f", {format_size(server.file_bytes)} of disk in {server.folder}" if server.file_bytes else ""
+    return [
+        f"  {'cache':12} {part.name}: {format_size(server.memory_bytes)} of memory{disk}",
+        f"  {'':12} why a request missed: kvtier explain --server {server.unix} REQUEST_ID",
+    ]
+
+
+def _example(plan: Plan, urls: Mapping[str, str]) -> list[str]:
+    model = plan.engines[0].served_as
+    has_keys = bool(plan.http.api.keys)
+    messages = [{"role": "user", "content": "Hello!"}]
+    if "openai" in urls:
+        path, body = f"{urls['openai']}/v1/chat/completions", {"model": model, "messages": messages}
+    elif "ollama" in urls:
+        path, body = f"{urls['ollama']}/api/chat", {"model": model, "messages": messages}
+    else:
+        return []
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if has_keys else ""
+    return [f"curl {path} {key}-H 'Content-Type: application/json' \\", f"  -d '{json.dumps(body)}'"]
+
+
+def _whole(facts: Mapping[str, object], name: str) -> int:
+    found = facts.get(name)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,1 @@
+"""What runs on the device: arena, forward pass, graphs, sampling."""

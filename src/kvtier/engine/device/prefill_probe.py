@@ -1,0 +1,50 @@
+"""Measures how fast prompts are computed before the first one comes, so that the first decision is an informed one.
+
+Short steps tell what a step costs, long ones what a token costs, and those far into a prompt what attention costs: a
+load of a long prompt must not look slow because nobody knew how much longer computing it takes.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.device.runner import Runner
+from kvtier.engine.device.step_timer import StepTimer
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.schedule.request import Request
+from kvtier.engine.schedule.step import Step, StepRow
+
+_SIZES = (32, 256, 1024)
+_FAR_TOKENS = 1024
+_NUM_TIMES = 3
+_LONG_S = 0.1
+"""After a step that takes this long nothing larger is tried: start-up must not wait for it."""
+
+
+def measure_prefill(runner: Runner, timer: StepTimer, config: EngineConfig, max_model_len: int) -> None:
+    """Compute a few parts of prompts of zeros in block 0; nobody reads what they leave there."""
+    most = min(config.max_num_batched_tokens, max_model_len - 1)
+    parts = [(0, count) for count in sorted({min(size, most) for size in _SIZES})]
+    count = min(most, _FAR_TOKENS)
+    parts += [(start, count) for start in (max_model_len // 8, max_model_len - count) if start > count]
+    for start, count in parts:
+        for number in range(_NUM_TIMES):
+            began_at = time.monotonic()
+            step = _probe(start, count, config.block_size)
+            if number:  # the first one warms up
+                timer.start()
+            submitted = runner.submit(step)
+            if number:
+                timer.stop(step)
+            submitted.wait()
+            runner.forget(step.rows[0].request)
+            if number and time.monotonic() - began_at > _LONG_S:
+                return
+
+
+def _probe(start: int, count: int, block_tokens: int) -> Step:
+    request = Request("probe", [0] * (start + count), SamplingParams(temperature=0.0), max_tokens=1)
+    request.blocks.ids = [0] * -(-(start + count) // block_tokens)
+    request.num_in_flight = 1
+    return Step([StepRow(request, start, count, True)], [], count)

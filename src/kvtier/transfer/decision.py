@@ -1,0 +1,223 @@
+"""The decision between loading and computing, from measured speeds. The engine's thread asks. No torch.
+
+A load that is clearly faster than computing is made. Where neither is, the tier brings blocks from the back while the
+engine computes from the front, if that wins. What is late is abandoned once computing it would be sooner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.load import Load, Order, Part, Plan
+
+_UNIT_BYTES = 64 << 20
+"""A unit is three requests to a cache server, whose Python decodes beside it would wait for."""
+
+_CLEARLY_FASTER = 0.5
+"""A load that takes at most this share of computing is left alone: the device has other things to compute."""
+
+_WORTH_MEETING = 0.85
+_MEETING_STEPS = 2
+"""Computing from the front while loading from the back takes about so many more steps."""
+
+_UNITS_TO_MEET = 16
+_MIN_UNIT_S = 0.001
+_LATE_SLACK_S = 0.01
+_FIRST_REST_S = 1.0
+_LAST_REST_S = 10.0
+_RETRY_SLOW_S = 10.0
+_NUM_MATCH_TIMES = 5
+_NUM_DELAYS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """A tier is left alone, for `rest_s` in all."""
+
+    until: float
+    rest_s: float
+
+
+class LoadOrCompute:
+    """Decides for one engine."""
+
+    def __init__(
+        self, speeds: Speeds, layout: KvLayout, chunk_tokens: int, *, always_loads: bool, clock: Callable[[], float]
+    ) -> None:
+        """With `always_loads` nothing is decided: what is found is loaded, however long it takes."""
+        self.speeds = speeds
+        self._block_tokens = layout.block_tokens
+        self._block_bytes = layout.block_bytes
+        self._chunk_tokens = chunk_tokens
+        self._always_loads = always_loads
+        self._clock = clock
+        self._rests: dict[str, _Rest] = {}
+        self._slow_since: dict[str, float] = {}
+        self._delays: dict[str, deque[float]] = {}
+        self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
+
+    def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int, busy_s: float = 0.0) -> Plan | None:
+        """What to load now that all before block `position` is there; None when the rest is to be computed.
+
+        For `busy_s` the device is going to compute for others. What lies in memory may take that long: only latency
+        is lost, of which there would be as much.
+        """
+        part = next((part for part in parts if part.first <= position < part.end), None)
+        if part is None:
+            return None
+        nbytes = (part.end - position) * self._block_bytes
+        load_s = self.speeds.load_s(part.tier, nbytes)
+        plan = Plan(part, position, part.end, Order.FRONT, load_s, max(1, _UNIT_BYTES // self._block_bytes))
+        if self._always_loads:
+            return plan
+        if self._is_resting(part.tier):
+            return None
+        compute_s = self.compute_s(position, part.end, prompt_tokens)
+        if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
+            return plan
+        if part.is_in_memory and load_s <= busy_s:
+            return plan
+        before_last = (prompt_tokens - 1) // self._block_tokens
+        if position >= before_last:  # a step that comes anyway has these few tokens more: that says nothing of the tier
+            return plan if load_s <= compute_s else None
+        from_back = self._from_back(plan, min(part.end, before_last), prompt_tokens)
+        if from_back is not None:
+            return from_back
+        return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
+
+    def share(self, load: Load, prompt_tokens: int) -> int:
+        """From the back: how many blocks the engine should compute next, so that both sides meet at the same time."""
+        left = load.num_left
+        if not left:
+            return 0
+        if load.is_over:
+            return left
+        block_s = self._per_block_s(load, self._clock() - load.started_at)
+        compute_s = self.compute_s(load.front, load.front + left, prompt_tokens)
+        if compute_s is None:
+            return max(1, left // 2)
+        if left * block_s < self.speeds.step_s():
+            return 0  # it is here before another step is done
+        return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
+
+    def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int, busy_s: float = 0.0) -> bool:
+        """It takes longer than expected, and what is missing would be computed sooner than it comes.
+
+        Nothing can be said against it before `since`. As long as it comes at all, the loads that share its tier hold
+        each other up, and would do so if all of them were computed. `busy_s` is as for `plan`.
+        """
+        if self._always_loads or load.is_submitted or load.is_over:
+            return False
+        elapsed = self._clock() - since
+        if load.plan.part.is_in_memory and elapsed <= busy_s:
+            return False
+        shared = max(1, num_sharing) if load.num_arrived else 1
+        expected = shared * (load.plan.expected_s or 0.0) + _LATE_SLACK_S
+        if elapsed <= expected:
+            return False
+        if load.plan.order is Order.FRONT:
+            first, num_missing = load.plan.first + load.num_arrived, load.num_blocks - load.num_arrived
+        elif load.num_left:
+            return False  # the engine has something to do meanwhile
+        else:
+            first, num_missing = load.front, load.arrived()[0] - load.front
+        compute_s = self.compute_s(first, first + num_missing, prompt_tokens)
+        if compute_s is None:
+            return False
+        return num_missing * self._per_block_s(load, elapsed) > shared * compute_s
+
+    def compute_s(self, first: int, end: int, prompt_tokens: int | None) -> float | None:
+        """How much longer the prompt takes if blocks `first..end` are computed too.
+
+        Of an unknown prompt, how long they take by themselves.
+        """
+        start, stop = first * self._block_tokens, end * self._block_tokens
+        if prompt_tokens is None:
+            return self.speeds.prefill_s(start, stop - start, self._chunk_tokens)
+        total = max(stop, prompt_tokens)
+        whole = self.speeds.prefill_s(start, total - start, self._chunk_tokens)
+        left = max(total - stop, 1)  # of a prompt that is all there, the last token is computed still
+        rest = self.speeds.prefill_s(total - left, left, self._chunk_tokens)
+        return None if whole is None or rest is None else max(0.0, whole - rest)
+
+    def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load from `tier` that was not abandoned took so long: the tier is well."""
+        self.speeds.note_load(tier, nbytes, seconds)
+        self.note_well(tier)
+
+    def note_well(self, tier: str) -> None:
+        """A load from `tier` came, whatever time it took: it need not rest."""
+        self._rests.pop(tier, None)
+
+    def note_match(self, seconds: float) -> None:
+        """All tiers took so long to say what they have."""
+        self._match_times.append(seconds)
+
+    def is_match_worth_it(self, first: int, end: int) -> bool:
+        """Asking the tiers for blocks `first..end` takes less than computing them. If not, it is tried now and then."""
+        compute_s = self.compute_s(first, end, None)
+        times = sorted(self._match_times)
+        if self._always_loads or compute_s is None or not times or times[len(times) // 2] < compute_s:
+            return True
+        return self._may_retry("matching")
+
+    def note_met(self, load: Load) -> None:
+        """Both sides have met: computing and loading may hold each other up, by as much as this shows."""
+        if load.plan.meets_after_s > 0:
+            delay = (self._clock() - load.started_at) / load.plan.meets_after_s
+            self._delays.setdefault(load.plan.part.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
+
+    def note_late(self, tier: str) -> None:
+        """A load from `tier` was abandoned: it is left alone, longer each time."""
+        rest = self._rests.get(tier)
+        rest_s = _FIRST_REST_S if rest is None else min(2 * rest.rest_s, _LAST_REST_S)
+        self._rests[tier] = _Rest(self._clock() + rest_s, rest_s)
+
+    def _per_block_s(self, load: Load, elapsed_s: float) -> float:
+        """How long a block takes to come, as this load shows so far, or as its tier has shown before."""
+        expected = (load.plan.expected_s or 0.0) / load.num_blocks
+        if load.num_arrived:
+            return elapsed_s / load.num_arrived
+        return max(expected, elapsed_s / load.num_blocks)
+
+    def _from_back(self, plan: Plan, end: int, prompt_tokens: int) -> Plan | None:
+        """Load from the back, from `end`, while the front is computed, if that is the fastest by far; None if not.
+
+        The prompt's last token lies behind `end`: it is computed once all before it is there.
+        """
+        num_blocks = end - plan.first
+        load_s = self.speeds.load_s(plan.part.tier, num_blocks * self._block_bytes)
+        compute_s = self.compute_s(plan.first, end, prompt_tokens)
+        if plan.part.comes_in_order or load_s is None or compute_s is None:
+            return None
+        load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
+        num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
+        meet_s = num_loaded * load_block_s + _MEETING_STEPS * self.speeds.step_s()
+        tier = plan.part.tier
+        delays = sorted(self._delays.get(tier, (1.0,)))
+        if meet_s * delays[len(delays) // 2] > _WORTH_MEETING * min(load_s, compute_s) and not self._may_retry(
+            f"meeting {tier}"
+        ):
+            return None
+        unit = max(1, round(num_loaded / _UNITS_TO_MEET), round(_MIN_UNIT_S / load_block_s))
+        unit = min(unit, plan.unit)
+        return replace(plan, end=end, order=Order.BACK, expected_s=load_s, unit=unit, meets_after_s=meet_s)
+
+    def _is_resting(self, tier: str) -> bool:
+        rest = self._rests.get(tier)
+        return rest is not None and self._clock() < rest.until
+
+    def _retry(self, plan: Plan) -> Plan | None:
+        """A tier that was slower than computing is tried again now and then: it may have become fast."""
+        return plan if self._may_retry(plan.part.tier) else None
+
+    def _may_retry(self, what: str) -> bool:
+        now = self._clock()
+        if now - self._slow_since.setdefault(what, now) < _RETRY_SLOW_S:
+            return False
+        self._slow_since[what] = now
+        return True

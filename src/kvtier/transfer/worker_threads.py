@@ -1,0 +1,62 @@
+"""A few threads for work beside the engine's own. No torch."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from kvtier.latency_guard import yield_to
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerThreads:
+    """They take jobs in their order. To hand one over costs a microsecond and never waits, whatever they are doing."""
+
+    def __init__(self, count: int, name: str, let_pass: Callable[[], None] | None = None) -> None:
+        """They `let_pass` where they can (`latency_guard`)."""
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._pid = os.getpid()
+        atexit.register(self.close)  # a copy under way ends before its memory does
+        try:
+            for number in range(count):
+                arguments = (self._jobs, let_pass)
+                thread = threading.Thread(target=_work, args=arguments, name=f"{name}_{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Raises `RuntimeError` once they are closed. What `job` raises is logged."""
+        if self._is_closed:
+            raise RuntimeError("these threads have ended")
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Wait until all jobs so far are done, and end the threads. Safe to call twice, and in a forked child."""
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid:
+            return
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(jobs: SimpleQueue[Callable[[], object] | None], let_pass: Callable[[], None] | None) -> None:
+    yield_to(let_pass)
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except BaseException:
+            logger.exception("a job failed")
+        del job  # while the next one is waited for, nothing that it refers to is kept

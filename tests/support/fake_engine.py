@@ -1,0 +1,400 @@
+"""An engine without a model, and the HTTP server over it: what the tests of both APIs run on. No torch.
+
+`FakeEngine` speaks `engine/process/messages.py` over a real Unix socket, in a thread of its own. What it says to a
+prompt is a script: an iterator over messages, events to wait for, and `DIE`. Scripts see nothing of HTTP. `running`
+is the real server on a loopback port, in a thread too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+import uvicorn
+
+from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
+from kvtier.api.server import http_server, make_service
+from kvtier.api.service import Service
+from kvtier.engine.process.messages import (
+    LENGTH_BYTES,
+    Abort,
+    Accepted,
+    AskMetrics,
+    ChatPrompt,
+    End,
+    Hello,
+    LikelyToken,
+    MetricFamily,
+    Metrics,
+    News,
+    Piece,
+    Refused,
+    Reply,
+    Sample,
+    Submit,
+    TextPrompt,
+    TokenLogprobs,
+    body_length,
+    decode_request,
+    encode,
+)
+
+MODEL: Final = "tiny"
+ALIAS: Final = "kvtier/tiny:latest"
+MAX_MODEL_LEN: Final = 1000
+
+HELLO: Final = Hello(
+    engine="engine-0",
+    model="tiny",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    quantization="",
+    weights_bytes=1 << 20,
+    num_parameters=1 << 18,
+    vocab_size=512,
+    max_model_len=MAX_MODEL_LEN,
+    block_tokens=16,
+    num_blocks=64,
+    kv_bytes=1 << 22,
+    device="cpu",
+    namespace="0123456789abcdef0123456789abcdef",
+    has_tokenizer=True,
+    chat_template="{{ messages }}",
+    started_at=1_700_000_000.0,
+)
+
+
+class _Death:
+    pass
+
+
+DIE: Final = _Death()
+"""In a script: the process is gone, with everything that was asked of it."""
+
+Step = Reply | threading.Event | _Death
+Script = Callable[[Submit], Iterator[Step]]
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def prompt_words(submit: Submit) -> list[str]:
+    """The words of a prompt: of a conversation those of its last message, of token ids their numbers."""
+    prompt = submit.prompt
+    if isinstance(prompt, TextPrompt):
+        return prompt.text.split()
+    if isinstance(prompt, ChatPrompt):
+        return prompt.messages[-1].content.split()
+    return [str(token_id) for token_id in prompt.token_ids]
+
+
+def echo(submit: Submit) -> Iterator[Step]:
+    """Says the prompt's words again, a token each, once per answer; as many as `max_tokens` allows."""
+    yield accepted(submit)
+    yield from pieces(submit, prompt_words(submit))
+
+
+def accepted(submit: Submit) -> Accepted:
+    return Accepted(submit.number, len(prompt_words(submit)))
+
+
+def pieces(submit: Submit, words: list[str], *, cached: dict[str, int] | None = None) -> Iterator[News]:
+    """`words` as the answer, and its end; one message per token, in which all answers go on."""
+    count = len(words) if submit.params.max_tokens is None else min(len(words), submit.params.max_tokens)
+    reason = "stop" if count == len(words) else "length"
+    for position in range(count):
+        text = words[position] if position == 0 else " " + words[position]
+        end = _end(reason, count, cached) if position == count - 1 else None
+        yield News([_piece(submit, index, position, text, end) for index in range(submit.params.n)])
+    if not count:
+        yield News(
+            [Piece(submit.number, index, [], "", None, _end(reason, 0, cached)) for index in range(submit.params.n)]
+        )
+
+
+def words_then(words: list[str], *, then: Step) -> Script:
+    """Some words of an answer that does not end, and then this."""
+
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        for position, word in enumerate(words):
+            yield News([_piece(submit, index, position, word, None) for index in range(submit.params.n)])
+        yield then
+
+    return script
+
+
+def held(until: threading.Event, script: Script = echo) -> Script:
+    """Nothing is said, not even that the prompt was accepted, before `until`."""
+
+    def after(submit: Submit) -> Iterator[Step]:
+        yield until
+        yield from script(submit)
+
+    return after
+
+
+def held_once_accepted(until: threading.Event) -> Script:
+    """The prompt is accepted, and no token comes before `until`."""
+
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        yield until
+        yield from pieces(submit, prompt_words(submit))
+
+    return script
+
+
+def refusing(reason: str, sentence: str) -> Script:
+    """`reason` is one of `TOO_LONG`, `INVALID`, `STOPPED` of the messages."""
+
+    def script(submit: Submit) -> Iterator[Step]:
+        yield Refused(submit.number, reason, sentence)
+
+    return script
+
+
+def _piece(submit: Submit, index: int, position: int, text: str, end: End | None) -> Piece:
+    logprobs = None
+    if submit.params.logprobs is not None:
+        likely = [LikelyToken(f"{text}{rank or ''}", f"{text}{rank or ''}".encode(), -0.5 - rank) for rank in range(20)]
+        logprobs = [TokenLogprobs(likely[0], likely[: submit.params.logprobs])]
+    return Piece(submit.number, index, [position], text, logprobs, end)
+
+
+def _end(reason: str, count: int, cached: dict[str, int] | None) -> End:
+    return End(reason, count, {"device": 0, "server": 0} if cached is None else cached, 0.01, 0.02)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Listens on `path` from `start` to `stop`, which may alternate. `close` ends the thread.
+
+    `script` may be changed at any time and holds for prompts that come later. `submits` and `aborts` (the numbers of
+    submits) are what was received, in order.
+    """
+
+    def __init__(self, path: Path, *, hello: Hello = HELLO, script: Script = echo) -> None:
+        self.path = path
+        self.hello = hello
+        self.script = script
+        self.submits: list[Submit] = []
+        self.aborts: list[int] = []
+        self._is_awake = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._server: asyncio.AbstractServer | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kvtier-fake-{hello.engine}", daemon=True)
+        self._thread.start()
+        self.start()
+
+    @property
+    def last(self) -> Submit:
+        return self.submits[-1]
+
+    @property
+    def address(self) -> EngineAddress:
+        return EngineAddress(self.hello.engine, str(self.path))
+
+    def start(self) -> None:
+        self._call(self._listen())
+
+    def stop(self) -> None:
+        """As when the process is killed: connections break, and nobody listens."""
+        self._call(self._die())
+
+    def freeze(self) -> None:
+        """As SIGSTOP: nothing is read and nothing said until `thaw`; connections stay."""
+        self._is_awake.clear()
+        self._loop.call_soon_threadsafe(self._is_awake.wait)
+
+    def thaw(self) -> None:
+        self._is_awake.set()
+
+    def close(self) -> None:
+        self.thaw()
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        future: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.result(10)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
+
+    async def _die(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        for writer in list(self._writers):
+            writer.transport.abort()
+        own = asyncio.current_task()
+        tasks = [task for task in self._tasks if task is not own]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._note()
+        self._writers.add(writer)
+        writer.write(encode(self.hello))
+        try:
+            while True:
+                request = decode_request(await reader.readexactly(body_length(await reader.readexactly(LENGTH_BYTES))))
+                if isinstance(request, Abort):
+                    self.aborts.append(request.number)
+                elif isinstance(request, AskMetrics):
+                    writer.write(encode(_metrics(request.number)))
+                else:
+                    self.submits.append(request)
+                    asyncio.get_running_loop().create_task(self._answer(request, writer, self.script))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _answer(self, submit: Submit, writer: asyncio.StreamWriter, script: Script) -> None:
+        self._note()
+        for step in script(submit):
+            if isinstance(step, threading.Event):
+                while not step.is_set() and submit.number not in self.aborts:
+                    await asyncio.sleep(0.002)
+            elif isinstance(step, _Death):
+                await self._die()
+            elif submit.number not in self.aborts:
+                writer.write(encode(step))
+                await asyncio.sleep(0)
+
+    def _note(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _metrics(number: int) -> Metrics:
+    samples = [Sample("kvtier_engine_steps_total", {}, 7.0)]
+    return Metrics(number, [MetricFamily("kvtier_engine_steps", "counter", "Steps.", samples)])
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An HTTP server under test. `service` belongs to its thread: read it, and set plain flags at most."""
+
+    url: str
+    address: tuple[str, int]
+    service: Service
+
+
+def config_of(
+    *engines: FakeEngine,
+    keys: tuple[ApiKey, ...] = (),
+    default_options: dict[str, object] | None = None,
+    max_body_bytes: int = 1 << 20,
+    max_requests: int = 64,
+) -> ApiConfig:
+    """One model, `MODEL` or `ALIAS`, on all these engines."""
+    model = ServedModelConfig(
+        names=(MODEL, ALIAS),
+        engines=tuple(engine.address for engine in engines),
+        default_options=default_options or {},
+    )
+    return ApiConfig(models=(model,), keys=keys, max_body_bytes=max_body_bytes, max_requests=max_requests, drain_s=1.0)
+
+
+@contextlib.contextmanager
+def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Iterator[Running]:
+    """The server of one API ("openai" or "ollama"), which has met those engines that are there."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    started: Future[tuple[Service, Callable[[], None]]] = Future()
+
+    async def serve() -> None:
+        service = make_service(config, patience)
+        server = http_server(api, service)
+        service.engines.start()
+        try:
+            serving = asyncio.create_task(server.serve([listener]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.002)
+            started.set_result((service, lambda: _end_serving(server)))
+            await serving
+        finally:
+            await service.engines.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"kvtier-test-{api}", daemon=True)
+    thread.start()
+    try:
+        service, end = started.result(10)
+        there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
+        wait_until(lambda: sum(link.hello is not None for link in service.engines.links) >= len(there))
+        try:
+            yield Running(f"http://{address[0]}:{address[1]}", address, service)
+        finally:
+            end()
+    finally:
+        thread.join(20)
+        listener.close()
+
+
+def http_client(server: Running, *, key: str | None = None) -> httpx.Client:
+    """A client that keeps no connection, so that it may outlive a test."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=server.url, headers=headers, limits=limits, timeout=20, trust_env=False)
+
+
+@contextlib.contextmanager
+def fake_engine(
+    directory: Path, *, name: str = "engine-0", script: Script = echo, hello: Hello = HELLO
+) -> Iterator[FakeEngine]:
+    """`directory` is best a short one: a Unix socket's path has 107 bytes."""
+    engine = FakeEngine(directory / f"{name}.sock", hello=msgspec.structs.replace(hello, engine=name), script=script)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def wait_until(is_so: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so within {timeout_s} s"
+        time.sleep(0.002)
+
+
+def _end_serving(server: uvicorn.Server) -> None:
+    server.force_exit = True
+    server.should_exit = True

@@ -1,0 +1,694 @@
+"""Tiers below the simulated device: what `TierTraffic` does, without threads, when the test says so.
+
+A tier remembers the checksums of a block under its hash. A match, each unit of a load, each copy to the device and each
+store is an event that waits for `deliver`; chance decides between what the real thing may do. Everything fails at once
+that would be silent corruption on a real device: a write to a block that is held for a store, that another request
+has, or that a copy is on its way to; a read from such a block; an offer of other KV than its hash names; a lease that
+is given back twice or not at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import cast
+
+from kvtier.blocks.hashing import BlockHash, block_hashes
+from kvtier.engine.schedule.block_manager import BlockManagerName
+from kvtier.engine.schedule.prompt_loading import PromptLoading
+from kvtier.engine.schedule.request import Request, Status
+from kvtier.engine.schedule.scheduler import Scheduler
+from kvtier.engine.schedule.step import Step, StepRow
+from kvtier.memory.lease import Lease
+from kvtier.tiers.hierarchy import Ending
+from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.load import Load, Order, Part, Plan
+from kvtier.transfer.tier_traffic import Fetch, TierTraffic
+from tests.support.engine_building import NAMESPACE, SimulatedDevice, SimulatedEngine, checksums
+
+HOST = "host"
+SERVER = "server"
+TIERS = (HOST, SERVER)
+_NUM_LAYERS = 2
+
+Sums = tuple[int, ...]
+"""The KV of one block, as the simulated device keeps it."""
+
+
+class BlockBook:
+    """What each block hash stands for."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._sums: dict[BlockHash, Sums] = {}
+
+    def note(self, tokens: Sequence[int]) -> list[BlockHash]:
+        size = self._block_tokens
+        sums = checksums(tokens)
+        hashes = block_hashes(NAMESPACE, tokens, size)
+        for position, block_hash in enumerate(hashes):
+            self._sums[block_hash] = tuple(sums[position * size : (position + 1) * size])
+        return hashes
+
+    def sums(self, block_hash: BlockHash, requests: Sequence[Request]) -> Sums:
+        if block_hash not in self._sums:
+            for request in requests:
+                self.note(request.tokens)
+        return self._sums[block_hash]
+
+
+class SimulatedTransfer:
+    """Blocks on their way to the device. They land when told, or before the first step that follows."""
+
+    def __init__(self, device: TieredDevice, block_ids: Sequence[int], blocks: Sequence[Sums]) -> None:
+        self.block_ids = list(block_ids)
+        self._device = device
+        self._blocks = blocks
+        self.has_landed = False
+        self.is_done = False
+
+    def wait(self) -> None:
+        raise AssertionError("the engine's thread never waits for a copy")
+
+    def precede(self, layer: int) -> None:
+        if layer == _NUM_LAYERS - 1:
+            self.land()
+
+    def land(self) -> None:
+        """All that was begun before it has landed then: copies to the device run one after the other."""
+        if self.has_landed:
+            return
+        if self._device.in_flight[0] is not self:
+            self._device.in_flight[self._device.in_flight.index(self) - 1].land()
+        self.has_landed = True
+        self._device.in_flight.remove(self)
+        for block_id, sums in zip(self.block_ids, self._blocks, strict=True):
+            assert block_id not in self._device.held, "a load writes to a block that is held for a store"
+            for offset, checksum in enumerate(sums):
+                self._device.kv[block_id, offset] = checksum
+
+    def finish(self) -> None:
+        self.land()
+        self.is_done = True
+
+
+class TieredDevice(SimulatedDevice):
+    """As `SimulatedDevice`, with blocks that are being written or read by copies beside the steps."""
+
+    def __init__(self, block_tokens: int, num_slots: int) -> None:
+        super().__init__(block_tokens, num_slots)
+        self.in_flight: list[SimulatedTransfer] = []
+        self.held: dict[int, int] = {}
+        """How many stores hold each block."""
+        self.num_steps = 0
+        self.last_uses: dict[int, int] = {}
+        """For each block the last step that read or wrote it."""
+
+    def block(self, block_id: int) -> tuple[int | None, ...]:
+        return tuple(self.kv.get((block_id, offset)) for offset in range(self.block_tokens))
+
+    def begin(self, block_ids: Sequence[int], blocks: Sequence[Sums]) -> SimulatedTransfer:
+        under_way = self.ids_in_flight()
+        for block_id in block_ids:
+            assert block_id not in under_way, "two loads write to one block"
+            assert block_id not in self.held, "a load writes to a block that is held for a store"
+            for offset in range(self.block_tokens):
+                self.kv.pop((block_id, offset), None)
+        transfer = SimulatedTransfer(self, block_ids, blocks)
+        self.in_flight.append(transfer)
+        return transfer
+
+    def ids_in_flight(self) -> set[int]:
+        return {block_id for transfer in self.in_flight for block_id in transfer.block_ids}
+
+    def hold(self, held: DeviceLease) -> None:
+        for block_id in held.ids:
+            self.held[block_id] = self.held.get(block_id, 0) + 1
+
+    def release(self, held: DeviceLease) -> None:
+        for block_id in held.ids:
+            self.held[block_id] -= 1
+            if not self.held[block_id]:
+                del self.held[block_id]
+
+    def run(self, step: Step, running: Sequence[Request]) -> list[tuple[StepRow, int]]:
+        self.num_steps += 1
+        for copy in step.copies:
+            self.last_uses[copy.source] = self.last_uses[copy.target] = self.num_steps
+        for row in step.rows:
+            used = row.request.blocks.ids[: self._num_blocks(row)]
+            self.last_uses.update(dict.fromkeys(used, self.num_steps))
+        return super().run(step, running)
+
+    def _copy(self, step: Step) -> None:
+        under_way = self.ids_in_flight()
+        for copy in step.copies:
+            assert copy.source not in under_way, "a copy reads a block that has not arrived"
+            assert copy.target not in under_way, "a copy writes where a load writes"
+            assert copy.target not in self.held, "a copy writes to a block that is held for a store"
+        super()._copy(step)
+        for transfer in step.arrivals:
+            for layer in range(_NUM_LAYERS):
+                transfer.precede(layer)
+
+    def _read(self, row: StepRow) -> list[int]:
+        under_way = self.ids_in_flight()
+        size = self.block_tokens
+        ids = row.request.blocks.ids
+        end = row.start + row.count
+        assert not under_way & set(ids[: -(-end // size)]), f"{row.request} reads or writes what has not arrived"
+        written = ids[row.start // size : -(-end // size)] if row.writes else []
+        assert not self.held.keys() & set(written), f"{row.request} writes to a block that is held for a store"
+        return super()._read(row)
+
+
+class _SimulatedLease:
+    """What a tier had of a prompt when it was asked."""
+
+    def __init__(self, blocks: Sequence[Sums], *, has_views: bool) -> None:
+        self.blocks = blocks
+        self.has_views = has_views
+        self.num_released = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def release(self) -> None:
+        self.num_released += 1
+
+
+def _lease_of(part: Part) -> _SimulatedLease:
+    lease: object = part.lease
+    assert isinstance(lease, _SimulatedLease)
+    return lease
+
+
+class _Past:
+    """The simulated device has always done what was handed to it."""
+
+    def query(self) -> bool:
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class _Offer:
+    hashes: Sequence[BlockHash]
+    held: DeviceLease
+    is_cancelled: bool = False
+    is_copying: bool = False
+
+
+@dataclass(eq=False)
+class _Asked:
+    """Hashes of a prompt's blocks from `first` on that are being looked for."""
+
+    fetch: Fetch
+    first: int
+    hashes: list[BlockHash]
+
+
+class SimulatedTraffic:
+    """Stands in for `TierTraffic`. `chance` makes every choice that the real one makes by the clock."""
+
+    def __init__(self, device: TieredDevice, requests: Sequence[Request], chance: Random) -> None:
+        self.book = BlockBook(device.block_tokens)
+        self.memory: dict[str, dict[BlockHash, Sums]] = {tier: {} for tier in TIERS}
+        self.is_failing = False
+        """Loads break off, matches find nothing, stores are refused."""
+        self.is_forced: Order | None = None
+        """Every plan is of this order, where that can be."""
+        self.generation = 0
+        """How often a tier has come back without what it had."""
+        self.is_smooth = False
+        """Loads bring everything and are never late, and copies to the device take a while."""
+        self.is_quick = False
+        """Matches are answered at once."""
+        self.copies_left_s: float | None = None
+        """What a smooth one says of copies that were handed to the device."""
+        self.busy_s = 0.0
+        self.num_late = 0
+        self.num_steps = 0
+        self._device = device
+        self._requests = requests
+        self._chance = chance
+        self._fetches: list[Fetch] = []
+        self._given_up: set[Fetch] = set()
+        self._leases: list[_SimulatedLease] = []
+        self._matching: deque[_Asked] = deque()
+        self._loads: list[tuple[Load, Iterator[None]]] = []
+        self._offers: list[_Offer] = []
+        self._batches: deque[tuple[list[_Offer], Iterator[None]]] = deque()
+        self._copied: deque[DeviceLease] = deque()
+        self._announced: dict[object, Sequence[BlockHash]] = {}
+        self.offered: list[Sequence[BlockHash]] = []
+        self._num_held = 0
+
+    # --- what the test does ----------------------------------------
+
+    def remember(self, tokens: Sequence[int], tier: str, first: int = 0, end: int | None = None) -> None:
+        """The tier has blocks `first..end` of this prompt."""
+        for block_hash in self.book.note(tokens)[first:end]:
+            self.memory[tier][block_hash] = self.book.sums(block_hash, ())
+
+    def forget(self, tier: str, count: int) -> None:
+        for block_hash in list(self.memory[tier])[:count]:
+            del self.memory[tier][block_hash]
+
+    @property
+    def has_events(self) -> bool:
+        """Something is under way that the engine may be waiting for."""
+        return bool(self._matching or self._loads or self._batches or self._copied or self._device.in_flight)
+
+    def deliver(self) -> None:
+        """One thing happens, if any is under way."""
+        acts: list[Callable[[], None]] = []
+        if self._matching:
+            acts.append(lambda: self._answer(self._chance.choice(list(self._matching))))
+        for number in range(len(self._loads)):
+            acts.append(lambda number=number: self._go_on(number))  # type: ignore[misc]
+        if self._batches:
+            acts.append(self._store_on)
+        if self._device.in_flight:
+            acts.append(lambda: self._device.in_flight[0].finish())
+        if acts:
+            self._chance.choice(acts)()
+
+    def deliver_all(self) -> None:
+        """Everything that is under way ends."""
+        self.answer_all()
+        while self._loads:
+            self._go_on(0)
+        self.finish_stores()
+        while self._device.in_flight:
+            self._device.in_flight[0].finish()
+
+    def answer_all(self) -> None:
+        """Every match is answered."""
+        while self._matching:
+            self._answer(self._matching[0])
+
+    def submit_loads(self) -> None:
+        """Everything is handed to the device, and nothing has arrived."""
+        assert self.is_smooth, "it may fail otherwise"
+        for load, bringing in self._loads:
+            while not load.is_submitted:
+                next(bringing)
+
+    def lose_loads(self) -> None:
+        """No load brings anything more. What was handed to the device stays on its way."""
+        for load, _ in self._loads:
+            if not load.is_submitted:
+                load.end()
+
+    def finish_stores(self) -> None:
+        while self._batches:
+            self._store_on()
+
+    def check_idle(self) -> None:
+        """Nothing is held and every lease was given back once."""
+        assert not self.has_events
+        assert not self._num_held
+        assert not self._offers
+        assert not self._announced
+        assert not self._device.held
+        assert self._given_up == set(self._fetches), "a match was never given up"
+        assert all(not fetch.num_users for fetch in self._fetches)
+        assert all(lease.num_released == 1 for lease in self._leases)
+
+    # --- what the engine does: matching ----------------------------------------
+
+    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
+        fetch = Fetch(first, [])
+        self._fetches.append(fetch)
+        self.match_further(fetch, hashes, num_more)
+        return fetch
+
+    def match_further(self, fetch: Fetch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
+        assert not fetch.is_cancelled
+        assert not fetch.hashes or fetch.has_all, "more is looked for behind what was not found"
+        asked = _Asked(fetch, fetch.asked_end, list(hashes))
+        fetch.hashes += hashes
+        fetch.is_matching = bool(hashes)
+        if hashes:
+            fetch.num_users += 1
+            self._matching.append(asked)
+            is_pending = not self.is_smooth and self._chance.random() < 0.2
+            if self.is_quick and not is_pending:
+                self._answer(asked)
+
+    def give_up(self, fetch: Fetch) -> None:
+        assert fetch not in self._given_up, "a match was given up twice"
+        self._given_up.add(fetch)
+        fetch.is_cancelled = True
+        self._leave(fetch)
+
+    # --- loading ----------------------------------------
+
+    def plan(self, fetch: Fetch, position: int, prompt_tokens: int) -> Plan | None:
+        assert not fetch.is_cancelled
+        assert not fetch.is_matching
+        part = next((part for part in fetch.parts if part.first <= position < part.end), None)
+        if part is None:
+            return None
+        orders: list[Order | None] = (
+            [Order.FRONT, None] if _lease_of(part).has_views else [Order.FRONT, Order.BACK, None]
+        )
+        if self.is_forced is not None:
+            orders = [self.is_forced if self.is_forced in orders else Order.FRONT]
+        order, end = self._chance.choice(orders), part.end
+        if order is Order.BACK:  # as `LoadOrCompute` has it: the last token comes after all that meets
+            before_last = min(end, (prompt_tokens - 1) // self._device.block_tokens)
+            order, end = (order, before_last) if before_last > position else (Order.FRONT, end)
+        return None if order is None else Plan(part, position, end, order, None, self._chance.randint(1, 4))
+
+    def note_step(self) -> None:
+        self.num_steps += 1
+        assert self.num_steps == self._device.num_steps
+
+    def load(
+        self,
+        fetch: Fetch,
+        plan: Plan,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        after_step: int,
+        behind: Load | None = None,
+    ) -> Load:
+        assert not fetch.is_cancelled, "a load from a match that was given up"
+        assert behind is None or (behind.plan.end == plan.first and not behind.is_abandoned)
+        last_use = max(self._device.last_uses.get(block_id, 0) for block_id in block_ids)
+        assert last_use <= after_step <= self.num_steps, "a load may write before a step that uses the block is done"
+        assert len(block_ids) == len(hashes) == plan.end - plan.first
+        for other, _ in self._loads:
+            is_same = other.plan.part.lease is plan.part.lease and _lease_of(plan.part).has_views
+            assert not is_same or other.is_submitted or other.is_over, "two threads use one lease"
+        request = next(request for request in self._requests if request.fetch is fetch)
+        load = Load(plan, hashes, list(block_ids), _Past(), 0.0, behind)
+        fetch.num_users += 1
+        self._loads.append((load, self._bring(request, fetch, load)))
+        return load
+
+    def share(self, load: Load, prompt_tokens: int) -> int:
+        left = load.num_left
+        if not left or load.is_over:
+            return left
+        return self._chance.randint(1 if load.take(0) == (0, 0) else 0, left)
+
+    def is_late(self, load: Load, prompt_tokens: int) -> bool:
+        if load.is_submitted or load.is_over:
+            return False
+        if load.plan.order is Order.FRONT:
+            num_missing = load.num_blocks - load.num_arrived
+        elif load.num_left:
+            return False
+        else:
+            num_missing = load.arrived()[0] - load.front
+        is_late = num_missing > 0 and not self.is_smooth and self._chance.random() < 0.15
+        self.num_late += is_late
+        return is_late
+
+    def note_met(self, load: Load) -> None:
+        pass
+
+    def left_s(self, loads: Sequence[Load]) -> float | None:
+        assert all(load.is_submitted for load in loads)
+        return self.copies_left_s if self.is_smooth else self._chance.choice((0.0, 1.0, None))
+
+    def abandon_late(self, load: Load) -> None:
+        self.abandon(load)
+
+    def abandon(self, load: Load) -> None:
+        for transfer in load.abandon():
+            if not transfer.is_done:
+                transfer.precede(_NUM_LAYERS - 1)
+
+    # --- storing ----------------------------------------
+
+    def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
+        assert owner not in self._announced, "announced twice"
+        self._announced[owner] = hashes
+
+    def withdraw(self, owner: object) -> None:
+        del self._announced[owner]
+
+    def offer(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
+        assert len(hashes) == len(held.ids) > 0
+        offer = _Offer(list(hashes), held)
+        self._check(offer)
+        self._device.hold(held)
+        self.offered.append(offer.hashes)
+        self._offers.append(offer)
+        self._num_held += len(held.ids)
+
+    def send_offers(self, *, is_last: bool = False) -> None:
+        if self._offers and (is_last or len(self._offers) > 1):  # one waits for another
+            offers, self._offers = self._offers, []
+            self._batches.append((offers, self._store(offers)))
+
+    def poll(self) -> list[DeviceLease]:
+        copied = list(self._copied)
+        self._copied.clear()
+        self._num_held -= sum(len(held.ids) for held in copied)
+        return copied
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    @property
+    def has_stores(self) -> bool:
+        return self._num_held > 0
+
+    def hurry(self) -> None:
+        for offers, _ in self._batches:
+            for offer in offers:
+                if not offer.is_copying and not offer.is_cancelled:
+                    offer.is_cancelled = True
+                    self._return(offer)
+
+    @property
+    def held_ids(self) -> set[int]:
+        """Blocks that the block manager has not got back yet."""
+        offers = [*self._offers, *(offer for batch, _ in self._batches for offer in batch if not offer.is_cancelled)]
+        return {block_id for held in [*self._copied, *(offer.held for offer in offers)] for block_id in held.ids}
+
+    # --- private: the tiers' threads ----------------------------------------
+
+    def _answer(self, asked: _Asked) -> None:
+        self._matching.remove(asked)
+        fetch = asked.fetch
+        if not fetch.is_cancelled:
+            position = 0
+            for tier in TIERS:
+                found: list[Sums] = []
+                for block_hash in asked.hashes[position:]:
+                    if self.is_failing or block_hash not in self.memory[tier]:
+                        break
+                    found.append(self.memory[tier][block_hash])
+                if found:
+                    lease = _SimulatedLease(found, has_views=tier == HOST)
+                    self._leases.append(lease)
+                    fetch.parts += self._parts(tier, asked.first + position, lease)
+                    position += len(found)
+            is_all = position == len(asked.hashes)
+            fetch.ending = Ending("" if is_all else SERVER, asked.first + position, "all" if is_all else "miss")
+        fetch.is_matching = False
+        self._leave(fetch)
+
+    def _parts(self, tier: str, first: int, lease: _SimulatedLease) -> list[Part]:
+        """Some of them may have to come from the tier's disk."""
+        end = first + lease.num_blocks
+        middle = end if self.is_smooth else self._chance.choice([first, end, end, self._chance.randint(first, end)])
+        known = cast(Lease, lease)
+        parts = [Part(tier, tier, first, middle, known, 0), Part("disk", tier, middle, end, known, middle - first)]
+        return [part for part in parts if part.end > part.first]
+
+    def _leave(self, fetch: Fetch) -> None:
+        fetch.num_users -= 1
+        assert fetch.num_users >= 0
+        if not fetch.num_users:
+            for lease in {_lease_of(part) for part in fetch.parts}:
+                lease.release()
+
+    def _go_on(self, number: int) -> None:
+        _, bringing = self._loads[number]
+        if next(bringing, "over") == "over":
+            del self._loads[number]
+
+    def _bring(self, request: Request, fetch: Fetch, load: Load) -> Iterator[None]:
+        """As a thread of the tiers does it; each `yield` is a place where the engine may come between."""
+        plan = load.plan
+        yield
+        is_whole = True
+        while is_whole and not load.is_over:
+            first, end = load.take(plan.unit)
+            if first >= end:
+                break
+            yield
+            if load.is_over:  # it was lost
+                is_whole = False
+                break
+            arrived = self._num_arriving(end - first)
+            is_whole = arrived == end - first
+            if arrived and (is_whole or plan.order is Order.FRONT):
+                is_whole &= self._write(request, load, first, first + arrived)
+            else:
+                is_whole = False
+            yield
+        if is_whole:
+            load.submit_all()
+        for transfer in load.transfers:
+            assert isinstance(transfer, SimulatedTransfer)
+            while not transfer.is_done:
+                yield
+                if not transfer.is_done:
+                    transfer.finish()
+        yield
+        load.end()
+        self._leave(fetch)
+
+    def _num_arriving(self, count: int) -> int:
+        if self.is_failing:
+            return self._chance.randint(0, count - 1)
+        if self.is_smooth:
+            return count
+        return self._chance.randint(0, count) if self._chance.random() < 0.1 else count
+
+    def _write(self, request: Request, load: Load, first: int, end: int) -> bool:
+        lease = _lease_of(load.plan.part)
+        assert not lease.num_released, "a load reads from a lease that was given back"
+        place = load.plan.part.place(first)
+
+        def begin(block_ids: Sequence[int]) -> SimulatedTransfer:
+            assert load in (request.load, *request.next_loads)
+            assert request.status is Status.RUNNING
+            assert request.blocks.ids[first:end] == list(block_ids), "the load's blocks are not the request's any more"
+            for other in self._requests:
+                assert other is request or not set(other.blocks.ids) & set(block_ids), "another request has the block"
+            transfer = self._device.begin(block_ids, lease.blocks[place : place + end - first])
+            if not self.is_smooth and self._chance.random() < 0.3:
+                transfer.finish()
+            return transfer
+
+        return load.write(first, end, begin) is not None
+
+    def _store_on(self) -> None:
+        _, storing = self._batches[0]
+        if next(storing, "over") == "over":
+            self._batches.popleft()
+
+    def _store(self, offers: Sequence[_Offer]) -> Iterator[None]:
+        yield
+        wanted = [offer for offer in offers if not offer.is_cancelled]
+        for offer in wanted:
+            offer.is_copying = True
+            self._check(offer)
+        yield
+        for offer in wanted:
+            self._check(offer)
+            self._return(offer)
+            offer.is_cancelled = True  # its blocks are the device's again
+        yield
+        if self.is_failing:
+            return
+        for offer in wanted:
+            for block_hash in offer.hashes:
+                sums = self.book.sums(block_hash, self._requests)
+                for tier in TIERS:
+                    if self._chance.random() < 0.8:
+                        self.memory[tier][block_hash] = sums
+
+    def _check(self, offer: _Offer) -> None:
+        for block_hash, block_id in zip(offer.hashes, offer.held.ids, strict=True):
+            assert block_id not in self._device.ids_in_flight(), "a store reads a block that has not arrived"
+            assert self._device.block(block_id) == self.book.sums(block_hash, self._requests), (
+                "what is stored is not what its hash names"
+            )
+
+    def _return(self, offer: _Offer) -> None:
+        self._device.release(offer.held)
+        self._copied.append(offer.held)
+
+
+class TieredEngine(SimulatedEngine):
+    """A `SimulatedEngine` with tiers. Time stands still but for `now`."""
+
+    def __init__(
+        self,
+        manager: BlockManagerName = "prefix_caching",
+        *,
+        chance: Random | None = None,
+        num_blocks: int = 64,
+        block_tokens: int = 4,
+        chunk: int = 1 << 20,
+        num_steps_ahead: int = 0,
+        max_num_requests: int = 16,
+        piece_blocks: int = 256,
+    ) -> None:
+        super().__init__(
+            manager,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            chunk=chunk,
+            num_steps_ahead=num_steps_ahead,
+            max_num_requests=max_num_requests,
+        )
+        self.now = 0.0
+        self._num_idle_steps = 0
+        self.tiered_device = self.device = TieredDevice(block_tokens, max_num_requests)
+        chance = Random(0) if chance is None else chance
+        self.traffic = SimulatedTraffic(self.tiered_device, self.requests, chance)
+        traffic = cast(TierTraffic, self.traffic)
+        self.scheduler = Scheduler(
+            self.block_manager,
+            max_num_requests=max_num_requests,
+            max_num_batched_tokens=chunk,
+            loading=PromptLoading(traffic, self.block_manager, NAMESPACE, lambda: self.now, piece_blocks),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self.traffic.has_events or self.traffic.has_stores
+
+    def held_ids(self) -> set[int]:
+        """Those too that yoco copies from once there is a step."""
+        return self.traffic.held_ids | {copy.source for copy in self.block_manager.take_copies()}
+
+    def check_nothing_to_do(self, step: Step) -> None:
+        """Some turns may pass until a request that gave way is asked for again, but not many.
+
+        Copies for a request that waits for room are made with the next step.
+        """
+        assert step.copies == self.block_manager.take_copies()
+        is_waiting = self._under_way or self.traffic.has_events or self.scheduler.has_unmatched
+        if is_waiting or not self.scheduler.has_requests:
+            self._num_idle_steps = 0
+        else:
+            self._num_idle_steps += 1
+            assert self._num_idle_steps < 4, "requests wait for nothing"
+
+    def run(self, max_steps: int = 3_000) -> None:
+        """Until nothing is left to do; all that is under way in the tiers happens before every step."""
+        for _ in range(max_steps):
+            if not self.has_work:
+                self.check_idle()
+                self.traffic.check_idle()
+                return
+            self.traffic.deliver_all()
+            self.now += 0.02
+            self.step()
+        raise AssertionError("the requests do not end")
+
+    def run_slowly(self, num_events: Callable[[], int], max_turns: int = 400) -> None:
+        """A few events before every step, then as `run`."""
+        for _ in range(max_turns):
+            if not self.has_work:
+                break
+            for _ in range(num_events()):
+                self.traffic.deliver()
+            self.now += 0.02
+            self.step()
+        self.run()

@@ -1,0 +1,240 @@
+"""Bodies of /api/generate and /api/chat: the prompts they become, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvtier.api.engine_connection import EngineConnection
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import Fields
+from kvtier.api.ollama.requests import Ask, Kind, Load, find_model, read_chat, read_generate
+from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
+from kvtier.errors import EngineAway
+from tests.support.fake_engine import HELLO, MODEL
+
+BARE = msgspec.structs.replace(HELLO, chat_template="")
+USER = {"role": "user", "content": "hi"}
+
+
+def engines_of(hello: Hello | None = HELLO, *names: str) -> Engines:
+    link = EngineConnection("engine-0", "/nowhere")
+    link.hello = hello
+    return Engines([ServedModel(names or (MODEL,), [link])])
+
+
+def generate(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
+    return read_generate(Fields({"model": MODEL, **fields}), engines_of(hello))
+
+
+def chat(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
+    return read_chat(Fields({"model": MODEL, **fields}), engines_of(hello))
+
+
+def prompt_of(asked: Ask | Load) -> object:
+    assert isinstance(asked, Ask)
+    return asked.prompt
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest", "other", "other:latest"])
+def test_a_model_is_found_with_and_without_latest(name: str) -> None:
+    assert find_model(engines_of(HELLO, "tiny", "other:latest"), name).name == "tiny"
+
+
+def test_an_unknown_model_is_answered_with_those_there_are() -> None:
+    with pytest.raises(HttpError, match="model 'big' not found; there is tiny") as caught:
+        find_model(engines_of(), "big")
+
+    assert caught.value.status == 404
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_through_the_models_chat_template() -> None:
+    assert prompt_of(generate(prompt="hi")) == ChatPrompt([ChatMessage("user", "hi")])
+
+
+def test_a_system_text_is_the_first_message() -> None:
+    expected = ChatPrompt([ChatMessage("system", "be brief"), ChatMessage("user", "hi")])
+
+    assert prompt_of(generate(prompt="hi", system="be brief")) == expected
+
+
+def test_a_raw_prompt_stays_as_it_is() -> None:
+    assert prompt_of(generate(prompt="hi", raw=True)) == TextPrompt("hi")
+
+
+def test_without_a_chat_template_the_system_text_stands_before_the_prompt() -> None:
+    assert prompt_of(generate(hello=BARE, prompt="hi")) == TextPrompt("hi")
+    assert prompt_of(generate(hello=BARE, prompt="hi", system="be brief")) == TextPrompt("be brief\n\nhi")
+
+
+def test_a_conversation_is_handed_over_message_by_message() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "User", "content": "hi"},
+        {"role": "assistant", "content": "hello", "images": [], "tool_calls": [], "thinking": ""},
+        {"role": "user"},
+    ]
+
+    assert prompt_of(chat(messages=messages)) == ChatPrompt(
+        [
+            ChatMessage("system", "be brief"),
+            ChatMessage("user", "hi"),
+            ChatMessage("assistant", "hello"),
+            ChatMessage("user", ""),
+        ]
+    )
+
+
+def test_whether_a_model_has_a_chat_template_is_the_engines_to_say() -> None:
+    assert isinstance(prompt_of(chat(hello=BARE, messages=[USER])), ChatPrompt)
+
+
+@pytest.mark.parametrize("think", [False, None])
+def test_think_false_is_told_to_a_template_that_asks(think: bool | None) -> None:
+    hello = msgspec.structs.replace(HELLO, chat_template="{% if enable_thinking %}{% endif %}")
+
+    prompts = [
+        prompt_of(chat(hello=hello, messages=[USER], think=think)),
+        prompt_of(generate(hello=hello, prompt="hi", think=think)),
+    ]
+
+    values: dict[str, object] = {"enable_thinking": False} if think is False else {}
+    assert prompts == [ChatPrompt([ChatMessage("user", "hi")], values)] * 2
+
+
+def test_think_false_is_not_told_to_a_template_that_knows_nothing_of_it() -> None:
+    assert prompt_of(chat(messages=[USER], think=False)) == ChatPrompt([ChatMessage("user", "hi")])
+
+
+def test_answers_are_streamed_unless_asked_otherwise() -> None:
+    asked = [generate(prompt="hi"), generate(prompt="hi", stream=True), generate(prompt="hi", stream=False)]
+
+    assert [isinstance(one, Ask) and one.is_streamed for one in asked] == [True, True, False]
+
+
+def test_logprobs_are_asked_for_with_as_many_others_as_wanted() -> None:
+    asked = [generate(prompt="hi", logprobs=True), generate(prompt="hi", logprobs=True, top_logprobs=3)]
+
+    assert [one.params.logprobs for one in asked if isinstance(one, Ask)] == [0, 3]
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keep_alive", [None, 300, -1, 0.5, "5m", "-1", "1h30m", "1.5h", "300ms", "-5m", ".5s"], ids=repr
+)
+def test_without_a_prompt_there_is_only_the_model_to_load(keep_alive: object) -> None:
+    assert generate(keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "load")
+    assert chat(keep_alive=keep_alive, messages=[]) == Load(Kind.CHAT, MODEL, "load")
+
+
+@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0h0m", "-0"], ids=repr)
+def test_without_a_prompt_and_time_it_is_unloaded(keep_alive: object) -> None:
+    assert generate(prompt="", keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "unload")
+    assert chat(keep_alive=keep_alive) == Load(Kind.CHAT, MODEL, "unload")
+
+
+@pytest.mark.parametrize("keep_alive", ["soon", "", "5 m", "5x", "m", True, [], {}], ids=repr)
+def test_a_duration_that_is_none_is_refused(keep_alive: object) -> None:
+    with pytest.raises(HttpError, match="keep_alive must be"):
+        generate(prompt="hi", keep_alive=keep_alive)
+
+
+def test_options_that_cannot_work_are_told_when_the_model_is_loaded() -> None:
+    with pytest.raises(HttpError, match="num_ctx"):
+        generate(options={"num_ctx": 0})
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "hi"}, {}])
+def test_a_model_whose_engines_are_away_is_not_asked_nor_loaded(fields: dict[str, object]) -> None:
+    with pytest.raises(EngineAway):
+        generate(hello=None, **fields)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_clients_send_empty_is_not_asked_for() -> None:
+    empty = {"suffix": "", "template": "", "context": [], "images": [], "format": "", "think": False, "system": ""}
+
+    assert isinstance(generate(prompt="hi", truncate=False, shift=False, **empty), Ask)
+    assert isinstance(chat(messages=[USER], tools=[], format="", think=None), Ask)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suffix", "end"),
+        ("template", "{{ .Prompt }}"),
+        ("context", [1, 2]),
+        ("images", ["aGk="]),
+        ("format", "json"),
+        ("format", {"type": "object"}),
+        ("think", True),
+        ("think", "high"),
+        ("truncate", True),
+        ("shift", True),
+        ("top_logprobs", 3),
+        ("width", 512),
+        ("temperature", 1),
+        ("prompt", ["hi"]),
+        ("stream", "yes"),
+        ("options", []),
+        ("raw", 1),
+        ("logprobs", 5),
+    ],
+)
+def test_a_field_of_generate_that_is_not_served_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(HttpError) as caught:
+        generate(**{"prompt": "hi", name: value})
+
+    assert caught.value.status == 400
+    assert caught.value.sentence.startswith(name)
+
+
+def test_raw_does_not_go_with_a_system_text() -> None:
+    with pytest.raises(HttpError, match="raw does not go with system"):
+        generate(prompt="hi", raw=True, system="be brief")
+
+
+def test_tools_are_refused() -> None:
+    with pytest.raises(HttpError, match="tools is not supported"):
+        chat(messages=[USER], tools=[{"type": "function"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("hi", "messages[0] must be an object"),
+        ({"content": "hi"}, "messages[0].role is missing"),
+        ({"role": "tool", "content": "4"}, "messages[0].role must be system, user or assistant"),
+        ({"role": "user", "content": ["hi"]}, "messages[0].content must be text"),
+        ({"role": "user", "content": "hi", "images": ["aGk="]}, "messages[0].images"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "", "thinking": "hm"}, "messages[0].thinking"),
+        ({"role": "user", "content": "hi", "colour": "red"}, "messages[0].colour"),
+    ],
+)
+def test_a_message_that_is_not_served_is_refused_by_its_place(message: object, words: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        chat(messages=[message])
+
+    assert words in caught.value.sentence
+
+
+def test_an_answer_of_the_assistant_is_not_continued() -> None:
+    with pytest.raises(HttpError, match="must not end with the assistant's"):
+        chat(messages=[USER, {"role": "assistant", "content": "he"}])
+
+
+def test_messages_that_are_no_list_are_refused() -> None:
+    with pytest.raises(HttpError, match="messages must be a list"):
+        chat(messages="hi")

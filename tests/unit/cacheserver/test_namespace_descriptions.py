@@ -1,0 +1,67 @@
+"""What clients say of their namespaces: read strictly, kept within a bound."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier.blocks.namespace import Namespace
+from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions, read_fields
+from kvtier.errors import TierRefused
+
+
+def space(number: int) -> Namespace:
+    return Namespace(bytes([number]) * 32)
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def test_the_first_word_on_a_namespace_stands() -> None:
+    known = NamespaceDescriptions()
+    known.keep(space(1), '{"salt":"a"}')
+    known.keep(space(1), '{"salt":"b"}')
+
+    assert (known.get(space(1)), known.get(space(2))) == ({"salt": "a"}, None)
+
+
+def test_the_bound_holds_and_what_was_named_longest_ago_goes_first() -> None:
+    known = NamespaceDescriptions(max_chars=20)
+    for number in (1, 2, 1, 3):
+        known.keep(space(number), '{"a":"b"}')
+
+    assert [known.get(space(number)) for number in (1, 2, 3)] == [{"a": "b"}, None, {"a": "b"}]
+
+
+def test_namespaces_that_are_gone_are_forgotten_and_make_room() -> None:
+    known = NamespaceDescriptions(max_chars=9)
+    known.keep(space(1), '{"a":"b"}')
+    known.forget_all_but({space(2)})
+    known.keep(space(2), '{"a":"c"}')
+
+    assert (known.get(space(1)), known.get(space(2))) == (None, {"a": "c"})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("not JSON", "JSON object"),
+        ("[]", "JSON object"),
+        ("1", "JSON object"),
+        ('{"a":NaN}', "JSON object"),
+        ('{"a":"é"}', "ASCII"),
+        (nested(17), "more than 16 deep"),
+        (nested(10_000), "JSON object|16 deep"),
+        ('{"a":' + "[" * 60_000, "JSON object"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_what_is_no_plain_object_is_refused(text: str, why: str) -> None:
+    with pytest.raises(TierRefused, match=why):
+        read_fields(text)
+
+
+def test_a_few_levels_are_read() -> None:
+    assert read_fields(nested(15)) == json.loads(nested(15))

@@ -1,0 +1,534 @@
+"""An engine's socket over an engine that only pretends: what is asked reaches it, and what it says those who asked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from kvtier.engine.answer import Completion
+from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, StreamPiece, Submission
+from kvtier.engine.process.messages import (
+    INVALID,
+    LENGTH_BYTES,
+    STOPPED,
+    TOO_LONG,
+    Abort,
+    Accepted,
+    AskMetrics,
+    ChatMessage,
+    ChatPrompt,
+    Hello,
+    Metrics,
+    Piece,
+    Prompt,
+    Refused,
+    Reply,
+    Request,
+    Submit,
+    TextPrompt,
+    TokenPrompt,
+    body_length,
+    decode_reply,
+    encode,
+)
+from kvtier.engine.process.messages import News as NewsMessage
+from kvtier.engine.process.server import EngineServer
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+
+_HELLO = Hello(
+    engine="engine-0",
+    model="tiny",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    quantization="",
+    weights_bytes=1,
+    num_parameters=1,
+    vocab_size=512,
+    max_model_len=1000,
+    block_tokens=16,
+    num_blocks=64,
+    kv_bytes=1,
+    device="cpu",
+    namespace="00",
+    has_tokenizer=True,
+    chat_template="",
+    started_at=1.0,
+)
+_UNREAD = 4 << 20
+"""Bytes that fit into no socket's buffer."""
+
+
+class _FakeClient:
+    """Keeps what was submitted and aborted; a test says what comes of it with `say`, as the engine's thread would."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, tuple[list[int], SamplingParams, str]] = {}
+        self.aborted: list[str] = []
+        self.failure: Exception | None = None
+        self._sinks: dict[str, PieceSink] = {}
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: str, sink: PieceSink
+    ) -> Submission:
+        if self.failure is not None:
+            raise self.failure
+        self._sinks[request_id] = sink
+        self.prompts[request_id] = (prompt, params, salt)
+        return Submission(request_id, lambda submission: self.aborted.append(submission.request_id))
+
+    def say(self, request_id: str, *news: News) -> None:
+        self._sinks[request_id].put([(request_id, one) for one in news])
+
+
+class _Texts:
+    """A token per character; nothing is made of text, and no text of tokens, while `hold` is clear."""
+
+    def __init__(self) -> None:
+        self.num_shown = 0
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert self.hold.wait(20)
+        return [1] * add_special_tokens + [ord(character) for character in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]) -> list[int]:
+        if template_values.get("breaks"):
+            raise ZeroDivisionError("a template divides by zero")
+        if template_values.get("refuses"):
+            raise InvalidParameter("the model has no tokenizer: give a prompt of token ids")
+        return self.encode("".join(f"{one['role']}{one['content']}" for one in messages), add_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        self.num_shown += 1
+        assert self.hold.wait(20)
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+
+class _Peer:
+    """Whoever asks: a socket and the messages on it. The first one, `hello`, was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(20)
+        self.sock.connect(str(path))
+        self.hello = self.receive()
+
+    def send(self, *requests: Request) -> None:
+        self.sock.sendall(b"".join(map(encode, requests)))
+
+    def receive(self) -> Reply:
+        reply = self.receive_or_end()
+        assert reply is not None, "the connection ended"
+        return reply
+
+    def receive_or_end(self) -> Reply | None:
+        head = self._receive(LENGTH_BYTES)
+        return None if head is None else decode_reply(self._receive(body_length(head)) or b"")
+
+    def has_ended(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            return self.receive_or_end() is None
+        return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _receive(self, nbytes: int) -> bytes | None:
+        data = b""
+        while len(data) < nbytes:
+            more = self.sock.recv(nbytes - len(data))
+            if not more:
+                return None
+            data += more
+        return data
+
+
+class _Bench:
+    """The server and everything around it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.client = _FakeClient()
+        self.texts = _Texts()
+        self.registry = CollectorRegistry()
+        self.server = EngineServer(
+            cast(EngineClient, self.client), self.texts, _HELLO, str(path), registries=[self.registry]
+        )
+        self._peers: list[_Peer] = []
+        self._is_closed = False
+        self._numbers = itertools.count(1)
+
+    def connect(self) -> _Peer:
+        self._peers.append(_Peer(self.path))
+        return self._peers[-1]
+
+    def submitted(self, peer: _Peer, *request_ids: str, params: SamplingParams | None = None) -> None:
+        """Prompts that the engine has; their numbers count from 1, over all who ask."""
+        for request_id in request_ids:
+            peer.send(_submit(next(self._numbers), request_id, params=params))
+        _wait_until(lambda: all(request_id in self.client.prompts for request_id in request_ids))
+
+    def close_server(self) -> None:
+        """Once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.server.close()
+
+    def close(self) -> None:
+        self.texts.hold.set()
+        self.close_server()
+        for peer in self._peers:
+            peer.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[_Bench]:
+    bench = _Bench(tmp_path / "e.sock")
+    yield bench
+    bench.close()
+
+
+def _submit(
+    number: int, request_id: str, prompt: Prompt | None = None, params: SamplingParams | None = None, salt: str = ""
+) -> Submit:
+    return Submit(number, request_id, prompt or TokenPrompt([5, 6]), params or SamplingParams(), salt)
+
+
+def _piece(text: str, *, index: int = 0, reason: str | None = None, **fields: Any) -> StreamPiece:
+    """With a `reason` it is the last one."""
+    token_ids = [ord(character) for character in text]
+    completion = None
+    if reason is not None:
+        completion = Completion(index, token_ids, text, reason, None, 0.25, 0.5, {"device": 16, "server": 0})
+    return StreamPiece(index, token_ids, text, fields.get("logprobs"), completion)
+
+
+def _wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_runs_here_before_it_is_asked(bench: _Bench) -> None:
+    assert not bench.server.wait_until_met(0.0)
+
+    assert bench.connect().hello == _HELLO
+    assert bench.server.wait_until_met(20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"),
+    [
+        (TokenPrompt([7, 8]), [7, 8]),
+        (TextPrompt("ab"), [1, 97, 98]),
+        (TextPrompt("ab", adds_special_tokens=False), [97, 98]),
+        (ChatPrompt([ChatMessage("u", "a"), ChatMessage("s", "b")]), [117, 97, 115, 98]),
+    ],
+)
+def test_every_kind_of_prompt_reaches_the_engine_as_tokens(bench: _Bench, prompt: Prompt, token_ids: list[int]) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    bench.connect().send(_submit(1, "a", prompt, params, salt="of a tenant"))
+    _wait_until(lambda: bench.client.prompts)
+
+    assert bench.client.prompts == {"a": (token_ids, params, "of a tenant")}
+
+
+def test_an_answer_comes_under_its_number_from_its_admission_to_its_end(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    bench.client.say("a", Admitted(2))
+    assert peer.receive() == Accepted(1, 2)
+    bench.client.say("a", _piece("x"))
+    assert peer.receive() == NewsMessage([Piece(1, 0, [120], "x")])
+    bench.client.say("a", _piece("y", reason="length"))
+
+    last = peer.receive()
+
+    assert isinstance(last, NewsMessage)
+    end = last.pieces[0].end
+    assert end is not None
+    assert (end.finish_reason, end.output_tokens, end.cached_tokens, end.ttft_s) == ("length", 1, {"device": 16}, 0.25)
+
+
+def test_several_answers_to_a_prompt_have_an_end_each(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a", params=SamplingParams(n=2))
+    bench.client.say("a", _piece("x", index=1, reason="stop"))
+    bench.client.say("a", _piece("y", index=0), _piece("z", index=0, reason="length"))
+
+    pieces = [*_pieces(peer, 3)]
+
+    assert [(piece.index, piece.text, piece.end is not None) for piece in pieces] == [
+        (1, "x", True),
+        (0, "y", False),
+        (0, "z", True),
+    ]
+
+
+def _pieces(peer: _Peer, count: int) -> Iterator[Piece]:
+    while count > 0:
+        news = peer.receive()
+        assert isinstance(news, NewsMessage)
+        count -= len(news.pieces)
+        yield from news.pieces
+
+
+def test_logprobs_have_text_and_bytes_of_their_tokens_the_likeliest_first(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a", params=SamplingParams(logprobs=3))
+    bench.client.say("a", _piece("x", logprobs=[{ord("w"): -3.0, ord("x"): -2.0, ord("ü"): -1.0}]))
+
+    (piece,) = _pieces(peer, 1)
+
+    assert piece.logprobs is not None
+    assert (piece.logprobs[0].sampled.text, piece.logprobs[0].sampled.logprob) == ("x", -2.0)
+    assert [token.raw for token in piece.logprobs[0].top] == ["ü".encode(), b"x", b"w"]
+
+
+def test_two_who_ask_hear_only_of_their_own(bench: _Bench) -> None:
+    one, other = bench.connect(), bench.connect()
+    bench.submitted(one, "a")
+    bench.submitted(other, "b")
+    bench.client.say("b", _piece("for the other"))
+    bench.client.say("a", _piece("for the one"))
+
+    assert [piece.text for peer in (one, other) for piece in _pieces(peer, 1)] == ["for the one", "for the other"]
+
+
+def test_metrics_come_with_their_labels(bench: _Bench) -> None:
+    Counter("kvtier_things", "Things.", ["tier"], registry=bench.registry).labels(tier="disk").inc(3)
+    peer = bench.connect()
+    peer.send(AskMetrics(9))
+
+    reply = peer.receive()
+
+    assert isinstance(reply, Metrics)
+    assert reply.number == 9
+    (family,) = reply.families
+    assert (family.name, family.kind) == ("kvtier_things", "counter")
+    assert ("kvtier_things_total", {"tier": "disk"}, 3.0) in [
+        (one.name, one.labels, one.value) for one in family.samples
+    ]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(PromptTooLong("too long"), TOO_LONG), (InvalidParameter("n must be 1"), INVALID), (EngineStopped("no"), STOPPED)],
+)
+def test_a_prompt_that_the_engine_does_not_take_is_refused_for_that(
+    bench: _Bench, error: Exception, reason: str
+) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    bench.client.say("a", error)
+
+    assert peer.receive() == Refused(1, reason, str(error))
+
+
+def test_an_engine_that_has_stopped_refuses_at_once(bench: _Bench) -> None:
+    bench.client.failure = EngineStopped("the engine has stopped: out of memory")
+    peer = bench.connect()
+    peer.send(_submit(1, "a"))
+
+    assert peer.receive() == Refused(1, STOPPED, "the engine has stopped: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "sentence"),
+    [("refuses", INVALID, "has no tokenizer"), ("breaks", STOPPED, "could not be made: a template divides by zero")],
+)
+def test_a_chat_that_makes_no_prompt_is_refused_and_the_next_one_is_served(
+    bench: _Bench, value: str, reason: str, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", logger="kvtier")
+    peer = bench.connect()
+    peer.send(_submit(1, "a", ChatPrompt([ChatMessage("user", "hi")], {value: True})))
+
+    refused = peer.receive()
+
+    assert isinstance(refused, Refused)
+    assert (refused.number, refused.reason) == (1, reason)
+    assert sentence in refused.sentence
+    bench.submitted(peer, "b")
+
+
+def test_a_server_that_is_about_to_stop_takes_nothing_new_and_ends_what_it_has(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    bench.server.refuse()
+    peer.send(_submit(2, "b"))
+
+    assert peer.receive() == Refused(2, STOPPED, "the engine is stopping")
+    bench.client.say("a", _piece("x", reason="stop"))
+    assert [piece.text for piece in _pieces(peer, 1)] == ["x"]
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_reaches_the_engine_once(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a", "b")
+    peer.send(Abort(1), Abort(1), Abort(77))
+    bench.submitted(peer, "c")
+
+    assert bench.client.aborted == ["a"]
+
+
+def test_a_prompt_that_is_aborted_while_it_is_made_is_not_computed(bench: _Bench) -> None:
+    bench.texts.hold.clear()
+    peer = bench.connect()
+    for number in range(51, 55):  # more than there are threads to make prompts: some have not begun
+        peer.send(_submit(number, f"{number}", TextPrompt("a")))
+    for number in range(51, 55):
+        peer.send(Abort(number))
+    peer.send(AskMetrics(99))
+    assert isinstance(peer.receive(), Metrics)  # the aborts were read
+    bench.texts.hold.set()
+
+    bench.submitted(peer, "later")
+
+    _wait_until(lambda: set(bench.client.prompts) - {"later"} == set(bench.client.aborted))
+    assert len(bench.client.aborted) <= 2
+
+
+def test_an_end_that_was_said_already_makes_an_abort_a_word_about_nothing(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    bench.client.say("a", _piece("x", reason="stop"))
+    list(_pieces(peer, 1))
+    peer.send(Abort(1))
+    bench.submitted(peer, "b")
+
+    assert bench.client.aborted == []
+
+
+def test_a_disconnect_aborts_everything_that_was_asked_over_it(bench: _Bench) -> None:
+    one, other = bench.connect(), bench.connect()
+    bench.submitted(one, "a", "b")
+    bench.submitted(other, "c")
+    bench.client.say("b", _piece("x", reason="stop"))
+    list(_pieces(one, 1))
+
+    one.close()
+
+    _wait_until(lambda: bench.client.aborted)
+    assert bench.client.aborted == ["a"]
+    bench.client.say("a", _piece("for nobody", reason="abort"))
+    bench.client.say("c", _piece("x"))
+    assert [piece.text for piece in _pieces(other, 1)] == ["x"]
+
+
+def test_a_disconnect_while_a_prompt_is_made_aborts_it_too(bench: _Bench) -> None:
+    bench.texts.hold.clear()
+    peer = bench.connect()
+    peer.send(_submit(1, "a", TextPrompt("a")), AskMetrics(2))
+    peer.receive()
+    peer.close()
+    bench.texts.hold.set()
+
+    _wait_until(lambda: set(bench.client.prompts) == set(bench.client.aborted))
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<I", 0),
+        struct.pack("<I", 0xFFFF_FFFF),
+        struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
+        encode(AskMetrics(1)).replace(b"ask_metrics", b"bsk_metrics"),
+        encode(_HELLO),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(100),
+    ],
+    ids=["empty", "huge", "no msgpack", "unknown kind", "a reply", "http"],
+)
+def test_garbage_ends_its_connection_and_no_other(
+    bench: _Bench, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", logger="kvtier")
+    peer, other = bench.connect(), bench.connect()
+    bench.submitted(peer, "a")
+    peer.sock.sendall(garbage)
+
+    assert peer.has_ended()
+    _wait_until(lambda: bench.client.aborted == ["a"])
+    bench.submitted(other, "b")
+    assert bench.connect().hello == _HELLO
+
+
+def test_half_a_message_and_an_end_is_a_disconnect(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    peer.sock.sendall(encode(_submit(2, "b"))[:-1])
+    peer.close()
+
+    _wait_until(lambda: bench.client.aborted == ["a"])
+    assert set(bench.client.prompts) == {"a"}
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_said_before_the_end_is_sent(bench: _Bench) -> None:
+    """Also when it waits with the end in one queue: an answer that is complete is not lost."""
+    peer = bench.connect()
+    bench.submitted(peer, "a", params=SamplingParams(logprobs=1))
+    bench.texts.hold.clear()
+    bench.client.say("a", _piece("x", logprobs=[{ord("x"): -1.0}]))
+    _wait_until(lambda: bench.texts.num_shown)  # whoever writes is busy with it
+    bench.client.say("a", _piece("y", reason="stop"))
+    closing = threading.Thread(target=bench.close_server)
+    closing.start()
+    _wait_until(lambda: bench.client.aborted)  # nothing more is read
+    bench.texts.hold.set()
+    closing.join()
+
+    assert "".join(piece.text for piece in _pieces(peer, 2)) == "xy"
+    assert peer.has_ended()
+
+
+def test_closing_removes_the_socket_and_aborts_what_is_under_way(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+
+    bench.close_server()
+
+    assert bench.client.aborted == ["a"]
+    assert list(bench.path.parent.iterdir()) == []
+    assert peer.has_ended()
+
+
+def test_somebody_who_does_not_read_keeps_nobody_from_closing(bench: _Bench) -> None:
+    peer = bench.connect()
+    bench.submitted(peer, "a")
+    bench.client.say("a", _piece("x" * _UNREAD))
+
+    started_at = time.monotonic()
+    bench.close_server()
+
+    assert time.monotonic() - started_at < 10

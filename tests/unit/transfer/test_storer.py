@@ -1,0 +1,357 @@
+"""Blocks on their way from a device to real tiers: in the order they were sent, shown once copied, best effort."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.errors import TierUnavailable
+from kvtier.testing.faults import FailingTier, SlowTier, WrappedTier
+from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payloads
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.tier import Tier
+from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.storer import Storer
+from tests.support.host_device import WAIT_S, HostDevice
+
+
+@dataclass
+class Bench:
+    """A device, a host tier, perhaps tiers behind it, and what stores to them."""
+
+    device: HostDevice
+    host: HostTier
+    storing: Storer
+    hierarchy: Hierarchy
+    woken: threading.Event
+
+    def send(self, hashes: list[BlockHash], first_id: int = 0) -> DeviceLease:
+        held = self.device.fill(range(first_id, first_id + len(hashes)), hashes)
+        self.storing.offer(hashes, held)
+        self.storing.send(self.device.mark())
+        return held
+
+    def settle(self) -> None:
+        assert self.storing.settle(WAIT_S)
+
+
+Open = Callable[..., Bench]
+
+
+def until(has_happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not has_happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def open_bench() -> Iterator[Open]:
+    with contextlib.ExitStack() as stack:
+
+        def make(num_blocks: int = 8, *, behind: tuple[Tier, ...] = ()) -> Bench:
+            device = HostDevice()
+            host = HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes)
+            hierarchy = Hierarchy([host, *behind])
+            stack.callback(hierarchy.close)
+            woken = threading.Event()
+            storing = Storer(hierarchy, device, woken.set)
+            stack.callback(storing.close)
+            stack.callback(device.gate.set)
+            return Bench(device, host, storing, hierarchy, woken)
+
+        yield make
+
+
+def far_tier(num_blocks: int = 8) -> WrappedTier:
+    return WrappedTier(HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes, "far"))
+
+
+def test_what_was_sent_is_in_the_tier_byte_for_byte_and_its_blocks_come_back(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 4)
+
+    held = bench.send(hashes, first_id=3)
+    assert bench.storing.num_held == 4
+    bench.settle()
+
+    assert fetch_all(bench.host, hashes) == payloads(hashes)
+    assert bench.storing.take_copied() == [held]
+    assert bench.storing.num_held == 0
+    assert bench.woken.is_set()
+
+
+def test_an_offer_is_not_stored_before_it_is_sent(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 2)
+    bench.storing.offer(hashes, bench.device.fill([0, 1], hashes))
+    assert bench.storing.num_offered
+    bench.settle()
+
+    assert bench.device.stored == []
+    assert bench.host.contains(hashes) == [False, False]
+    bench.storing.send(bench.device.mark())
+    bench.settle()
+    assert bench.host.contains(hashes) == [True, True]
+    bench.storing.take_copied()
+
+
+def test_a_block_is_shown_and_comes_back_only_after_the_copy(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.device.gate.clear()
+    hashes = chain(1, 2)
+    held = bench.send(hashes)
+    until(lambda: bool(bench.device.stored))
+
+    assert bench.host.contains(hashes) == [False, False]
+    assert bench.host.match(hashes).ended == "pending"
+    assert bench.storing.take_copied() == []
+    bench.device.gate.set()
+    bench.settle()
+    assert bench.host.contains(hashes) == [True, True]
+    assert bench.storing.take_copied() == [held]
+
+
+def test_blocks_are_stored_in_the_order_they_were_sent(open_bench: Open) -> None:
+    bench = open_bench(16)
+    for seed in range(4):
+        bench.send(chain(seed, 2), first_id=2 * seed)
+    bench.settle()
+
+    assert bench.device.stored == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [held.ids for held in bench.storing.take_copied()] == bench.device.stored
+
+
+def test_a_block_that_is_there_is_not_copied_again(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 3)
+    bench.host.offer(hashes[:2], payloads(hashes[:2]))
+    bench.send(hashes)
+    bench.settle()
+
+    assert bench.device.stored == [[2]]
+    assert len(bench.storing.take_copied()) == 1
+
+
+def test_one_hash_in_two_offers_of_a_batch_is_stored_once_and_both_come_back(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 2)
+    for first in (0, 2):
+        bench.storing.offer(hashes, bench.device.fill([first, first + 1], hashes))
+    bench.storing.send(bench.device.mark())
+    bench.settle()
+
+    assert fetch_all(bench.host, hashes) == payloads(hashes)
+    assert len(bench.storing.take_copied()) == 2
+    assert bench.host.num_free_blocks == bench.host.num_blocks - 2
+
+
+# --- announcements ----------------------------------------
+
+
+def test_what_is_announced_is_pending_until_it_is_stored(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 3)
+    bench.storing.announce("owner", hashes)
+    bench.settle()
+    assert bench.host.match(hashes).ended == "pending"
+
+    bench.send(hashes[:2])
+    bench.settle()
+
+    with bench.host.match(hashes) as lease:
+        assert (lease.num_blocks, lease.ended) == (2, "pending")
+    bench.storing.withdraw("owner")
+    bench.settle()
+    with bench.host.match(hashes) as lease:
+        assert (lease.num_blocks, lease.ended) == (2, "miss")
+    assert bench.host.num_free_blocks == bench.host.num_blocks - 2
+    bench.storing.take_copied()
+
+
+def test_a_withdrawal_of_nothing_does_nothing(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.storing.announce("owner", [])
+    bench.storing.withdraw("owner")
+    bench.storing.withdraw("nobody")
+    bench.settle()
+
+
+def test_what_another_has_announced_is_stored_in_its_place(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 2)
+    bench.storing.announce("slow", hashes)
+    bench.storing.announce("fast", hashes)
+    bench.send(hashes)
+    bench.storing.withdraw("fast")
+    bench.storing.withdraw("slow")
+    bench.settle()
+
+    assert fetch_all(bench.host, hashes) == payloads(hashes)
+    assert bench.host.num_free_blocks == bench.host.num_blocks - 2
+    bench.storing.take_copied()
+
+
+def test_a_withdrawal_leaves_the_places_that_a_later_owner_made(open_bench: Open) -> None:
+    bench = open_bench()
+    hashes = chain(1, 2)
+    bench.storing.announce("first", hashes)
+    bench.send(hashes)
+    bench.settle()
+    bench.host.drop(hashes)
+    bench.storing.announce("second", hashes)
+    bench.storing.withdraw("first")
+    bench.settle()
+
+    assert bench.host.match(hashes).ended == "pending"
+    bench.storing.withdraw("second")
+    bench.settle()
+    assert bench.host.match(hashes).ended == "miss"
+    bench.storing.take_copied()
+
+
+def test_announcements_that_are_never_kept_end_with_the_engine(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.storing.announce("owner", chain(1, 3))
+    bench.storing.close()
+
+    assert bench.host.num_free_blocks == bench.host.num_blocks
+
+
+# --- cancelling ----------------------------------------
+
+
+def test_what_waits_is_cancelled_and_what_is_being_copied_is_not(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.device.gate.clear()
+    copying = bench.send(chain(1, 2))
+    until(lambda: bool(bench.device.stored))
+    waiting = bench.send(chain(2, 2), first_id=2)
+
+    bench.storing.cancel_waiting()
+    bench.storing.cancel_waiting()
+
+    assert bench.storing.take_copied() == [waiting]
+    assert bench.storing.num_held == 2
+    bench.device.gate.set()
+    bench.settle()
+    assert bench.storing.take_copied() == [copying]
+    assert bench.host.contains(chain(1, 2) + chain(2, 2)) == [True, True, False, False]
+    assert bench.device.stored == [[0, 1]]
+    assert bench.host.num_free_blocks == bench.host.num_blocks - 2
+
+
+# --- tiers that are full or fail ----------------------------------------
+
+
+def test_what_a_full_tier_refuses_is_counted_and_its_blocks_come_back(open_bench: Open) -> None:
+    bench = open_bench(2)
+    kept = chain(9, 2)
+    bench.host.offer(kept, payloads(kept))
+    with bench.host.match(kept):
+        held = bench.send(chain(1, 2))
+        bench.settle()
+
+    assert bench.storing.take_copied() == [held]
+    assert bench.hierarchy.metrics.value(bench.hierarchy.metrics.refused_blocks, tier="host") == 2
+    bench.send(chain(2, 2))
+    bench.settle()
+    assert bench.host.contains(chain(2, 2)) == [True, True]
+    bench.storing.take_copied()
+
+
+def test_a_device_that_fails_to_copy_costs_the_store_and_nothing_else(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.device.error = TierUnavailable("injected")
+    held = bench.send(chain(1, 2))
+    bench.settle()
+
+    assert bench.storing.take_copied() == [held]
+    assert bench.host.contains(chain(1, 2)) == [False, False]
+    assert bench.host.num_free_blocks == bench.host.num_blocks
+
+
+def test_a_copy_that_fails_while_it_runs_leaves_nothing_pending(open_bench: Open) -> None:
+    bench = open_bench()
+    bench.device.late_error = TierUnavailable("injected")
+    held = bench.send(chain(1, 2))
+    bench.settle()
+
+    assert bench.storing.take_copied() == [held]
+    assert bench.host.match(chain(1, 2)).ended == "miss", "others wait for what nobody writes"
+    assert bench.host.num_free_blocks == bench.host.num_blocks
+
+
+def test_an_unexpected_error_gives_the_blocks_back_and_the_next_store_works(
+    open_bench: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = open_bench()
+    bench.device.error = ValueError("a mistake of ours")
+    held = bench.send(chain(1, 2))
+    bench.settle()
+    assert "storing blocks failed" in caplog.text
+    assert bench.storing.take_copied() == [held]
+
+    bench.device.error = None
+    bench.send(chain(1, 2))
+    bench.settle()
+
+    assert fetch_all(bench.host, chain(1, 2)) == payloads(chain(1, 2))
+    bench.storing.take_copied()
+
+
+def test_what_is_stored_is_pushed_to_tiers_out_of_reach(open_bench: Open) -> None:
+    far = far_tier()
+    bench = open_bench(behind=(far,))
+    hashes = chain(1, 4)
+    bench.send(hashes)
+    bench.settle()
+
+    assert fetch_all(far, hashes) == payloads(hashes)
+    bench.storing.take_copied()
+
+
+def test_a_failing_tier_out_of_reach_loses_what_it_was_offered(open_bench: Open) -> None:
+    far = FailingTier(far_tier())
+    bench = open_bench(behind=(far,))
+    held = bench.send(chain(1, 2))
+    bench.settle()
+
+    assert bench.storing.take_copied() == [held]
+    assert bench.host.contains(chain(1, 2)) == [True, True]
+    assert far.inner.contains(chain(1, 2)) == [False, False]
+
+
+def test_a_slow_tier_out_of_reach_does_not_hold_the_devices_blocks(open_bench: Open) -> None:
+    started, goes_on = threading.Event(), threading.Event()
+
+    def sleep(delay_s: float) -> None:
+        started.set()
+        assert goes_on.wait(WAIT_S)
+
+    bench = open_bench(behind=(SlowTier(far_tier(), 1.0, sleep),))
+    held = bench.send(chain(1, 2))
+    assert started.wait(WAIT_S)
+
+    assert bench.storing.take_copied() == [held]
+    assert not bench.storing.settle(0.05)
+    goes_on.set()
+    bench.settle()
+
+
+def test_close_finishes_what_was_sent(open_bench: Open) -> None:
+    far = far_tier(16)
+    bench = open_bench(16, behind=(far,))
+    for seed in range(4):
+        bench.send(chain(seed, 2), first_id=2 * seed)
+    bench.storing.close()
+
+    for seed in range(4):
+        assert far.contains(chain(seed, 2)) == [True, True]
