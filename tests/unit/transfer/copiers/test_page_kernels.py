@@ -11,7 +11,7 @@ import pytest
 import torch
 
 CASES = Path(__file__).with_name("page_kernel_cases.py")
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 
 COMPILE = """
 import triton
