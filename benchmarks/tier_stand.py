@@ -136,7 +136,7 @@ def warm_up(stand: EngineStand, maker: PromptMaker, count: int, length: int, num
 def drop_below(stand: EngineStand) -> None:
     """Empty the tiers below the device."""
     stand.settle()
-    traffic = stand.llm.engine.traffic
+    traffic = stand.llm.engine.transfer.traffic
     if traffic is not None:
         for guard in traffic.hierarchy.guards:
             guard.tier.drop()
@@ -178,7 +178,7 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 def _wait_for_registration(stand: EngineStand) -> None:
     """A GPU copies from host memory at full speed once it is registered, which goes on behind the first copies."""
-    traffic = stand.llm.engine.traffic
+    traffic = stand.llm.engine.transfer.traffic
     copier = None if traffic is None else traffic._copier
     if traffic is None or not isinstance(copier, CudaCopier):
         return

@@ -27,8 +27,8 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion
 from kvtier.engine.engine import Engine
 from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_manager
-from kvtier.engine.schedule.prompt_loading import PromptLoading
 from kvtier.engine.schedule.scheduler import Scheduler
+from kvtier.transfer.transfer import NoTransfer, Transfer
 
 MANAGERS: tuple[BlockManagerName, ...] = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
 SCHEDULES = ("sync", "async-2")
@@ -165,8 +165,8 @@ class EngineStand:
         while engine.has_requests:
             engine.step()
         self.settle()
-        if engine.traffic is not None:
-            engine.traffic.poll()  # what was held is the old manager's
+        if engine.transfer.traffic is not None:
+            engine.transfer.traffic.storer.take_copied()  # what was held is the old manager's
         config = msgspec.structs.replace(
             engine.config,
             block_manager=variant.manager,
@@ -175,18 +175,20 @@ class EngineStand:
         )
         namespace = engine.loaded.namespace_fields(engine.arena.layout, salt=config.salt).digest()
         blocks = make_block_manager(variant.manager, engine.arena.num_blocks, config.block_size, namespace)
-        traffic = engine.traffic if variant.has_tiers else None
+        transfer = engine.transfer
+        if isinstance(transfer, Transfer):
+            transfer = Transfer(transfer.traffic, engine.arena.num_blocks) if variant.has_tiers else NoTransfer()
         engine.config = config
         engine.scheduler = Scheduler(
             blocks,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            loading=None if traffic is None else PromptLoading(traffic, blocks, namespace),
+            transfer=transfer,
         )
 
     def settle(self) -> None:
         """Wait until the tiers below the device have what was offered to them."""
-        traffic = self.llm.engine.traffic
+        traffic = self.llm.engine.transfer.traffic
         if traffic is not None and not traffic.settle(_SETTLE_S):
             raise RuntimeError(f"blocks were not stored after {_SETTLE_S:.0f} s")
 

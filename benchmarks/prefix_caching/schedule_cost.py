@@ -12,6 +12,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_manager
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.scheduler import Scheduler
+from kvtier.transfer.transfer import NoTransfer
 
 NUM_REQUESTS = 64
 _BLOCK_TOKENS = 16
@@ -38,6 +39,7 @@ def measure_schedule(manager: BlockManagerName) -> ScheduleCost:
         make_block_manager(manager, num_blocks, _BLOCK_TOKENS, Namespace(bytes(32))),
         max_num_requests=NUM_REQUESTS,
         max_num_batched_tokens=1 << 20,
+        transfer=NoTransfer(),
     )
     params = SamplingParams(max_tokens=num_outputs, temperature=0.0)
     for number in range(NUM_REQUESTS):

@@ -211,8 +211,8 @@ class _Stand:
     def _store(self, llm: LLM, prompts: list[list[int]]) -> None:
         for prompt in prompts:
             self._ask(llm, prompt)
-        assert llm.engine.traffic is not None
-        if not llm.engine.traffic.settle(60):
+        assert llm.engine.transfer.traffic is not None
+        if not llm.engine.transfer.settle(60):
             raise RuntimeError("the prompts are not stored within a minute")
 
     def _race(self, engines: dict[str, LLM], prompt: list[int]) -> tuple[dict[str, float], int]:
@@ -243,7 +243,7 @@ class _Stand:
 
 def _forget_host(llm: LLM) -> None:
     """What came over TCP stays in the host's tier; it is to come over TCP again."""
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     if traffic is None:
         return
     traffic.settle()

@@ -222,8 +222,8 @@ class Restart:
             answers = stand.run(prompts, size.output_tokens)
             expect_hits(answers, (), 0.0, "the first engine")
             stand.settle()
-            assert stand.llm.engine.traffic is not None
-            for guard in stand.llm.engine.traffic.hierarchy.guards:
+            assert stand.llm.engine.transfer.traffic is not None
+            for guard in stand.llm.engine.transfer.traffic.hierarchy.guards:
                 if isinstance(guard.tier, SingleServerTier):
                     guard.tier.client.flush(timeout_s=_PATIENCE_S)
             layout = stand.llm.engine.arena.layout
@@ -323,8 +323,8 @@ def _gbs(qps: Sequence[float], stored: Stored) -> float:
 def _forget_host(stand: EngineStand) -> None:
     """What came over TCP is to come over TCP again."""
     stand.settle()
-    assert stand.llm.engine.traffic is not None
-    for guard in stand.llm.engine.traffic.hierarchy.guards:
+    assert stand.llm.engine.transfer.traffic is not None
+    for guard in stand.llm.engine.transfer.traffic.hierarchy.guards:
         if isinstance(guard.tier, HostTier):
             guard.tier.drop()
 

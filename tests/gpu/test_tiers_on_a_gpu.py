@@ -130,8 +130,8 @@ def tokens_of(requests: list[Request]) -> list[list[int]]:
 
 
 def settle(engine: Engine) -> None:
-    assert engine.traffic is not None
-    assert engine.traffic.settle()
+    assert engine.transfer.traffic is not None
+    assert engine.transfer.settle()
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -219,9 +219,9 @@ def test_a_step_begins_before_the_last_layer_has_arrived(tmp_path: Path, has_gra
         max_num_requests=4,
     )
     assert len(layer_groups(engine.arena.layout)) > 1
-    assert engine.traffic is not None
-    assert isinstance(engine.traffic._copier, CudaCopier)
-    engine.traffic._copier._min_grouped_bytes = 0
+    assert engine.transfer.traffic is not None
+    assert isinstance(engine.transfer.traffic._copier, CudaCopier)
+    engine.transfer.traffic._copier._min_grouped_bytes = 0
     expected = tokens_of(generate(engine, [prompt]))
     settle(engine)
     num_early = 0

@@ -95,13 +95,13 @@ def test_an_interrupt_while_blocks_are_taken_back_loses_none(
     model: Path, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_llm(model, swap_space=1 << 20, kv_cache_space=40 * 8192) as llm:
-        assert llm.engine.traffic is not None
-        storing = llm.engine.traffic._storing
+        assert llm.engine.transfer.traffic is not None
+        storing = llm.engine.transfer.traffic.storer
         monkeypatch.setattr(storing, "_copied", _InterruptedOnce(storing._copied))
         with pytest.raises(KeyboardInterrupt):
             answers(llm, 20 * OTHERS)
         assert answers(llm, SOME) == expected["some"]
-        assert llm.engine.traffic.settle()
+        assert llm.engine.transfer.settle()
         llm.engine.step()  # takes back what was copied
         assert storing.num_held == 0
 
@@ -117,7 +117,7 @@ def test_an_interrupt_while_starting_over_is_made_up_for(
 
         with monkeypatch.context() as patched:
             patched.setattr(engine, "_step", interrupted)
-            patched.setattr(engine.traffic, "drain", interrupted)
+            patched.setattr(engine.transfer.traffic, "drain", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 answers(llm, OTHERS)
         assert answers(llm, SOME) == expected["some"]

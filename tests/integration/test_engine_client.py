@@ -397,8 +397,8 @@ def test_settling_gives_up_in_time_and_the_request_goes_on(client: EngineClient)
 
 def test_a_prompt_that_comes_while_stores_are_waited_for_is_served(folder: Path) -> None:
     engine = open_engine(folder, swap_space=1 << 22)
-    assert engine.traffic is not None
-    engine.traffic.settle = slow_settle(engine.traffic.settle, num_slow=10_000)
+    assert engine.transfer.traffic is not None
+    engine.transfer.settle = slow_settle(engine.transfer.settle, num_slow=10_000)
     with EngineClient(engine) as client, ThreadPoolExecutor(1) as pool:
         settling = pool.submit(client.settle, 0.5)
         assert client.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)).wait()

@@ -109,7 +109,7 @@ def test_tokens_from_tiers_are_counted_by_tier(folder: Path) -> None:
     with open_llm(folder, swap_space=1 << 20, block_manager="naive") as llm:
         for _ in range(2):
             llm.generate([tokens(1, 100)], GREEDY, progress=False)
-            assert llm.engine.traffic.settle(10.0)
+            assert llm.engine.transfer.settle(10.0)
         found = counted(llm.engine)
 
     assert found["cached_tokens_total host"] == 96

@@ -143,7 +143,7 @@ def _compare_blocks(client: SingleClient, reference: LLM, prompt: list[int]) -> 
         return 0
     reference.generate(prompt, SHORT, progress=False)
     settled(reference)
-    traffic = reference.engine.traffic
+    traffic = reference.engine.transfer.traffic
     assert traffic is not None
     host = traffic.hierarchy.guards[0].tier
     assert isinstance(host, HostTier)

@@ -132,7 +132,7 @@ def _timed(llm: LLM, asked: list[Question], expected: list[RequestOutput], bound
 
 def _forget_host(llm: LLM) -> None:
     """Over TCP, what was loaded or stored once is in the host's memory too."""
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     for guard in traffic.hierarchy.guards:
         if isinstance(guard.tier, HostTier):
@@ -154,7 +154,7 @@ def _warm(llm: LLM, expected: list[RequestOutput]) -> None:
 
 def _let_loading_pay(llm: LLM) -> None:
     """A model this small computes as fast as it is asked: let the decision take it for a larger one."""
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     speeds = Speeds()
     for num_tokens in (16, 64, 256):
@@ -210,7 +210,7 @@ def test_a_server_killed_at_any_moment_of_loads_and_stores_costs_no_answer(
 
 
 def _is_up(llm: LLM) -> bool:
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     client: Any = traffic.hierarchy.guards[-1].tier.client  # type: ignore[attr-defined]
     return bool(client.is_up)
@@ -464,7 +464,7 @@ def _disk_server(folder: Path, files: FaultyFiles | None = None) -> Iterator[str
 
 def _flushed(llm: LLM) -> None:
     settled(llm)
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     traffic.hierarchy.guards[-1].tier.client.flush()  # type: ignore[attr-defined]
 
@@ -572,7 +572,7 @@ def test_a_block_altered_on_disk_never_reaches_the_model(
         with _engine(model, server.unix, None) as llm:
             found = _timed(llm, ASKED, expected)
             assert found.get("disk", 0) == 0
-            client: Any = llm.engine.traffic.hierarchy.guards[-1].tier.client  # type: ignore[union-attr]
+            client: Any = llm.engine.transfer.traffic.hierarchy.guards[-1].tier.client  # type: ignore[union-attr]
             stats = client.stats()
             assert any("corrupt" in name and count for name, count in _numbers(stats)), stats
             explained = llm.engine.explain("request-0")

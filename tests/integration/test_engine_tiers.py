@@ -169,9 +169,11 @@ def test_a_request_that_was_preempted_comes_back_from_the_tiers(model: Path, kin
             assert_same_answers(outputs, expected)
             assert llm.engine.scheduler.num_preemptions > 0
             assert_nothing_held(llm)
-            traffic = llm.engine.traffic
+            traffic = llm.engine.transfer.traffic
             assert traffic is not None
-            assert traffic.metrics.value(traffic.metrics.loaded_bytes) > 0, "preempted requests computed all again"
+            assert traffic.hierarchy.metrics.value(traffic.hierarchy.metrics.loaded_bytes) > 0, (
+                "preempted requests computed all again"
+            )
         below.assert_nothing_held()
 
 
@@ -238,7 +240,7 @@ def _abort_at_any_step(model: Path, expected: list[RequestOutput], kind: str, ma
 def _forget_all(below: Tiers, llm: LLM) -> None:
     """The tiers are empty: what comes next is computed and stored again."""
     settled(llm)
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     for guard in traffic.hierarchy.guards:
         guard.tier.drop()

@@ -201,12 +201,12 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
     def only_the_running_load_and_the_finished_hold_nothing(self) -> None:
         for request in self.engine.requests:
             if request.status is not Status.RUNNING:
-                assert request.load is None
-            if request.load is None:
-                assert not request.next_loads
+                assert request.prefetch.load is None
+            if request.prefetch.load is None:
+                assert not request.prefetch.next_loads
             if request.status is Status.FINISHED:
-                assert request.fetch is None
-                assert not request.is_announced
+                assert request.prefetch.match is None
+                assert not request.prefetch.is_announced
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -307,7 +307,7 @@ def test_what_the_tiers_have_is_loaded_and_the_rest_is_computed_once(
 
     engine.run_slowly(lambda: chance.randint(0, 3))
 
-    num_loaded = sum(request.loaded_tokens.values())
+    num_loaded = sum(request.prefetch.loaded_tokens.values())
     num_decoded = max(0, request.num_outputs - 1)
     assert num_loaded <= min(len(prompt) // block_tokens * block_tokens, len(prompt) - 1)
     assert request.cached_tokens == 0
@@ -316,7 +316,7 @@ def test_what_the_tiers_have_is_loaded_and_the_rest_is_computed_once(
 
 
 def _loads_of(request: Request) -> int:
-    return sum(request.loaded_tokens.values())
+    return sum(request.prefetch.loaded_tokens.values())
 
 
 @given(manager=st.sampled_from(MANAGERS), prompt=prompts, block_tokens=block_sizes, num_steps_ahead=st.integers(0, 3))

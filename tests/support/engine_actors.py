@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvtier import SamplingParams
-from kvtier.transfer import tier_traffic
+from kvtier.transfer import storer
 from tests.support.actors import ROOT
 from tests.support.tiered_engines import open_engine, tokens
 
@@ -128,7 +128,7 @@ def _grow_up(path: str, order: dict[str, Any]) -> None:
         file.write(json.dumps(answer) + "\n")
         file.flush()
 
-    tier_traffic._BATCH_S = 0.0  # blocks go as they come: a kill should find a prompt half stored
+    storer._BATCH_S = 0.0  # blocks go as they come: a kill should find a prompt half stored
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with open_engine(Path(order["model"]), **order["settings"]) as llm:
         say(ready=True)
@@ -137,7 +137,7 @@ def _grow_up(path: str, order: dict[str, Any]) -> None:
             [output] = llm.generate(tokens(seed, order["num_tokens"]), params, progress=False)
             completion = output.outputs[0]
             say(tokens=completion.token_ids, cached=completion.cached_tokens, ttft_s=completion.ttft_s)
-        traffic = llm.engine.traffic
+        traffic = llm.engine.transfer.traffic
         assert traffic is not None
         say(settled=traffic.settle(10.0), num_threads=threading.active_count())
         file.readline()

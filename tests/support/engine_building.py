@@ -19,6 +19,7 @@ from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_ma
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step, StepRow
+from kvtier.transfer.transfer import NoTransfer
 
 MANAGERS: tuple[BlockManagerName, ...] = ("naive", "disable_prefix_caching", "prefix_caching", "yoco")
 CACHING_MANAGERS: tuple[BlockManagerName, ...] = ("prefix_caching", "yoco")
@@ -171,7 +172,9 @@ class SimulatedEngine:
         max_num_requests: int = 16,
     ) -> None:
         self.block_manager = make_block_manager(manager, num_blocks, block_tokens, NAMESPACE)
-        self.scheduler = Scheduler(self.block_manager, max_num_requests=max_num_requests, max_num_batched_tokens=chunk)
+        self.scheduler = Scheduler(
+            self.block_manager, max_num_requests=max_num_requests, max_num_batched_tokens=chunk, transfer=NoTransfer()
+        )
         self.device = SimulatedDevice(block_tokens, max_num_requests)
         self.num_steps_ahead = num_steps_ahead
         self.requests: list[Request] = []
@@ -249,7 +252,7 @@ class SimulatedEngine:
                 assert request.output_tokens == expected
             if request.finish_reason is FinishReason.LENGTH and not request.num_preemptions:
                 num_needed = request.prompt_tokens + request.num_outputs - 1
-                num_loaded = sum(request.loaded_tokens.values())
+                num_loaded = sum(request.prefetch.loaded_tokens.values())
                 assert request.cached_tokens + num_loaded + self.num_computed(request) == num_needed
 
     def num_computed(self, request: Request) -> int:

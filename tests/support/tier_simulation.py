@@ -1,4 +1,4 @@
-"""Tiers below the simulated device: what `TierTraffic` does, without threads, when the test says so.
+"""Tiers below the simulated device: what `Traffic` does, without threads, when the test says so.
 
 A tier remembers the checksums of a block under its hash. A match, each unit of a load, each copy to the device and each
 store is an event that waits for `deliver`; chance decides between what the real thing may do. Everything fails at once
@@ -17,15 +17,16 @@ from typing import cast
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.engine.schedule.block_manager import BlockManagerName
-from kvtier.engine.schedule.prompt_loading import PromptLoading
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.memory.lease import Lease
 from kvtier.tiers.hierarchy import Ending
 from kvtier.transfer.device_lease import DeviceLease
-from kvtier.transfer.load import Load, Order, Part, Plan
-from kvtier.transfer.tier_traffic import Fetch, TierTraffic
+from kvtier.transfer.load import Load, LoadPlan, Order, Span
+from kvtier.transfer.matching import TierMatch
+from kvtier.transfer.traffic import Traffic
+from kvtier.transfer.transfer import Transfer
 from tests.support.engine_building import NAMESPACE, SimulatedDevice, SimulatedEngine, checksums
 
 HOST = "host"
@@ -180,8 +181,8 @@ class _SimulatedLease:
         self.num_released += 1
 
 
-def _lease_of(part: Part) -> _SimulatedLease:
-    lease: object = part.lease
+def _lease_of(span: Span) -> _SimulatedLease:
+    lease: object = span.lease
     assert isinstance(lease, _SimulatedLease)
     return lease
 
@@ -205,15 +206,16 @@ class _Offer:
 class _Asked:
     """Hashes of a prompt's blocks from `first` on that are being looked for."""
 
-    fetch: Fetch
+    fetch: TierMatch
     first: int
     hashes: list[BlockHash]
 
 
 class SimulatedTraffic:
-    """Stands in for `TierTraffic`. `chance` makes every choice that the real one makes by the clock."""
+    """Stands in for `Traffic` and its parts. `chance` makes every choice that the real one makes by the clock."""
 
     def __init__(self, device: TieredDevice, requests: Sequence[Request], chance: Random) -> None:
+        self.matcher = self.loading = self.storer = self.marks = self
         self.book = BlockBook(device.block_tokens)
         self.memory: dict[str, dict[BlockHash, Sums]] = {tier: {} for tier in TIERS}
         self.is_failing = False
@@ -234,8 +236,8 @@ class SimulatedTraffic:
         self._device = device
         self._requests = requests
         self._chance = chance
-        self._fetches: list[Fetch] = []
-        self._given_up: set[Fetch] = set()
+        self._fetches: list[TierMatch] = []
+        self._given_up: set[TierMatch] = set()
         self._leases: list[_SimulatedLease] = []
         self._matching: deque[_Asked] = deque()
         self._loads: list[tuple[Load, Iterator[None]]] = []
@@ -320,13 +322,13 @@ class SimulatedTraffic:
 
     # --- what the engine does: matching ----------------------------------------
 
-    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
-        fetch = Fetch(first, [])
+    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> TierMatch:
+        fetch = TierMatch(first, [])
         self._fetches.append(fetch)
         self.match_further(fetch, hashes, num_more)
         return fetch
 
-    def match_further(self, fetch: Fetch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
+    def match_further(self, fetch: TierMatch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
         assert not fetch.is_cancelled
         assert not fetch.hashes or fetch.has_all, "more is looked for behind what was not found"
         asked = _Asked(fetch, fetch.asked_end, list(hashes))
@@ -339,7 +341,7 @@ class SimulatedTraffic:
             if self.is_quick and not is_pending:
                 self._answer(asked)
 
-    def give_up(self, fetch: Fetch) -> None:
+    def give_up(self, fetch: TierMatch) -> None:
         assert fetch not in self._given_up, "a match was given up twice"
         self._given_up.add(fetch)
         fetch.is_cancelled = True
@@ -347,22 +349,22 @@ class SimulatedTraffic:
 
     # --- loading ----------------------------------------
 
-    def plan(self, fetch: Fetch, position: int, prompt_tokens: int) -> Plan | None:
+    def plan(self, fetch: TierMatch, position: int, prompt_tokens: int) -> LoadPlan | None:
         assert not fetch.is_cancelled
         assert not fetch.is_matching
-        part = next((part for part in fetch.parts if part.first <= position < part.end), None)
-        if part is None:
+        span = next((span for span in fetch.spans if span.first <= position < span.end), None)
+        if span is None:
             return None
         orders: list[Order | None] = (
-            [Order.FRONT, None] if _lease_of(part).has_views else [Order.FRONT, Order.BACK, None]
+            [Order.FRONT, None] if _lease_of(span).has_views else [Order.FRONT, Order.BACK, None]
         )
         if self.is_forced is not None:
             orders = [self.is_forced if self.is_forced in orders else Order.FRONT]
-        order, end = self._chance.choice(orders), part.end
+        order, end = self._chance.choice(orders), span.end
         if order is Order.BACK:  # as `LoadOrCompute` has it: the last token comes after all that meets
             before_last = min(end, (prompt_tokens - 1) // self._device.block_tokens)
             order, end = (order, before_last) if before_last > position else (Order.FRONT, end)
-        return None if order is None else Plan(part, position, end, order, None, self._chance.randint(1, 4))
+        return None if order is None else LoadPlan(span, position, end, order, None, self._chance.randint(1, 4))
 
     def note_step(self) -> None:
         self.num_steps += 1
@@ -370,8 +372,8 @@ class SimulatedTraffic:
 
     def load(
         self,
-        fetch: Fetch,
-        plan: Plan,
+        fetch: TierMatch,
+        plan: LoadPlan,
         hashes: Sequence[BlockHash],
         block_ids: Sequence[int],
         after_step: int,
@@ -383,9 +385,9 @@ class SimulatedTraffic:
         assert last_use <= after_step <= self.num_steps, "a load may write before a step that uses the block is done"
         assert len(block_ids) == len(hashes) == plan.end - plan.first
         for other, _ in self._loads:
-            is_same = other.plan.part.lease is plan.part.lease and _lease_of(plan.part).has_views
+            is_same = other.plan.span.lease is plan.span.lease and _lease_of(plan.span).has_views
             assert not is_same or other.is_submitted or other.is_over, "two threads use one lease"
-        request = next(request for request in self._requests if request.fetch is fetch)
+        request = next(request for request in self._requests if request.prefetch.match is fetch)
         load = Load(plan, hashes, list(block_ids), _Past(), 0.0, behind)
         fetch.num_users += 1
         self._loads.append((load, self._bring(request, fetch, load)))
@@ -443,12 +445,12 @@ class SimulatedTraffic:
         self._offers.append(offer)
         self._num_held += len(held.ids)
 
-    def send_offers(self, *, is_last: bool = False) -> None:
+    def send(self, *, is_last: bool = False) -> None:
         if self._offers and (is_last or len(self._offers) > 1):  # one waits for another
             offers, self._offers = self._offers, []
             self._batches.append((offers, self._store(offers)))
 
-    def poll(self) -> list[DeviceLease]:
+    def take_copied(self) -> list[DeviceLease]:
         copied = list(self._copied)
         self._copied.clear()
         self._num_held -= sum(len(held.ids) for held in copied)
@@ -491,26 +493,26 @@ class SimulatedTraffic:
                 if found:
                     lease = _SimulatedLease(found, has_views=tier == HOST)
                     self._leases.append(lease)
-                    fetch.parts += self._parts(tier, asked.first + position, lease)
+                    fetch.spans += self._parts(tier, asked.first + position, lease)
                     position += len(found)
             is_all = position == len(asked.hashes)
             fetch.ending = Ending("" if is_all else SERVER, asked.first + position, "all" if is_all else "miss")
         fetch.is_matching = False
         self._leave(fetch)
 
-    def _parts(self, tier: str, first: int, lease: _SimulatedLease) -> list[Part]:
+    def _parts(self, tier: str, first: int, lease: _SimulatedLease) -> list[Span]:
         """Some of them may have to come from the tier's disk."""
         end = first + lease.num_blocks
         middle = end if self.is_smooth else self._chance.choice([first, end, end, self._chance.randint(first, end)])
         known = cast(Lease, lease)
-        parts = [Part(tier, tier, first, middle, known, 0), Part("disk", tier, middle, end, known, middle - first)]
-        return [part for part in parts if part.end > part.first]
+        spans = [Span(tier, tier, first, middle, known, 0), Span("disk", tier, middle, end, known, middle - first)]
+        return [span for span in spans if span.end > span.first]
 
-    def _leave(self, fetch: Fetch) -> None:
+    def _leave(self, fetch: TierMatch) -> None:
         fetch.num_users -= 1
         assert fetch.num_users >= 0
         if not fetch.num_users:
-            for lease in {_lease_of(part) for part in fetch.parts}:
+            for lease in {_lease_of(span) for span in fetch.spans}:
                 lease.release()
 
     def _go_on(self, number: int) -> None:
@@ -518,7 +520,7 @@ class SimulatedTraffic:
         if next(bringing, "over") == "over":
             del self._loads[number]
 
-    def _bring(self, request: Request, fetch: Fetch, load: Load) -> Iterator[None]:
+    def _bring(self, request: Request, fetch: TierMatch, load: Load) -> Iterator[None]:
         """As a thread of the tiers does it; each `yield` is a place where the engine may come between."""
         plan = load.plan
         yield
@@ -558,12 +560,12 @@ class SimulatedTraffic:
         return self._chance.randint(0, count) if self._chance.random() < 0.1 else count
 
     def _write(self, request: Request, load: Load, first: int, end: int) -> bool:
-        lease = _lease_of(load.plan.part)
+        lease = _lease_of(load.plan.span)
         assert not lease.num_released, "a load reads from a lease that was given back"
-        place = load.plan.part.place(first)
+        place = load.plan.span.place(first)
 
         def begin(block_ids: Sequence[int]) -> SimulatedTransfer:
-            assert load in (request.load, *request.next_loads)
+            assert load in (request.prefetch.load, *request.prefetch.next_loads)
             assert request.status is Status.RUNNING
             assert request.blocks.ids[first:end] == list(block_ids), "the load's blocks are not the request's any more"
             for other in self._requests:
@@ -641,12 +643,13 @@ class TieredEngine(SimulatedEngine):
         self.tiered_device = self.device = TieredDevice(block_tokens, max_num_requests)
         chance = Random(0) if chance is None else chance
         self.traffic = SimulatedTraffic(self.tiered_device, self.requests, chance)
-        traffic = cast(TierTraffic, self.traffic)
+        traffic = cast(Traffic, self.traffic)
+        self.transfer = Transfer(traffic, num_blocks, lambda: self.now, piece_blocks)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_requests=max_num_requests,
             max_num_batched_tokens=chunk,
-            loading=PromptLoading(traffic, self.block_manager, NAMESPACE, lambda: self.now, piece_blocks),
+            transfer=self.transfer,
         )
 
     @property

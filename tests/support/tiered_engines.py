@@ -114,13 +114,13 @@ def cold(model: Path, asked: Sequence[Question]) -> list[RequestOutput]:
 
 
 def failures(llm: LLM, **labels: str) -> float:
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
-    return traffic.metrics.value(traffic.metrics.failures, **labels)
+    return traffic.hierarchy.metrics.value(traffic.hierarchy.metrics.failures, **labels)
 
 
 def settled(llm: LLM) -> None:
-    traffic = llm.engine.traffic
+    traffic = llm.engine.transfer.traffic
     assert traffic is not None
     assert traffic.settle(10.0), "stores take too long"
 
@@ -128,7 +128,7 @@ def settled(llm: LLM) -> None:
 def assert_nothing_held(llm: LLM) -> None:
     """No block of the device, no slot of the host and no thread's work is left of requests that are over."""
     engine = llm.engine
-    traffic = engine.traffic
+    traffic = engine.transfer.traffic
     assert traffic is not None
     settled(llm)
     engine.step()  # takes back what was copied

@@ -109,4 +109,4 @@ def completion_of(request: Request, text: str) -> Completion:
 
 def cached_tokens_of(request: Request) -> dict[str, int]:
     """By tier, from fast to slow as they were used."""
-    return {"device": request.cached_tokens, **request.loaded_tokens}
+    return {"device": request.cached_tokens, **request.prefetch.loaded_tokens}

@@ -265,8 +265,8 @@ class EngineClient:
         with self._lock:
             self._failure = stopped
         self._refuse_all(stopped)
-        if self._settle_s > 0 and self._engine.traffic is not None:
-            self._engine.traffic.settle(self._settle_s)
+        if self._settle_s > 0:
+            self._engine.transfer.settle(self._settle_s)
         self._engine.close()
 
     def _refuse_all(self, stopped: EngineStopped) -> None:
@@ -314,8 +314,7 @@ class EngineClient:
         """Give stores a moment, if somebody waits for them."""
         if not self._settlings:
             return
-        traffic = self._engine.traffic
-        is_settled = traffic is None or traffic.settle(_SETTLING_LOOK_S)
+        is_settled = self._engine.transfer.settle(_SETTLING_LOOK_S)
         now = time.monotonic()
         for settling in self._settlings:
             if is_settled or now >= settling.deadline:

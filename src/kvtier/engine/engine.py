@@ -28,12 +28,11 @@ from kvtier.engine.device.kv_arena import KvArena
 from kvtier.engine.device.prefill_probe import measure_prefill
 from kvtier.engine.device.runner import Runner, Submitted, TokenResult
 from kvtier.engine.device.sizing import allocated_bytes, choose_num_blocks
-from kvtier.engine.device.step_timer import StepTimer
+from kvtier.engine.device.step_timer import NoStepTimer, StepTimer
 from kvtier.engine.device.warm_up import compile_kernels
 from kvtier.engine.gc_control import collect_young
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
-from kvtier.engine.schedule.prompt_loading import PromptLoading
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.tier_building import has_tiers, make_hierarchy
@@ -48,7 +47,8 @@ from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.copier import HostCopier
 from kvtier.transfer.copiers.cuda_copier import CudaCopier
-from kvtier.transfer.tier_traffic import TierTraffic
+from kvtier.transfer.traffic import Traffic
+from kvtier.transfer.transfer import NoTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,11 @@ class Engine:
         self._namespace_fields = self.loaded.namespace_fields(layout, salt=config.salt)
         self._namespace = self._namespace_fields.digest()
         self.speeds = Speeds()
-        self._timer = StepTimer(self.speeds, device)
-        self._punctuality = LatencyGuard()
-        self.traffic = self._make_traffic(device)
-        if self.traffic is not None:  # its threads would keep it, and all it holds, after the engine
-            weakref.finalize(self, self.traffic.close).atexit = False
+        self._latency_guard = LatencyGuard()
+        self._timer: StepTimer | NoStepTimer = NoStepTimer()
+        self.transfer = self._make_transfer(device)
+        # Its threads would keep it, and all it holds, after the engine.
+        weakref.finalize(self, self.transfer.close).atexit = False
         self.scheduler = self._make_scheduler()
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self._under_way: deque[Submitted] = deque()
@@ -177,7 +177,7 @@ class Engine:
     @property
     def holds_blocks(self) -> bool:
         """Blocks that nobody needs are being copied away: a step, even an empty one, takes back those that are."""
-        return self.traffic is not None and self.traffic.has_stores
+        return self.transfer.has_stores
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters.
@@ -218,7 +218,7 @@ class Engine:
             self._start_over()
         if self._is_closed:
             raise EngineStopped("this engine was closed")
-        if self.traffic is not None and self.traffic.is_foreign:
+        if self.transfer.is_foreign:
             raise EngineStopped("this engine belongs to the process that made it: make one after the fork")
         if request_id in self._requests:
             raise InvalidParameter(f"a request with the id {request_id} is being served already")
@@ -258,8 +258,7 @@ class Engine:
 
     def wake(self) -> None:
         """From any thread: if a step waits for a tier, look for new requests first."""
-        if self.traffic is not None:
-            self.traffic.wake()
+        self.transfer.wake()
 
     def abort(self, request_id: str) -> list[Progress]:
         """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
@@ -299,15 +298,14 @@ class Engine:
         self._is_broken = True
         for requests in self._requests.values():
             for request in requests:
-                self.scheduler.leave(request)
+                request.prefetch.leave()
                 if request.status is not Status.FINISHED:
                     request.status = Status.FINISHED
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
                     self._count_end(request)
         self._drop_steps()
-        if self.traffic is not None:
-            self.traffic.drain()
+        self.transfer.start_over()
         self.scheduler = self._make_scheduler()
         self._note_levels()
         self._is_broken = False
@@ -336,18 +334,19 @@ class Engine:
             blocks,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            loading=None if self.traffic is None else PromptLoading(self.traffic, blocks, namespace),
+            transfer=self.transfer,
         )
 
-    def _make_traffic(self, device: torch.device) -> TierTraffic | None:
+    def _make_transfer(self, device: torch.device) -> Transfer | NoTransfer:
         config, layout = self.config, self.arena.layout
         hierarchy = make_hierarchy(config, layout, self._namespace_fields, self.name, device_bytes=self.arena.nbytes)
         if hierarchy is None:
-            return None
+            return NoTransfer()
+        self._timer = timer = StepTimer(self.speeds, device)
         if not config.always_load:
-            measure_prefill(self.runner, self._timer, config, self.max_model_len)
-        let_pass = self._punctuality.let_pass
-        return TierTraffic(
+            measure_prefill(self.runner, timer, config, self.max_model_len)
+        let_pass = self._latency_guard.let_pass
+        traffic = Traffic(
             hierarchy,
             CudaCopier(self.arena, let_pass=let_pass) if device.type == "cuda" else HostCopier(self.arena),
             self.speeds,
@@ -356,6 +355,7 @@ class Engine:
             always_loads=config.always_load,
             let_pass=let_pass,
         )
+        return Transfer(traffic, self.arena.num_blocks)
 
     @property
     def name(self) -> str:
@@ -366,11 +366,10 @@ class Engine:
         """Give the tiers back, and the host's memory of steps under way. The engine takes no prompt after it."""
         self._is_closed = True
         self._drop_steps()
-        if self.traffic is not None:
-            for requests in self._requests.values():
-                for request in requests:
-                    self.scheduler.leave(request)
-            self.traffic.close()
+        for requests in self._requests.values():
+            for request in requests:
+                request.prefetch.leave()
+        self.transfer.close()
 
     def _drop_steps(self) -> None:
         """Nobody asks for the tokens of what is under way."""
@@ -389,24 +388,19 @@ class Engine:
         self._counts.num_preemptions += self.scheduler.num_preemptions - num_preemptions
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
-            if self.traffic is not None:
-                self._timer.start()
+            self._timer.start()
             self._under_way.append(self.runner.submit(step))
-            if self.traffic is not None:
-                self._timer.stop(step)
+            self._timer.stop(step)
             started_at = time.perf_counter()
             self.scheduler.submitted(step)
             self.schedule_s += time.perf_counter() - started_at
             self.num_steps += 1
         elif self.scheduler.has_unmatched:
-            if self.traffic is not None:
-                self.traffic.give_way(is_idle=not self._under_way)
+            self.transfer.give_way(is_idle=not self._under_way)
             return news
         elif not self._under_way:
-            if self.traffic is not None:
-                self.traffic.wait(_TIER_WAIT_S)
-            else:
-                assert not self.scheduler.has_requests, "requests wait for nothing"
+            assert self.transfer.has_tiers or not self.scheduler.has_requests, "requests wait for nothing"
+            self.transfer.wait(_TIER_WAIT_S)
             return news
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
             news += self._look_at_oldest()
@@ -425,7 +419,7 @@ class Engine:
                 news.append(self._take(request, result))
         self._counts.output_tokens += len(news)
         if news:
-            self._punctuality.note_handed_out()
+            self._latency_guard.note_handed_out()
         return news
 
     def _take(self, request: Request, result: TokenResult) -> Progress:
@@ -465,10 +459,10 @@ class Engine:
         return known
 
     def _explain(self, request: Request) -> None:
-        if self.traffic is None or request.ending is None:
+        ending = request.prefetch.ending
+        if ending is None:
             return
         block_tokens = self.config.block_size
-        ending = request.ending
         detail, num_first = ending.detail, min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))
         if request.salt:  # where it is cached without the salt, or with another, says nothing about this one
             num_first = 0
@@ -492,9 +486,9 @@ class Engine:
             self._explanations[request.group] = explanation
         while len(self._explanations) > _MAX_EXPLANATIONS:
             self._explanations.popitem(last=False)
-        self.traffic.note(explanation)
+        self.transfer.note(explanation)
         if request.index == 0 and request.id != request.group:  # by the id that the caller knows, too
-            self.traffic.note(msgspec.structs.replace(explanation, request_id=request.group))
+            self.transfer.note(msgspec.structs.replace(explanation, request_id=request.group))
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""

@@ -121,7 +121,7 @@ class LLM:
                     advance(1)
 
         num_tokens, started_at = 0, time.perf_counter()
-        has_begun = engine.traffic is not None  # a step would wait for what the tiers have of the first prompts
+        has_begun = engine.transfer.has_tiers  # a step would wait for what the tiers have of the first prompts
         try:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"request-{next(self._numbers)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.tiers.speeds import Speeds
-from kvtier.transfer.load import Load, Order, Part, Plan
+from kvtier.transfer.load import Load, LoadPlan, Order, Span
 
 _UNIT_BYTES = 64 << 20
 """A unit is three requests to a cache server, whose Python decodes beside it would wait for."""
@@ -60,31 +60,31 @@ class LoadOrCompute:
         self._delays: dict[str, deque[float]] = {}
         self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
 
-    def plan(self, parts: Sequence[Part], position: int, prompt_tokens: int, busy_s: float = 0.0) -> Plan | None:
+    def plan(self, spans: Sequence[Span], position: int, prompt_tokens: int, busy_s: float = 0.0) -> LoadPlan | None:
         """What to load now that all before block `position` is there; None when the rest is to be computed.
 
         For `busy_s` the device is going to compute for others. What lies in memory may take that long: only latency
         is lost, of which there would be as much.
         """
-        part = next((part for part in parts if part.first <= position < part.end), None)
-        if part is None:
+        span = next((span for span in spans if span.first <= position < span.end), None)
+        if span is None:
             return None
-        nbytes = (part.end - position) * self._block_bytes
-        load_s = self.speeds.load_s(part.tier, nbytes)
-        plan = Plan(part, position, part.end, Order.FRONT, load_s, max(1, _UNIT_BYTES // self._block_bytes))
+        nbytes = (span.end - position) * self._block_bytes
+        load_s = self.speeds.load_s(span.tier, nbytes)
+        plan = LoadPlan(span, position, span.end, Order.FRONT, load_s, max(1, _UNIT_BYTES // self._block_bytes))
         if self._always_loads:
             return plan
-        if self._is_resting(part.tier):
+        if self._is_resting(span.tier):
             return None
-        compute_s = self.compute_s(position, part.end, prompt_tokens)
+        compute_s = self.compute_s(position, span.end, prompt_tokens)
         if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
             return plan
-        if part.is_in_memory and load_s <= busy_s:
+        if span.is_in_memory and load_s <= busy_s:
             return plan
         before_last = (prompt_tokens - 1) // self._block_tokens
         if position >= before_last:  # a step that comes anyway has these few tokens more: that says nothing of the tier
             return plan if load_s <= compute_s else None
-        from_back = self._from_back(plan, min(part.end, before_last), prompt_tokens)
+        from_back = self._from_back(plan, min(span.end, before_last), prompt_tokens)
         if from_back is not None:
             return from_back
         return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
@@ -113,7 +113,7 @@ class LoadOrCompute:
         if self._always_loads or load.is_submitted or load.is_over:
             return False
         elapsed = self._clock() - since
-        if load.plan.part.is_in_memory and elapsed <= busy_s:
+        if load.plan.span.is_in_memory and elapsed <= busy_s:
             return False
         shared = max(1, num_sharing) if load.num_arrived else 1
         expected = shared * (load.plan.expected_s or 0.0) + _LATE_SLACK_S
@@ -169,7 +169,7 @@ class LoadOrCompute:
         """Both sides have met: computing and loading may hold each other up, by as much as this shows."""
         if load.plan.meets_after_s > 0:
             delay = (self._clock() - load.started_at) / load.plan.meets_after_s
-            self._delays.setdefault(load.plan.part.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
+            self._delays.setdefault(load.plan.span.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
 
     def note_late(self, tier: str) -> None:
         """A load from `tier` was abandoned: it is left alone, longer each time."""
@@ -184,20 +184,20 @@ class LoadOrCompute:
             return elapsed_s / load.num_arrived
         return max(expected, elapsed_s / load.num_blocks)
 
-    def _from_back(self, plan: Plan, end: int, prompt_tokens: int) -> Plan | None:
+    def _from_back(self, plan: LoadPlan, end: int, prompt_tokens: int) -> LoadPlan | None:
         """Load from the back, from `end`, while the front is computed, if that is the fastest by far; None if not.
 
         The prompt's last token lies behind `end`: it is computed once all before it is there.
         """
         num_blocks = end - plan.first
-        load_s = self.speeds.load_s(plan.part.tier, num_blocks * self._block_bytes)
+        load_s = self.speeds.load_s(plan.span.tier, num_blocks * self._block_bytes)
         compute_s = self.compute_s(plan.first, end, prompt_tokens)
-        if plan.part.comes_in_order or load_s is None or compute_s is None:
+        if plan.span.comes_in_order or load_s is None or compute_s is None:
             return None
         load_block_s, compute_block_s = load_s / num_blocks, compute_s / num_blocks
         num_loaded = num_blocks * compute_block_s / (load_block_s + compute_block_s)
         meet_s = num_loaded * load_block_s + _MEETING_STEPS * self.speeds.step_s()
-        tier = plan.part.tier
+        tier = plan.span.tier
         delays = sorted(self._delays.get(tier, (1.0,)))
         if meet_s * delays[len(delays) // 2] > _WORTH_MEETING * min(load_s, compute_s) and not self._may_retry(
             f"meeting {tier}"
@@ -211,9 +211,9 @@ class LoadOrCompute:
         rest = self._rests.get(tier)
         return rest is not None and self._clock() < rest.until
 
-    def _retry(self, plan: Plan) -> Plan | None:
+    def _retry(self, plan: LoadPlan) -> LoadPlan | None:
         """A tier that was slower than computing is tried again now and then: it may have become fast."""
-        return plan if self._may_retry(plan.part.tier) else None
+        return plan if self._may_retry(plan.span.tier) else None
 
     def _may_retry(self, what: str) -> bool:
         now = self._clock()

@@ -20,7 +20,7 @@ DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Span:
     """Blocks `first..end` of a prompt, which lie in `lease` from `lease_first` on; without one, they are on disk.
 
     `tier` is where their bytes are, `asked` the tier of the hierarchy that answers for them: a server for its disk too.
@@ -56,13 +56,13 @@ class Order(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """Load blocks `first..end` of `part`, `unit` of them at a time where they come one after the other.
 
     From the back, both sides should meet after `meets_after_s`.
     """
 
-    part: Part
+    span: Span
     first: int
     end: int
     order: Order
@@ -76,7 +76,7 @@ class Load:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoadPlan,
         hashes: Sequence[BlockHash],
         block_ids: Sequence[int],
         after: Mark,

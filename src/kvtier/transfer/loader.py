@@ -53,12 +53,12 @@ class Loader:
 
     def bring(self, load: Load) -> int:
         """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""
-        part = load.plan.part
-        guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == part.asked)
+        span = load.plan.span
+        guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == span.asked)
         num_blocks = 0
         with guard.watched():
-            if isinstance(part.lease, BlockLease) and part.lease.arena is not None:
-                num_blocks = self._bring_in_place(load, part.lease)
+            if isinstance(span.lease, BlockLease) and span.lease.arena is not None:
+                num_blocks = self._bring_in_place(load, span.lease)
             else:
                 num_blocks = self._bring_units(load, guard.tier)
         for transfer in load.transfers:
@@ -67,18 +67,18 @@ class Loader:
 
     def _bring_in_place(self, load: Load, lease: BlockLease) -> int:
         """From memory of this host: what is there at once, what comes from disk as it comes. Returns how many came."""
-        plan, part = load.plan, load.plan.part
+        plan, span = load.plan, load.plan.span
         arena = lease.arena
         assert arena is not None
         self._copier.adopt(arena)
         position = plan.first
         while position < plan.end:
-            wanted = min(plan.end, position + plan.unit) if part.tier == DISK else plan.end
-            there = min(part.first + lease.wait(part.place(wanted)) - part.lease_first, plan.end)
+            wanted = min(plan.end, position + plan.unit) if span.tier == DISK else plan.end
+            there = min(span.first + lease.wait(span.place(wanted)) - span.lease_first, plan.end)
             first, end = load.take(max(0, there - position))
             if first >= end:
                 return max(position, there) - plan.first
-            offsets = lease.offsets[part.place(first) : part.place(end)]
+            offsets = lease.offsets[span.place(first) : span.place(end)]
             give_way()
             if load.write(first, end, functools.partial(self._copier.load, arena, offsets, after=load.after)) is None:
                 return there - plan.first
@@ -96,7 +96,7 @@ class Loader:
         coming: deque[_Unit] = deque()
         going: deque[_Unit] = deque()
         num_blocks = 0
-        most = _NUM_UNITS if load.plan.part.lease is None else 1
+        most = _NUM_UNITS if load.plan.span.lease is None else 1
         is_reading = False
         try:
             while True:
@@ -145,8 +145,8 @@ class Loader:
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
         plan = load.plan
         hashes = load.hashes[first - plan.first : end - plan.first]
-        if plan.part.lease is not None:
-            return _Unit(first, hashes, plan.part.lease, plan.part.place(first))
+        if plan.span.lease is not None:
+            return _Unit(first, hashes, plan.span.lease, plan.span.place(first))
         lease = tier.match(hashes)
         is_read = isinstance(lease, BlockLease) and lease.arena is not None
         read_bytes = lease.num_blocks * tier.layout.slot_bytes if is_read else 0

@@ -17,8 +17,14 @@ logger = logging.getLogger(__name__)
 class WorkerThreads:
     """They take jobs in their order. To hand one over costs a microsecond and never waits, whatever they are doing."""
 
-    def __init__(self, count: int, name: str, let_pass: Callable[[], None] | None = None) -> None:
-        """They `let_pass` where they can (`latency_guard`)."""
+    def __init__(
+        self,
+        count: int,
+        name: str,
+        let_pass: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """They `let_pass` where they can (`latency_guard`), and call `done` after each job, whatever came of it."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -26,7 +32,7 @@ class WorkerThreads:
         atexit.register(self.close)  # a copy under way ends before its memory does
         try:
             for number in range(count):
-                arguments = (self._jobs, let_pass)
+                arguments = (self._jobs, let_pass, done)
                 thread = threading.Thread(target=_work, args=arguments, name=f"{name}_{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -52,11 +58,17 @@ class WorkerThreads:
             thread.join()
 
 
-def _work(jobs: SimpleQueue[Callable[[], object] | None], let_pass: Callable[[], None] | None) -> None:
+def _work(
+    jobs: SimpleQueue[Callable[[], object] | None],
+    let_pass: Callable[[], None] | None,
+    done: Callable[[], None] | None,
+) -> None:
     yield_to(let_pass)
     while (job := jobs.get()) is not None:
         try:
             job()
         except BaseException:
             logger.exception("a job failed")
+        if done is not None:
+            done()
         del job  # while the next one is waited for, nothing that it refers to is kept

@@ -7,7 +7,7 @@ import pytest
 from kvtier.blocks.layout import KvLayout
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.load import Order, Part, Plan
+from kvtier.transfer.load import LoadPlan, Order, Span
 
 LAYOUT = KvLayout(layers=16, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16)
 NUM_BLOCKS = 256
@@ -29,8 +29,8 @@ class Decision:
         self.speeds = speeds
         self.decides = LoadOrCompute(speeds, LAYOUT, 8192, always_loads=False, clock=lambda: self.now)
 
-    def plan(self, position: int, end: int = NUM_BLOCKS) -> Plan | None:
-        return self.decides.plan([Part("disk", "server", 0, end, None, 0)], position, PROMPT_TOKENS)
+    def plan(self, position: int, end: int = NUM_BLOCKS) -> LoadPlan | None:
+        return self.decides.plan([Span("disk", "server", 0, end, None, 0)], position, PROMPT_TOKENS)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 from kvtier.transfer.copier import Copier, Mark
-from kvtier.transfer.load import DISK, Load, Order, Part, Plan
+from kvtier.transfer.load import DISK, Load, LoadPlan, Order, Span
 from kvtier.transfer.loader import Loader
 
 _LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
@@ -137,8 +137,8 @@ class _Loads:
         self._threads: list[threading.Thread] = []
 
     def begin(self, num_blocks: int, unit: int, order: Order = Order.FRONT) -> None:
-        part = Part(DISK, "server", 0, num_blocks, None, 0)
-        plan = Plan(part, 0, num_blocks, order, None, unit)
+        span = Span(DISK, "server", 0, num_blocks, None, 0)
+        plan = LoadPlan(span, 0, num_blocks, order, None, unit)
         hashes = [BlockHash(bytes(32))] * num_blocks
         load = Load(plan, hashes, range(num_blocks), cast(Mark, None), 0.0)
         self._threads.append(threading.Thread(target=self._bring, args=(load,), daemon=True))

@@ -18,6 +18,7 @@ from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.step_marks import StepMarks
 from kvtier.transfer.storer import Storer
 from tests.support.host_device import WAIT_S, HostDevice
 
@@ -35,7 +36,7 @@ class Bench:
     def send(self, hashes: list[BlockHash], first_id: int = 0) -> DeviceLease:
         held = self.device.fill(range(first_id, first_id + len(hashes)), hashes)
         self.storing.offer(hashes, held)
-        self.storing.send(self.device.mark())
+        self.storing.send(is_last=True)
         return held
 
     def settle(self) -> None:
@@ -62,7 +63,7 @@ def open_bench() -> Iterator[Open]:
             hierarchy = Hierarchy([host, *behind])
             stack.callback(hierarchy.close)
             woken = threading.Event()
-            storing = Storer(hierarchy, device, woken.set)
+            storing = Storer(hierarchy, device, StepMarks(device), woken.set)
             stack.callback(storing.close)
             stack.callback(device.gate.set)
             return Bench(device, host, storing, hierarchy, woken)
@@ -92,12 +93,12 @@ def test_an_offer_is_not_stored_before_it_is_sent(open_bench: Open) -> None:
     bench = open_bench()
     hashes = chain(1, 2)
     bench.storing.offer(hashes, bench.device.fill([0, 1], hashes))
-    assert bench.storing.num_offered
+    assert bench.storing.has_stores
     bench.settle()
 
     assert bench.device.stored == []
     assert bench.host.contains(hashes) == [False, False]
-    bench.storing.send(bench.device.mark())
+    bench.storing.send(is_last=True)
     bench.settle()
     assert bench.host.contains(hashes) == [True, True]
     bench.storing.take_copied()
@@ -145,7 +146,7 @@ def test_one_hash_in_two_offers_of_a_batch_is_stored_once_and_both_come_back(ope
     hashes = chain(1, 2)
     for first in (0, 2):
         bench.storing.offer(hashes, bench.device.fill([first, first + 1], hashes))
-    bench.storing.send(bench.device.mark())
+    bench.storing.send(is_last=True)
     bench.settle()
 
     assert fetch_all(bench.host, hashes) == payloads(hashes)
@@ -235,8 +236,8 @@ def test_what_waits_is_cancelled_and_what_is_being_copied_is_not(open_bench: Ope
     until(lambda: bool(bench.device.stored))
     waiting = bench.send(chain(2, 2), first_id=2)
 
-    bench.storing.cancel_waiting()
-    bench.storing.cancel_waiting()
+    bench.storing.hurry()
+    bench.storing.hurry()
 
     assert bench.storing.take_copied() == [waiting]
     assert bench.storing.num_held == 2

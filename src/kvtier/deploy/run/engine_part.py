@@ -35,7 +35,7 @@ def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Si
     engine = Engine(part.engine, progress=reporter.progress)
     hello = hello_of(engine, name=part.name, model=part.served_as, started_at=time.time())
     client = EngineClient(engine)
-    registries = [engine.metrics.registry, *([engine.traffic.metrics.registry] if engine.traffic is not None else [])]
+    registries = [engine.metrics.registry, *engine.transfer.registries]
     with contextlib.ExitStack() as stack:
         stack.callback(client.close)
         server = EngineServer(client, _EngineTexts(engine), hello, part.socket, registries)

@@ -49,3 +49,13 @@ class StepTimer:
         while self._under_way and self._under_way[0][2].query():
             chunks, start, end = self._under_way.popleft()
             self._speeds.note_prefill(chunks, start.elapsed_time(end) / 1e3)
+
+
+class NoStepTimer:
+    """Without tiers there is no decision to be made from the speed, and no event is worth its launch."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, step: Step) -> None:
+        pass

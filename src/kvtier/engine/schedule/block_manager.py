@@ -25,6 +25,7 @@ class BlockManager(Protocol):
 
     num_blocks: int
     block_tokens: int
+    namespace: Namespace
 
     @property
     def num_free_blocks(self) -> int:

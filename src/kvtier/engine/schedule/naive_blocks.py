@@ -17,6 +17,7 @@ class NaiveBlocks:
     def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.namespace = namespace
         self._free_ids = deque(range(num_blocks))
         """Those that are free for longest first: a load into others would wait for the steps that still use them."""
         self._num_holds: Counter[int] = Counter()
@@ -85,12 +86,8 @@ class NaiveBlocks:
 class HashedBlocks(NaiveBlocks):
     """Hashes every full block, as a prefix cache does, and never uses the hashes: what hashing alone costs."""
 
-    def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
-        super().__init__(num_blocks, block_tokens, namespace)
-        self._namespace = namespace
-
     def note_computed(self, request: Request) -> None:
-        extend_hashes(request, self._namespace, self.block_tokens)
+        extend_hashes(request, self.namespace, self.block_tokens)
 
 
 def num_reusable_blocks(num_tokens: int, block_tokens: int) -> int:

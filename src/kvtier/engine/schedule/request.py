@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.tiers.explanation import MatchEnd
+from kvtier.transfer.prefetch import NoPrefetch, Prefetch
 
-if TYPE_CHECKING:
-    from kvtier.transfer.load import Load
-    from kvtier.transfer.tier_traffic import Fetch
+_NO_PREFETCH = NoPrefetch()
 
 
 class Status(enum.Enum):
@@ -55,16 +51,6 @@ class Times:
     def time_per_output_token_s(self, num_tokens: int) -> float:
         """Of the tokens after the first; zero when there are none."""
         return (self.finished_at - self.first_token_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class MatchEnding:
-    """Why no more of a prompt was cached: what `tier` said of the block at `position`."""
-
-    position: int
-    reason: MatchEnd
-    tier: str
-    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -101,23 +87,17 @@ class Request:
     __slots__ = (
         "blocks",
         "cached_tokens",
-        "ending",
-        "fetch",
         "finish_reason",
         "group",
         "id",
         "index",
-        "is_announced",
-        "load",
-        "loaded_tokens",
         "logprobs",
         "max_tokens",
-        "next_loads",
         "num_computed",
         "num_in_flight",
-        "num_offered",
         "num_preemptions",
         "params",
+        "prefetch",
         "prompt_tokens",
         "salt",
         "slot",
@@ -160,16 +140,8 @@ class Request:
         self.slot = 0
         self.cached_tokens = 0
         """On the device itself."""
-        self.loaded_tokens: dict[str, int] = {}
-        """By the tier they came from."""
-        self.fetch: Fetch | None = None
-        self.load: Load | None = None
-        self.next_loads: deque[Load] = deque()
-        """Of the blocks behind those of `load`, each behind the one before, and begun already."""
-        self.ending: MatchEnding | None = None
-        self.num_offered = 0
-        """Blocks that the tiers were offered, or have."""
-        self.is_announced = False
+        self.prefetch: Prefetch = _NO_PREFETCH
+        """Its way through the tiers below the device, from when it waits on."""
         self.was_admitted = False
         self.logprobs: list[dict[int, float]] = []
         self.times = Times(arrived_at=time.monotonic() if arrived_at is None else arrived_at)

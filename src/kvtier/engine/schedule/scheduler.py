@@ -3,7 +3,8 @@
 First come, first served. Running requests go first, then waiting ones are admitted while tokens, places and blocks
 last. A request that waits for a block which another is computing lets others pass. When blocks run out, the request
 that came last gives its blocks back and starts over later, from what is still cached. With tiers below the device, a
-request first waits, beside the others, for what they have of its prompt. The engine's thread owns it.
+request first waits, beside the others, for what they have of its prompt: its `Prefetch` says when it may be computed.
+The engine's thread owns it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 from collections import deque
 
 from kvtier.engine.schedule.block_manager import BlockManager
-from kvtier.engine.schedule.prompt_loading import PromptLoading
+from kvtier.engine.schedule.prompt_blocks import RequestBlocks
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.step import Step, StepRow
+from kvtier.transfer.load import LoadPlan
+from kvtier.transfer.prefetch import READY, WAIT, State, Verdict
+from kvtier.transfer.transfer import NoTransfer, Transfer
 
 
 class Scheduler:
@@ -25,11 +29,11 @@ class Scheduler:
         *,
         max_num_requests: int,
         max_num_batched_tokens: int,
-        loading: PromptLoading | None = None,
+        transfer: Transfer | NoTransfer,
     ) -> None:
-        """With `loading`, prompts are loaded from tiers below the device, and full blocks are offered to them."""
+        """`transfer` loads prompts from tiers below the device, and stores full blocks there."""
         self.blocks = blocks
-        self._loading = loading
+        self._transfer = transfer
         self.max_num_requests = max_num_requests
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
@@ -45,9 +49,10 @@ class Scheduler:
     @property
     def has_unmatched(self) -> bool:
         """Whatever the last step is, the next one should follow at once: more can be loaded beside it."""
-        return self._loading is not None and self._loading.has_unmatched
+        return self._transfer.has_unmatched
 
     def add(self, request: Request) -> None:
+        request.prefetch = self._transfer.begin(RequestBlocks(request, self.blocks))
         self.waiting.append(request)
 
     def note_taken_in(self, seconds: float) -> None:
@@ -64,23 +69,14 @@ class Scheduler:
             self._give_back(request)
         else:
             self.waiting.remove(request)
-            if self._loading is not None:
-                self._loading.leave(request)
+            request.prefetch.leave()
             self.blocks.free(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
 
-    def leave(self, request: Request) -> None:
-        """Nothing is loaded or promised for it any more."""
-        if self._loading is not None:
-            self._loading.leave(request)
-
     def schedule(self) -> Step:
         """The next step. Rows that sample count one more token in flight; hand the step over, then call `submitted`."""
-        if self._loading is not None:
-            is_idle = all(map(self._loading.waits_for_load, self.running))
-            self._loading.poll(self.waiting, is_idle=is_idle, taken_in_s=self._taken_in_s)
-            self._taken_in_s = 0.0
+        self._poll()
         decodes: list[StepRow] = []
         prefills: list[StepRow] = []
         budget = self.max_num_batched_tokens
@@ -91,7 +87,7 @@ class Scheduler:
             request = self.running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
-            if remaining == 1 and start >= request.prompt_tokens and request.fetch is None:
+            if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is State.SETTLED:
                 # The common case: one token, whose successor is sampled.
                 if not request.may_sample:
                     position += 1
@@ -106,11 +102,13 @@ class Scheduler:
                 elif num_running == len(self.running):
                     position += 1  # it waits for room, and gave nothing up
                 continue
-            if not self._may_compute(request):
+            count = min(remaining, budget)
+            verdict = request.prefetch.advance(count, is_alone=len(self.running) == 1)
+            if not verdict.may_compute or (verdict is READY and not self._extend(request)):
                 position += 1
                 continue
             num_running = len(self.running)
-            row = self._row(request, budget)
+            row = self._row(request, budget, verdict)
             if row is not None:
                 (decodes if row.count == 1 else prefills).append(row)
                 budget -= row.count
@@ -119,52 +117,37 @@ class Scheduler:
                 position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
-        if self._loading is not None:
+        if self._transfer.has_tiers:
             self._start_early(decodes, prefills)
         rows = decodes + prefills
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
-        if self._loading is not None and not rows:
-            self._loading.send_offers(is_last=True)
-        if self._loading is not None and rows:  # an empty step is not handed over: the next one waits for them
-            step.arrivals = self._loading.take_arrivals()
+        if rows:
+            step.arrivals = self._transfer.take_arrivals()
+        else:  # an empty step is not handed over: the next one waits for what arrives
+            self._transfer.send(is_last=True)
         return step
+
+    def _poll(self) -> None:
+        is_idle = all(request.prefetch.state is State.LOADING for request in self.running)
+        waiting = (request.prefetch for request in self.waiting if not request.num_in_flight)
+        for lease in self._transfer.poll(waiting, is_idle=is_idle, taken_in_s=self._taken_in_s):
+            self.blocks.release(lease)
+        self._taken_in_s = 0.0
 
     def submitted(self, step: Step) -> None:
         """The step was handed to the device: what it computes is there for later steps."""
-        if self._loading is not None:
-            self._loading.note_step(step, is_full=step.num_tokens >= self.max_num_batched_tokens)
+        copied_ids = [block_id for copy in step.copies for block_id in (copy.source, copy.target)]
+        self._transfer.note_step(copied_ids, is_full=step.num_tokens >= self.max_num_batched_tokens)
         for row in step.rows:
             self.blocks.note_computed(row.request)
-            if self._loading is not None:
-                self._loading.offer(row.request)
+            row.request.prefetch.filled()
         self.blocks.note_submitted()
-        if self._loading is not None:
-            self._loading.send_offers()
+        self._transfer.send()
 
-    def _may_compute(self, request: Request) -> bool:
-        """What is cached of its next tokens is given to a running request; False when it has to wait for some."""
-        loading = self._loading
-        if request.load is not None:
-            assert loading is not None
-            if not loading.advance(request):
-                return False
-            if request.load is not None:
-                return True  # the rest comes from the back
-        if loading is not None and request.fetch is not None:
-            if not loading.is_growing(request) and not self._extend(request, partially=False):
-                return False
-            plan = loading.plan(request)
-            if plan is None and loading.is_looking(request):
-                return False
-            if plan is not None and loading.grow(request, plan, is_alone=len(self.running) == 1):
-                loading.begin(request, plan)
-                return loading.may_compute_beside(request)
-            loading.settle(request)
-        return self._extend(request, partially=True)
-
-    def _extend(self, request: Request, *, partially: bool) -> bool:
+    def _extend(self, request: Request) -> bool:
+        """Give a running request what the device has of its next tokens; False when it has to wait for some."""
         start = request.num_computed
-        is_clear = self.blocks.extend(request, partially=partially)
+        is_clear = self.blocks.extend(request)
         if not request.num_preemptions:
             request.cached_tokens += request.num_computed - start
         return is_clear
@@ -175,42 +158,34 @@ class Scheduler:
         If nothing else is to be done; or if the device has a step to do before this one, and the rest comes meanwhile.
         The step waits for one prompt at most; those that come after it are for the next ones.
         """
-        assert self._loading is not None
         is_empty = not decodes and not prefills
-        if self._loading.has_unmatched if is_empty else not any(row.request.num_in_flight > 1 for row in decodes):
+        if self.has_unmatched if is_empty else not any(row.request.num_in_flight > 1 for row in decodes):
             return
         budget = self.max_num_batched_tokens - sum(row.count for row in (*decodes, *prefills))
         for request in list(self.running):
-            if not budget or request.load is None:
+            if not budget or request.prefetch.load is None:
                 continue
-            if self._loading.start_early(request, is_alone=is_empty):
-                row = self._row(request, budget, may_preempt=is_empty)
+            if request.prefetch.start_early(is_alone=is_empty):
+                row = self._row(request, budget, READY, may_preempt=is_empty)
                 if row is not None:
                     (decodes if row.count == 1 else prefills).append(row)
                     budget -= row.count
             elif not is_empty:
                 return  # others come behind it
-            if self._loading.has_arrivals:
+            if self._transfer.has_arrivals:
                 return
 
-    def _row(self, request: Request, budget: int, *, may_preempt: bool = True) -> StepRow | None:
+    def _row(self, request: Request, budget: int, verdict: Verdict, *, may_preempt: bool = True) -> StepRow | None:
         """The next chunk of a prompt, with blocks for it; None when the request had to give way."""
-        start = request.num_computed
-        count = min(request.num_tokens - start, budget)
-        if request.load is not None:
-            assert self._loading is not None
-            count = self._loading.claim(request, count)
-            if not count:
-                return None
-        else:
-            count = self.blocks.chunk(request, count)
+        start, count = request.num_computed, verdict.num_tokens
+        if count is None:
+            count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
         if not (self._make_room(request, start + count) if may_preempt else self.blocks.grow(request, start + count)):
             return None
         return self._take_row(request, start, count)
 
     def _take_row(self, request: Request, start: int, count: int) -> StepRow:
-        if self._loading is not None:
-            self._loading.announce(request)
+        request.prefetch.announce()
         request.num_computed = start + count
         samples = request.num_computed == request.num_tokens
         if samples:
@@ -223,7 +198,7 @@ class Scheduler:
         Or when it has to wait for blocks that are being copied away.
         """
         while not self.blocks.grow(request, num_tokens):
-            if self._loading is not None and self._loading.may_wait_for_room():
+            if self._transfer.may_wait_for_room():
                 return False
             victim = self.running[-1]
             self._preempt(victim)
@@ -244,73 +219,79 @@ class Scheduler:
 
     def _admit(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
         passed_over: list[Request] = []
-        loading = self._loading
         while self.waiting and budget and self._free_slots:
             request = self.waiting[0]
-            if request.num_in_flight:
-                break  # it was preempted, and its last tokens are not known yet
-            if loading is not None and request.fetch is None:
-                break  # it is not looked for yet
+            if request.num_in_flight or request.prefetch.state is State.UNASKED:
+                break  # its last tokens are not known yet after a preemption, or it was not looked for yet
             self.waiting.popleft()
-            if loading is not None and not loading.is_matched(request):
+            if request.prefetch.is_matching:
                 passed_over.append(request)
                 continue
-            is_clear = self.blocks.extend(request, partially=loading is None)
-            plan = None
-            if is_clear and loading is not None:
-                is_clear = loading.is_useful(request)
-                plan = loading.plan(request) if is_clear else None
-                if is_clear and plan is None:
-                    is_clear = loading.is_through(request) and self.blocks.extend(request)
-            if not is_clear:
-                # Waits for a block or an answer under way, holding on to nothing meanwhile.
+            verdict = self._admission(request)
+            if verdict is WAIT:
+                # For a block or an answer under way, holding on to nothing meanwhile.
                 self._let_go(request)
                 passed_over.append(request)
                 continue
-            start = request.num_computed
-            if plan is not None and loading is not None:
-                has_grown = loading.has_room(request, plan.end * self.blocks.block_tokens)
-                has_grown = has_grown and loading.grow(request, plan, is_alone=not self.running)
-            else:
-                count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
-                has_grown = loading is None or loading.has_room(request, start + count)
-                has_grown = has_grown and self.blocks.grow(request, start + count)
-            if not has_grown:
+            count = self._take_blocks(request, verdict, budget)
+            if count is None:
                 self._let_go(request)
                 self.waiting.appendleft(request)
-                if loading is not None:
-                    loading.may_wait_for_room()
+                self._transfer.may_wait_for_room()
                 break
-            if loading is not None and plan is None:
-                loading.settle(request)
-            request.status = Status.RUNNING
-            request.slot = self._free_slots.pop()
-            self.running.append(request)
-            request.num_offered = request.num_there // self.blocks.block_tokens
-            if not request.was_admitted:
-                request.was_admitted = True
-                request.cached_tokens = start
-            if loading is not None and start:
-                loading.offer_again(request)
-            if plan is not None and loading is not None:
-                loading.begin(request, plan)
-                row = self._row(request, budget) if loading.may_compute_beside(request) else None
-                if row is None:
-                    continue
-            else:
-                row = self._take_row(request, start, count)
-            (decodes if row.count == 1 else prefills).append(row)
-            budget -= row.count
+            row = self._start(request, verdict, count, budget)
+            if row is not None:
+                (decodes if row.count == 1 else prefills).append(row)
+                budget -= row.count
         self.waiting.extendleft(reversed(passed_over))
+
+    def _admission(self, request: Request) -> Verdict | LoadPlan:
+        """What a waiting request begins with, given what the device has of it: a load, its own tokens, or nothing."""
+        prefetch = request.prefetch
+        has_all = prefetch.state is State.SETTLED
+        if not self.blocks.extend(request, partially=has_all):
+            return WAIT
+        verdict = prefetch.admission()
+        if verdict is READY and not has_all and not self.blocks.extend(request):
+            return WAIT
+        return verdict
+
+    def _take_blocks(self, request: Request, verdict: Verdict | LoadPlan, budget: int) -> int | None:
+        """Blocks for what a request begins with: how many tokens are computed at once; None when there is no room."""
+        prefetch, block_tokens = request.prefetch, self.blocks.block_tokens
+        num_free = self.blocks.num_free_blocks
+        if isinstance(verdict, LoadPlan):
+            has_room = prefetch.has_room(verdict.end, num_free)
+            return 0 if has_room and prefetch.grow(verdict, is_alone=not self.running) else None
+        start = request.num_computed
+        count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
+        has_room = prefetch.has_room(-(-(start + count) // block_tokens), num_free)
+        return count if has_room and self.blocks.grow(request, start + count) else None
+
+    def _start(self, request: Request, verdict: Verdict | LoadPlan, count: int, budget: int) -> StepRow | None:
+        """A request that has its first blocks runs from now on; its first row, if it need not wait for a load."""
+        prefetch, start = request.prefetch, request.num_computed
+        if not isinstance(verdict, LoadPlan):
+            prefetch.settle()
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        self.running.append(request)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.cached_tokens = start
+        prefetch.admit()
+        if not isinstance(verdict, LoadPlan):
+            return self._take_row(request, start, count)
+        beside = prefetch.begin(verdict, min(request.num_tokens - start, budget))
+        return self._row(request, budget, beside) if beside.may_compute else None
 
     def _let_go(self, request: Request) -> None:
         self.blocks.let_go(request)
         request.num_computed = 0
 
     def _give_back(self, request: Request) -> None:
-        if self._loading is not None:
-            self._loading.offer(request)
-            self._loading.send_offers(is_last=not self.running)
-            self._loading.leave(request)
+        request.prefetch.filled()
+        self._transfer.send(is_last=not self.running)
+        request.prefetch.leave()
         self.blocks.free(request)
         self._free_slots.append(request.slot)

@@ -25,7 +25,7 @@ class SharedBlocks:
     def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._namespace = namespace
+        self.namespace = namespace
         self._pool = BlockPool(num_blocks, on_evict=self._note_evicted)
         self._index = PrefixIndex(1)
         self._awaited: dict[Request, BlockHash] = {}
@@ -44,7 +44,7 @@ class SharedBlocks:
         position, offset = divmod(request.num_computed, self.block_tokens)
         if offset:
             return True
-        extend_hashes(request, self._namespace, self.block_tokens)
+        extend_hashes(request, self.namespace, self.block_tokens)
         blocks = request.blocks
         end = num_reusable_blocks(len(request.tokens), self.block_tokens)
         match = self._pool.match(self._index, blocks.hashes[position:end])
@@ -87,14 +87,14 @@ class SharedBlocks:
         num_full = min(request.num_computed, len(request.tokens)) // self.block_tokens
         if num_full <= blocks.num_shown:
             return
-        extend_hashes(request, self._namespace, self.block_tokens)
+        extend_hashes(request, self.namespace, self.block_tokens)
         first = blocks.num_shown
         shown = self._pool.show(blocks.blocks[first:num_full], self._index, blocks.hashes[first:num_full])
         self._note_shown(request, [first + position for position in shown])
         blocks.num_shown = num_full
 
     def num_known_blocks(self, request: Request) -> int:
-        extend_hashes(request, self._namespace, self.block_tokens)
+        extend_hashes(request, self.namespace, self.block_tokens)
         hashes = request.blocks.hashes[: num_reusable_blocks(len(request.tokens), self.block_tokens)]
         return len(list(itertools.takewhile(self._index.blocks.__contains__, hashes)))
 

@@ -64,7 +64,7 @@ class YocoBlocks(SharedBlocks):
             return False
         if not is_loaded and num_tokens == len(request.tokens) > request.blocks.num_filled:
             # All that is known of the request: whoever has the same tokens waits for the end of them too.
-            extend_hashes(request, self._namespace, self.block_tokens)
+            extend_hashes(request, self.namespace, self.block_tokens)
             position = (num_tokens - 1) // self.block_tokens
             block = request.blocks.blocks[position]
             self._note(block, request, position, num_tokens - position * self.block_tokens, is_ready=False)
@@ -142,7 +142,7 @@ class YocoBlocks(SharedBlocks):
         return (best, longest) if is_worth_it else (None, 0)
 
     def _parent(self, request: Request, position: int) -> bytes:
-        return request.blocks.hashes[position - 1] if position else root_of(request, self._namespace)
+        return request.blocks.hashes[position - 1] if position else root_of(request, self.namespace)
 
     def _note_shown(self, request: Request, positions: Sequence[int]) -> None:
         for position in positions:

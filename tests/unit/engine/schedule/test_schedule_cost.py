@@ -13,6 +13,7 @@ from kvtier.engine.schedule.block_manager import BlockManagerName, make_block_ma
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import Step
+from kvtier.transfer.transfer import NoTransfer
 from tests.support.engine_building import NAMESPACE, prompt_of
 
 NUM_REQUESTS = 64
@@ -25,7 +26,7 @@ def test_a_step_of_64_decodes_is_scheduled_and_hashed_within_its_time(
     manager: BlockManagerName, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = make_block_manager(manager, 8192, 16, NAMESPACE)
-    scheduler = Scheduler(blocks, max_num_requests=NUM_REQUESTS, max_num_batched_tokens=1 << 20)
+    scheduler = Scheduler(blocks, max_num_requests=NUM_REQUESTS, max_num_batched_tokens=1 << 20, transfer=NoTransfer())
     for seed in range(NUM_REQUESTS):
         prompt = prompt_of(200 + seed, seed=seed)
         scheduler.add(Request(str(seed), prompt, SamplingParams(), max_tokens=NUM_STEPS * 2))

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.namespace import Namespace
-from kvtier.engine.schedule.block_manager import make_block_manager
-from kvtier.engine.schedule.prompt_loading import PromptLoading
 from kvtier.errors import TierTimeout
 from kvtier.memory.lease import Lease
 from kvtier.testing.faults import FailingTier, TruncatingTier, WrappedTier
@@ -22,8 +19,10 @@ from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
-from kvtier.transfer.load import Load, Order, Plan
-from kvtier.transfer.tier_traffic import Fetch, TierTraffic
+from kvtier.transfer.load import Load, LoadPlan, Order
+from kvtier.transfer.matching import TierMatch
+from kvtier.transfer.traffic import Traffic
+from kvtier.transfer.transfer import Transfer
 from tests.support.host_device import WAIT_S, HostDevice, Past
 
 CHUNK_TOKENS = 1024
@@ -77,21 +76,21 @@ class FarTier(WrappedTier):
 class Bench:
     device: HostDevice
     host: HostTier
-    traffic: TierTraffic
+    traffic: Traffic
     speeds: Speeds
     now: list[float] = field(default_factory=lambda: [0.0])
 
-    def match(self, hashes: list[BlockHash], first: int = 0) -> Fetch:
-        fetch = self.traffic.match(first, hashes[first:])
+    def match(self, hashes: list[BlockHash], first: int = 0) -> TierMatch:
+        fetch = self.traffic.matcher.match(first, hashes[first:])
         until(lambda: not fetch.is_matching)
         return fetch
 
-    def load(self, fetch: Fetch, hashes: list[BlockHash], order: Order = Order.FRONT) -> Load:
-        """All of the first part, into blocks of the device numbered like those of the prompt."""
-        part = fetch.parts[0]
-        plan = Plan(part, part.first, part.end, order, None, 2)
-        ids = list(range(part.first, part.end))
-        load = self.traffic.load(fetch, plan, hashes[part.first : part.end], ids, 0)
+    def load(self, fetch: TierMatch, hashes: list[BlockHash], order: Order = Order.FRONT) -> Load:
+        """All of the first span, into blocks of the device numbered like those of the prompt."""
+        span = fetch.spans[0]
+        plan = LoadPlan(span, span.first, span.end, order, None, 2)
+        ids = list(range(span.first, span.end))
+        load = self.traffic.loading.load(fetch, plan, hashes[span.first : span.end], ids, 0)
         return load
 
     def loaded(self, hashes: list[BlockHash]) -> list[bool]:
@@ -123,7 +122,7 @@ def open_bench() -> Iterator[Open]:
             host = HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes)
             now = [0.0]
             speeds = Speeds()
-            traffic = TierTraffic(
+            traffic = Traffic(
                 Hierarchy([host, *behind], clock=lambda: now[0]),
                 device,
                 speeds,
@@ -162,15 +161,15 @@ def test_a_match_names_the_blocks_of_the_prompt_that_each_tier_has(open_bench: O
 
     fetch = bench.match(hashes, first=2)
 
-    assert [(part.tier, part.first, part.end) for part in fetch.parts] == [("host", 2, 4), ("far", 4, 6)]
+    assert [(span.tier, span.first, span.end) for span in fetch.spans] == [("host", 2, 4), ("far", 4, 6)]
     assert fetch.end == 6
     assert (fetch.ending.position, fetch.ending.ended) == (6, "miss")
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
 
 def test_a_match_of_nothing_needs_no_tier(open_bench: Open) -> None:
-    fetch = open_bench(FailingTier(FarTier())).traffic.match(3, [])
+    fetch = open_bench(FailingTier(FarTier())).traffic.matcher.match(3, [])
 
     assert not fetch.is_matching
     assert fetch.end == 3
@@ -185,7 +184,7 @@ def test_a_lease_is_given_back_once_its_owner_and_its_loads_are_done(open_bench:
     fetch = bench.match(hashes)
     bench.device.gate.clear()
     load = bench.load(fetch, hashes)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(lambda: bool(bench.device.transfers))
     assert fetch.leases
 
@@ -202,9 +201,9 @@ def test_a_match_that_is_given_up_before_it_is_answered_leases_nothing_for_long(
     bench = open_bench(far)
     hashes = chain(1, 4)
     far.offer(hashes, payloads(hashes))
-    fetches = [bench.traffic.match(0, hashes) for _ in range(20)]
+    fetches = [bench.traffic.matcher.match(0, hashes) for _ in range(20)]
     for fetch in fetches:
-        bench.traffic.give_up(fetch)
+        bench.traffic.matcher.give_up(fetch)
 
     until(lambda: all(not fetch.is_matching and not fetch.leases for fetch in fetches))
     assert all(lease.num_released == 1 for lease in far.leases)
@@ -214,9 +213,9 @@ def test_a_failing_tier_is_no_hit(open_bench: Open) -> None:
     bench = open_bench(FailingTier(FarTier()))
     fetch = bench.match(chain(1, 3))
 
-    assert fetch.parts == []
+    assert fetch.spans == []
     assert fetch.ending.ended == "down"
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 # --- blocks that are just being computed ----------------------------------------
@@ -226,7 +225,7 @@ def test_a_match_waits_for_what_is_being_written(open_bench: Open) -> None:
     bench = open_bench()
     hashes = chain(1, 2)
     with bench.host.reserve(hashes) as reservation:
-        fetch = bench.traffic.match(0, hashes)
+        fetch = bench.traffic.matcher.match(0, hashes)
         time.sleep(0.02)
         assert fetch.is_matching
         reservation.fill(payloads(hashes))
@@ -234,7 +233,7 @@ def test_a_match_waits_for_what_is_being_written(open_bench: Open) -> None:
     until(lambda: not fetch.is_matching)
 
     assert fetch.end == 2
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
 
@@ -243,22 +242,22 @@ def test_a_match_waits_no_longer_than_computing_would_take(open_bench: Open) -> 
     computes(bench.speeds, 0.01)
     hashes = chain(1, 2)
     with bench.host.reserve(hashes):
-        fetch = bench.traffic.match(0, hashes)
+        fetch = bench.traffic.matcher.match(0, hashes)
         time.sleep(0.02)
         assert fetch.is_matching
         bench.now[0] = 0.5
         until(lambda: not fetch.is_matching)
 
     assert fetch.ending.ended == "pending"
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_match_that_is_given_up_stops_waiting(open_bench: Open) -> None:
     bench = open_bench()
     hashes = chain(1, 2)
     with bench.host.reserve(hashes):
-        fetch = bench.traffic.match(0, hashes)
-        bench.traffic.give_up(fetch)
+        fetch = bench.traffic.matcher.match(0, hashes)
+        bench.traffic.matcher.give_up(fetch)
 
         until(lambda: not fetch.is_matching)
     until(lambda: fetch.num_users == 0 and not fetch.leases)
@@ -285,7 +284,7 @@ def test_a_load_brings_every_byte(open_bench: Open, order: Order, is_far: bool) 
     assert load.arrived() == (0, 7)
     assert bench.loaded(hashes) == [True] * 7
     assert bench.speeds.load_s("far" if is_far else "host", 1000) is not None
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
 
@@ -299,7 +298,7 @@ def test_what_is_loaded_from_afar_is_in_the_hosts_tier_from_then_on(open_bench: 
     until(lambda: load.is_over)
 
     assert bench.host.contains(hashes) == [True] * 5
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 @pytest.mark.parametrize("error", [None, TierTimeout("injected")])
@@ -321,7 +320,7 @@ def test_of_a_load_that_breaks_off_only_what_came_counts(
     assert (first, end) == expected.get((order, error is not None), (6, 6))
     assert not load.is_submitted
     assert all(bench.loaded(hashes)[first:end])
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
 
@@ -337,7 +336,7 @@ def test_a_load_without_room_in_the_hosts_tier_brings_nothing_and_ends(open_benc
         until(lambda: load.is_over)
 
     assert load.num_arrived == 0
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_waits_for_the_step_that_used_its_blocks_and_for_no_later_one(open_bench: Open) -> None:
@@ -345,21 +344,21 @@ def test_a_load_waits_for_the_step_that_used_its_blocks_and_for_no_later_one(ope
     bench = open_bench()
     marks = _marks_of(bench)
     for number in range(4):
-        bench.traffic.note_step()
+        bench.traffic.marks.note_step()
         marks[0].is_past = number >= 2
     hashes = chain(1, 2)
     bench.host.offer(hashes, payloads(hashes))
     fetch = bench.match(hashes)
-    part = fetch.parts[0]
-    plan = Plan(part, 0, 2, Order.FRONT, None, 2)
+    span = fetch.spans[0]
+    plan = LoadPlan(span, 0, 2, Order.FRONT, None, 2)
 
-    loads = [bench.traffic.load(fetch, plan, hashes, [0, 1], after_step) for after_step in range(5)]
+    loads = [bench.traffic.loading.load(fetch, plan, hashes, [0, 1], after_step) for after_step in range(5)]
 
     assert [load.after.query() for load in loads] == [True, True, False, False, False]
     assert [load.after for load in loads[2:]] == marks[1:]
     for load in loads:
         until(lambda load=load: load.is_over)  # type: ignore[misc]
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_that_waits_for_a_step_says_nothing_of_its_tier(open_bench: Open) -> None:
@@ -376,20 +375,20 @@ def test_a_load_that_waits_for_a_step_says_nothing_of_its_tier(open_bench: Open)
     bench.speeds.note_load = note  # type: ignore[method-assign]
     mark = _Mark()
     bench.device.mark = lambda: mark  # type: ignore[method-assign]
-    bench.traffic.note_step()
+    bench.traffic.marks.note_step()
     num_noted = []
     for is_past in (False, False, True, False):  # the first is the only one that is known of, the last a fast one
         mark.is_past = is_past
         if len(num_noted) == 3:
             bench.speeds.load_s = lambda tier, nbytes: 1e9  # type: ignore[method-assign]
-        bench.traffic._decision.note_late("host")
+        bench.traffic.decision.note_late("host")
         fetch = bench.match(hashes)
-        part = fetch.parts[0]
-        load = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, None, 2), hashes, [0, 1], 1)
+        span = fetch.spans[0]
+        load = bench.traffic.loading.load(fetch, LoadPlan(span, 0, 2, Order.FRONT, None, 2), hashes, [0, 1], 1)
         until(lambda load=load: load.is_over)  # type: ignore[misc]
-        bench.traffic.give_up(fetch)
+        bench.traffic.matcher.give_up(fetch)
         num_noted.append(len(noted))
-        assert not bench.traffic._decision._is_resting("host"), "it came"
+        assert not bench.traffic.decision._is_resting("host"), "it came"
 
     assert num_noted == [1, 1, 2, 3]
 
@@ -399,22 +398,21 @@ def test_after_a_failure_loads_wait_for_all_that_the_device_was_given(open_bench
     bench = open_bench()
     marks = _marks_of(bench)
     for _ in range(3):
-        bench.traffic.note_step()
+        bench.traffic.marks.note_step()
     marks[0].is_past = True
-    bench.traffic.drain()
-    pool = make_block_manager("prefix_caching", 4, LAYOUT.block_tokens, Namespace(bytes(32)))
-    loading = PromptLoading(bench.traffic, pool, Namespace(bytes(32)))
+    transfer = Transfer(bench.traffic, 4)
+    transfer.start_over()
     hashes = chain(1, 2)
     bench.host.offer(hashes, payloads(hashes))
     fetch = bench.match(hashes)
 
-    plan = Plan(fetch.parts[0], 0, 2, Order.FRONT, None, 2)
-    load = bench.traffic.load(fetch, plan, hashes, [0, 1], max(loading._last_steps))
+    plan = LoadPlan(fetch.spans[0], 0, 2, Order.FRONT, None, 2)
+    load = bench.traffic.loading.load(fetch, plan, hashes, [0, 1], max(transfer._shared.last_steps))
 
     assert len(marks) == 4
     assert load.after is marks[-1]
     until(lambda: load.is_over)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 class _Mark:
@@ -446,9 +444,9 @@ def test_an_abandoned_load_writes_no_more_and_what_is_under_way_precedes_the_nex
     load = bench.load(fetch, hashes)
     until(lambda: bool(load.transfers))
 
-    bench.traffic.abandon(load)
+    bench.traffic.loading.abandon(load)
     num_begun = len(bench.device.transfers)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     assert all(transfer.preceded for transfer in bench.device.transfers)
     bench.device.gate.set()
     until(lambda: load.is_over)
@@ -467,14 +465,14 @@ def test_a_device_that_fails_ends_the_load(open_bench: Open) -> None:
     until(lambda: load.is_over)
 
     assert load.num_arrived == 0
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
 
 # --- the decision ----------------------------------------
 
 
-def found(bench: Bench, tier: Tier, num_blocks: int = 16) -> Fetch:
+def found(bench: Bench, tier: Tier, num_blocks: int = 16) -> TierMatch:
     hashes = chain(1, num_blocks)
     tier.offer(hashes, payloads(hashes))
     return bench.match(hashes)
@@ -502,22 +500,22 @@ def test_what_is_loaded_depends_on_what_computing_takes(
     loads(bench.speeds, "far" if is_far else "host", load_s)
     fetch = found(bench, far if is_far else bench.host)
 
-    plan = bench.traffic.plan(fetch, 0, 300)
+    plan = bench.traffic.loading.plan(fetch, 0, 300)
 
     assert (None if plan is None else plan.order) is order
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_what_was_never_measured_is_loaded(open_bench: Open) -> None:
     bench = open_bench()
     fetch = found(bench, bench.host)
 
-    plan = bench.traffic.plan(fetch, 5, 300)
+    plan = bench.traffic.loading.plan(fetch, 5, 300)
 
     assert plan is not None
     assert (plan.first, plan.end, plan.order) == (5, 16, Order.FRONT)
-    assert bench.traffic.plan(fetch, 16, 300) is None
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.plan(fetch, 16, 300) is None
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_slow_tier_is_tried_again_now_and_then(open_bench: Open) -> None:
@@ -526,13 +524,13 @@ def test_a_slow_tier_is_tried_again_now_and_then(open_bench: Open) -> None:
     loads(bench.speeds, "host", 5.0)
     fetch = found(bench, bench.host)
 
-    assert bench.traffic.plan(fetch, 0, 300) is None
+    assert bench.traffic.loading.plan(fetch, 0, 300) is None
     bench.now[0] = 5.0
-    assert bench.traffic.plan(fetch, 0, 300) is None
+    assert bench.traffic.loading.plan(fetch, 0, 300) is None
     bench.now[0] = 11.0
-    assert bench.traffic.plan(fetch, 0, 300) is not None
-    assert bench.traffic.plan(fetch, 0, 300) is None
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.plan(fetch, 0, 300) is not None
+    assert bench.traffic.loading.plan(fetch, 0, 300) is None
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_without_a_decision_everything_is_loaded(open_bench: Open) -> None:
@@ -541,20 +539,20 @@ def test_without_a_decision_everything_is_loaded(open_bench: Open) -> None:
     loads(bench.speeds, "host", 100.0)
     fetch = found(bench, bench.host)
 
-    plan = bench.traffic.plan(fetch, 0, 300)
+    plan = bench.traffic.loading.plan(fetch, 0, 300)
 
     assert plan is not None
     load = Load(plan, [], [], Past(), 0.0)
     bench.now[0] = 1e6
-    assert not bench.traffic.is_late(load, 300)
-    bench.traffic.give_up(fetch)
+    assert not bench.traffic.loading.is_late(load, 300)
+    bench.traffic.matcher.give_up(fetch)
 
 
-def _load(bench: Bench, fetch: Fetch, order: Order, expected_s: float) -> Load:
+def _load(bench: Bench, fetch: TierMatch, order: Order, expected_s: float) -> Load:
     """Nobody brings it."""
-    part = fetch.parts[0]
-    plan = Plan(part, part.first, part.end, order, expected_s, 1)
-    return Load(plan, [], list(range(part.end - part.first)), Past(), bench.now[0])
+    span = fetch.spans[0]
+    plan = LoadPlan(span, span.first, span.end, order, expected_s, 1)
+    return Load(plan, [], list(range(span.end - span.first)), Past(), bench.now[0])
 
 
 def test_a_load_is_late_when_computing_the_rest_is_faster(open_bench: Open) -> None:
@@ -564,14 +562,16 @@ def test_a_load_is_late_when_computing_the_rest_is_faster(open_bench: Open) -> N
     load = _load(bench, fetch, Order.FRONT, 1.0)
 
     bench.now[0] = 1.0
-    assert not bench.traffic.is_late(load, 257)
+    assert not bench.traffic.loading.is_late(load, 257)
     bench.now[0] = 1.2
-    assert not bench.traffic.is_late(load, 257), "as far as is known it comes sooner than the 1.6 s of computing"
+    assert not bench.traffic.loading.is_late(load, 257), (
+        "as far as is known it comes sooner than the 1.6 s of computing"
+    )
     bench.now[0] = 3.0
-    assert bench.traffic.is_late(load, 257)
+    assert bench.traffic.loading.is_late(load, 257)
     load.submit_all()
-    assert not bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert not bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_behind_others_is_not_late_while_they_come(open_bench: Open) -> None:
@@ -580,23 +580,25 @@ def test_a_load_behind_others_is_not_late_while_they_come(open_bench: Open) -> N
     computes(bench.speeds, 0.1)
     fetch = found(bench, bench.host)
     load = _load(bench, fetch, Order.FRONT, 0.1)
-    part = fetch.parts[0]
+    span = fetch.spans[0]
     for number in range(1, 6):
         bench.now[0] = 1.0 * number
-        assert not bench.traffic.is_late(load, 257)
-        before = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 0)
+        assert not bench.traffic.loading.is_late(load, 257)
+        before = bench.traffic.loading.load(
+            fetch, LoadPlan(span, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 0
+        )
         until(functools.partial(getattr, before, "is_over"))
 
-    assert not bench.traffic.is_late(load, 257), "one came just now"
+    assert not bench.traffic.loading.is_late(load, 257), "one came just now"
     bench.now[0] += 1.0
-    assert not bench.traffic.is_late(load, 257), "computing takes 1.6 s"
+    assert not bench.traffic.loading.is_late(load, 257), "computing takes 1.6 s"
     bench.now[0] += 1.0
-    assert bench.traffic.is_late(load, 257), "nothing comes any more"
+    assert bench.traffic.loading.is_late(load, 257), "nothing comes any more"
     load.picked_at = bench.now[0]
-    assert not bench.traffic.is_late(load, 257), "its turn has come"
+    assert not bench.traffic.loading.is_late(load, 257), "its turn has come"
     bench.now[0] += 2.0
-    assert bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open) -> None:
@@ -604,27 +606,29 @@ def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open)
     computes(bench.speeds, 0.1)
     fetch = found(bench, bench.host)
     load = _load(bench, fetch, Order.FRONT, 0.1)
-    part = fetch.parts[0]
+    span = fetch.spans[0]
     mark = _Mark()
     bench.device.mark = lambda: mark  # type: ignore[method-assign]
-    bench.traffic.note_step()
+    bench.traffic.marks.note_step()
     bench.device.gate.clear()
-    before = bench.traffic.load(fetch, Plan(part, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 1)
+    before = bench.traffic.loading.load(fetch, LoadPlan(span, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 1)
     until(lambda: bool(before.transfers))
     bench.now[0] = 100.0
 
-    assert not bench.traffic.is_late(load, 257), "the device is at a step that used the blocks of the one before it"
+    assert not bench.traffic.loading.is_late(load, 257), (
+        "the device is at a step that used the blocks of the one before it"
+    )
     mark.is_past = True
-    assert bench.traffic.is_late(load, 257), "the device is done with them, and nothing comes"
+    assert bench.traffic.loading.is_late(load, 257), "the device is done with them, and nothing comes"
     mark.is_past = False
-    bench.traffic.abandon(before)
-    assert bench.traffic.is_late(load, 257), "nobody needs the one before"
+    bench.traffic.loading.abandon(before)
+    assert bench.traffic.loading.is_late(load, 257), "nobody needs the one before"
     bench.device.gate.set()
-    until(lambda: before.is_over and not bench.traffic.num_loads)
-    assert not bench.traffic.is_late(load, 257), "one came just now"
+    until(lambda: before.is_over and not bench.traffic.loading.num_loads)
+    assert not bench.traffic.loading.is_late(load, 257), "one came just now"
     bench.now[0] = 200.0
-    assert bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_loads_from_memory_that_were_held_up_say_nothing_of_it_unless_many_were(open_bench: Open) -> None:
@@ -635,7 +639,7 @@ def test_loads_from_memory_that_were_held_up_say_nothing_of_it_unless_many_were(
 
     def came_after(*times: float) -> float:
         for seconds in times:
-            bench.traffic._note_speed(load, 16, seconds, 1, has_room=True)
+            bench.traffic.loading._note_speed(load, 16, seconds, 1, has_room=True)
         known_s = bench.speeds.load_s("host", nbytes)
         assert known_s is not None
         return known_s
@@ -647,7 +651,7 @@ def test_loads_from_memory_that_were_held_up_say_nothing_of_it_unless_many_were(
     assert came_after(*[5.0] * 5) == pytest.approx(5.0), "thirteen in a row: it is slow"
     assert came_after(0.1) == pytest.approx(5.0)
     assert came_after(0.1, 0.1) == pytest.approx(0.1)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_of_a_few_milliseconds_always_counts(open_bench: Open) -> None:
@@ -656,10 +660,10 @@ def test_a_load_of_a_few_milliseconds_always_counts(open_bench: Open) -> None:
     fetch = found(bench, bench.host)
     load = _load(bench, fetch, Order.FRONT, 0.1)
     for num_blocks, seconds in ((16, 0.0001), (1, 0.004), (1, 0.004)):
-        bench.traffic._note_speed(load, num_blocks, seconds, 1, has_room=True)
+        bench.traffic.loading._note_speed(load, num_blocks, seconds, 1, has_room=True)
 
     assert bench.speeds.load_s("host", LAYOUT.block_bytes) == pytest.approx(0.004, rel=0.01)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_every_load_from_elsewhere_says_how_fast_its_tier_is(open_bench: Open) -> None:
@@ -668,10 +672,10 @@ def test_every_load_from_elsewhere_says_how_fast_its_tier_is(open_bench: Open) -
     fetch = found(bench, far)
     load = _load(bench, fetch, Order.FRONT, 0.1)
     for seconds in (0.1, 5.0, 5.0):
-        bench.traffic._note_speed(load, 16, seconds, 1, has_room=True)
+        bench.traffic.loading._note_speed(load, 16, seconds, 1, has_room=True)
 
     assert bench.speeds.load_s("far", 16 * LAYOUT.block_bytes) == pytest.approx(5.0)
-    bench.traffic.give_up(fetch)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_what_lies_in_memory_may_take_as_long_as_the_device_computes_for_others(open_bench: Open) -> None:
@@ -683,14 +687,14 @@ def test_what_lies_in_memory_may_take_as_long_as_the_device_computes_for_others(
     load = _load(bench, fetch, Order.FRONT, 1.0)
     bench.now[0] = 3.5
 
-    assert bench.traffic.plan(fetch, 0, 257) is None, "computing takes 1.6 s"
-    assert bench.traffic.is_late(load, 257)
-    bench.traffic.busy_s = 4.0
-    assert bench.traffic.plan(fetch, 0, 257) is not None
-    assert not bench.traffic.is_late(load, 257)
+    assert bench.traffic.loading.plan(fetch, 0, 257) is None, "computing takes 1.6 s"
+    assert bench.traffic.loading.is_late(load, 257)
+    bench.traffic.loading.busy_s = 4.0
+    assert bench.traffic.loading.plan(fetch, 0, 257) is not None
+    assert not bench.traffic.loading.is_late(load, 257)
     bench.now[0] = 4.5
-    assert bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_what_is_not_in_memory_is_computed_if_that_is_faster_however_busy_the_device_is(open_bench: Open) -> None:
@@ -702,12 +706,12 @@ def test_what_is_not_in_memory_is_computed_if_that_is_faster_however_busy_the_de
     for _ in range(5):
         bench.speeds.note_load("far", 16 * LAYOUT.block_bytes, 30.0)
     load = _load(bench, fetch, Order.FRONT, 1.0)
-    bench.traffic.busy_s = 100.0
+    bench.traffic.loading.busy_s = 100.0
     bench.now[0] = 3.0
 
-    assert bench.traffic.plan(fetch, 0, 257) is None
-    assert bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.plan(fetch, 0, 257) is None
+    assert bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_a_load_from_the_back_is_not_late_while_there_is_something_to_compute(open_bench: Open) -> None:
@@ -719,12 +723,12 @@ def test_a_load_from_the_back_is_not_late_while_there_is_something_to_compute(op
     load.take(4)
     bench.now[0] = 100.0
 
-    assert not bench.traffic.is_late(load, 257)
+    assert not bench.traffic.loading.is_late(load, 257)
     load.claim(12)
-    assert bench.traffic.is_late(load, 257)
+    assert bench.traffic.loading.is_late(load, 257)
     load.end()
-    assert not bench.traffic.is_late(load, 257)
-    bench.traffic.give_up(fetch)
+    assert not bench.traffic.loading.is_late(load, 257)
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_the_engines_share_is_such_that_both_sides_meet(open_bench: Open) -> None:
@@ -734,13 +738,13 @@ def test_the_engines_share_is_such_that_both_sides_meet(open_bench: Open) -> Non
     fetch = found(bench, far)
     load = _load(bench, fetch, Order.BACK, 16 * 0.3)
 
-    assert bench.traffic.share(load, 257) == pytest.approx(12, abs=1)
+    assert bench.traffic.loading.share(load, 257) == pytest.approx(12, abs=1)
     load.take(3)
     load.claim(13)
-    assert bench.traffic.share(load, 257) == 0
+    assert bench.traffic.loading.share(load, 257) == 0
     load.end()
-    assert bench.traffic.share(load, 257) == 3
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.share(load, 257) == 3
+    bench.traffic.matcher.give_up(fetch)
 
 
 def test_an_abandoned_load_leaves_the_engine_something_to_do(open_bench: Open) -> None:
@@ -752,11 +756,11 @@ def test_an_abandoned_load_leaves_the_engine_something_to_do(open_bench: Open) -
     load.take(1)
     load.claim(15)
     bench.now[0] = 10.0
-    assert bench.traffic.is_late(load, 257)
+    assert bench.traffic.loading.is_late(load, 257)
     load.abandon()
 
-    assert bench.traffic.share(load, 257) == 1
-    bench.traffic.give_up(fetch)
+    assert bench.traffic.loading.share(load, 257) == 1
+    bench.traffic.matcher.give_up(fetch)
 
 
 # --- the end ----------------------------------------
@@ -765,8 +769,8 @@ def test_an_abandoned_load_leaves_the_engine_something_to_do(open_bench: Open) -
 def test_close_ends_everything_and_a_second_one_nothing(open_bench: Open) -> None:
     bench = open_bench(FarTier())
     hashes = chain(1, 4)
-    bench.traffic.offer(hashes, bench.device.fill(range(4), hashes))
-    bench.traffic.send_offers(is_last=True)
+    bench.traffic.storer.offer(hashes, bench.device.fill(range(4), hashes))
+    bench.traffic.storer.send(is_last=True)
 
     bench.traffic.close()
     bench.traffic.close()
@@ -778,10 +782,10 @@ def test_close_ends_everything_and_a_second_one_nothing(open_bench: Open) -> Non
 def test_drain_waits_for_copies_and_forgets_what_is_held(open_bench: Open) -> None:
     bench = open_bench()
     hashes = chain(1, 4)
-    bench.traffic.offer(hashes, bench.device.fill(range(4), hashes))
-    bench.traffic.send_offers(is_last=True)
+    bench.traffic.storer.offer(hashes, bench.device.fill(range(4), hashes))
+    bench.traffic.storer.send(is_last=True)
 
     bench.traffic.drain()
 
-    assert not bench.traffic.has_stores
-    assert bench.traffic.poll() == []
+    assert not bench.traffic.storer.has_stores
+    assert bench.traffic.storer.take_copied() == []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.engine.schedule.block_manager import BlockManagerName
-from kvtier.engine.schedule.prompt_loading import PromptLoading
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.tiers.explanation import MatchEnd
-from kvtier.transfer.load import Order, Plan
-from kvtier.transfer.tier_traffic import Fetch
+from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.load import LoadPlan, Order
+from kvtier.transfer.matching import TierMatch
+from kvtier.transfer.prefetch import Prefetch, State
 from tests.support.engine_building import MANAGERS, endless_prompt, prompt_of
 from tests.support.tier_simulation import HOST, SERVER, TieredEngine
 
@@ -22,7 +23,7 @@ every_order = pytest.mark.parametrize("order", list(Order))
 
 
 def _tokens_loaded(request: Request) -> int:
-    return sum(request.loaded_tokens.values())
+    return sum(request.prefetch.loaded_tokens.values())
 
 
 # --- matching ----------------------------------------
@@ -40,9 +41,9 @@ def test_what_is_found_first_is_loaded_before_others_are_matched(manager: BlockM
     first, second, third = [engine.submit(prompt) for prompt in prompts]
     engine.step()
 
-    assert first.load is not None
-    assert second.fetch is None
-    assert third.fetch is None
+    assert first.prefetch.load is not None
+    assert second.prefetch.match is None
+    assert third.prefetch.match is None
     assert engine.scheduler.has_unmatched
     engine.run()
     assert all(_tokens_loaded(request) == 16 for request in (first, second, third))
@@ -61,12 +62,12 @@ def test_prompts_that_no_tier_has_are_matched_at_once_and_computed_together(mana
     engine.run()
 
 
-def _slow_matches(engine: TieredEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[Fetch]:
+def _slow_matches(engine: TieredEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[TierMatch]:
     """Each match takes so long from now on. Those that were made."""
     at_once = engine.traffic.match
-    matched: list[Fetch] = []
+    matched: list[TierMatch] = []
 
-    def match(first: int, hashes: Sequence[BlockHash], num_more: int) -> Fetch:
+    def match(first: int, hashes: Sequence[BlockHash], num_more: int) -> TierMatch:
         engine.now += seconds
         matched.append(at_once(first, hashes, num_more))
         return matched[-1]
@@ -246,12 +247,12 @@ def test_nothing_is_started_early_while_more_could_be_loaded() -> None:
     engine.step()
     engine.traffic.submit_loads()
     engine.step()
-    assert requests[0].load is not None, "it waits for its load"
+    assert requests[0].prefetch.load is not None, "it waits for its load"
     engine.traffic.submit_loads()
     engine.step()
 
     assert not engine.scheduler.has_unmatched
-    assert requests[0].load is None, "it was started early"
+    assert requests[0].prefetch.load is None, "it was started early"
     engine.run()
 
 
@@ -266,10 +267,8 @@ def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4, num_bloc
     return engine
 
 
-def _loading_of(engine: TieredEngine) -> PromptLoading:
-    loading = engine.scheduler._loading
-    assert loading is not None
-    return loading
+def _is_growing(request: Request) -> bool:
+    return request.prefetch.state is State.LOADING and request.prefetch.load is None
 
 
 def _running_and_growing(engine: TieredEngine) -> tuple[Request, Request]:
@@ -280,7 +279,7 @@ def _running_and_growing(engine: TieredEngine) -> tuple[Request, Request]:
     engine.traffic.remember(prompt, HOST)
     engine.traffic.is_quick = False
     growing = engine.submit(prompt)
-    while not _loading_of(engine).is_growing(growing):
+    while not _is_growing(growing):
         engine.traffic.answer_all()
         engine.step()
     return running, growing
@@ -294,11 +293,11 @@ def test_the_first_load_of_a_long_prompt_begins_before_the_rest_of_it_is_hashed(
     request = engine.submit(prompt)
     engine.step()
 
-    assert request.load is not None
-    assert request.load.num_blocks == len(request.blocks.hashes) == 2, "half a piece, for nothing else is to be done"
+    assert request.prefetch.load is not None
+    assert request.prefetch.load.num_blocks == len(request.blocks.hashes) == 2, "half a piece: nothing else is to do"
     assert engine.scheduler.has_unmatched
     engine.step()
-    assert [load.plan.first for load in request.next_loads] == [2], "handed over while the first is on its way"
+    assert [load.plan.first for load in request.prefetch.next_loads] == [2], "handed over while the first is on its way"
     assert len(request.blocks.hashes) == 6
     engine.run()
     assert _tokens_loaded(request) == 80
@@ -315,7 +314,7 @@ def test_beside_a_running_request_a_long_prompt_takes_its_blocks_a_few_at_a_time
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
     num_hashed, num_taken = [0], [0]
-    while request.load is None:
+    while request.prefetch.load is None:
         engine.traffic.answer_all()
         engine.step()
         num_hashed.append(len(request.blocks.hashes))
@@ -323,7 +322,7 @@ def test_beside_a_running_request_a_long_prompt_takes_its_blocks_a_few_at_a_time
 
     assert max(after - before for before, after in itertools.pairwise(num_hashed)) == 3
     assert max(after - before for before, after in itertools.pairwise(num_taken)) == 12
-    assert request.load.num_blocks == 20
+    assert request.prefetch.load.num_blocks == 20
     engine.run()
     assert _tokens_loaded(request) == 80
 
@@ -338,7 +337,7 @@ def test_a_match_in_pieces_ends_as_one_of_the_whole_prompt_does(manager: BlockMa
         engine.traffic.remember(prompt, HOST, 0, num_known)
         request = engine.submit(prompt)
         engine.run()
-        found.append((request.ending, request.loaded_tokens, request.tokens))
+        found.append((request.prefetch.ending, request.prefetch.loaded_tokens, request.tokens))
 
     assert found[0] == found[1]
 
@@ -352,7 +351,7 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
     engine.step()  # the first piece
-    assert request.load is not None
+    assert request.prefetch.load is not None
     assert len(request.blocks.hashes) == 4
     engine.now += 10.0
     engine.step()
@@ -361,7 +360,7 @@ def test_beside_a_running_request_pieces_are_looked_for_as_long_as_the_step_allo
     engine.step()
 
     assert len(request.blocks.hashes) == 20
-    assert sum(load.num_blocks for load in (request.load, *request.next_loads)) == 20
+    assert sum(load.num_blocks for load in (request.prefetch.load, *request.prefetch.next_loads)) == 20
     engine.run()
     assert _tokens_loaded(request) == 80
 
@@ -377,7 +376,7 @@ def test_who_waits_for_room_for_its_load_gets_it_before_many_others_are_looked_f
     for number in range(20):
         engine.submit(prompt_of(17, seed=number + 2))
     matched = _slow_matches(engine, 0.004, monkeypatch)
-    while request.load is None:
+    while request.prefetch.load is None:
         engine.step()
 
     assert len(matched) <= 2
@@ -391,13 +390,12 @@ def test_matches_of_tiers_that_do_not_answer_at_once_say_nothing_of_the_bus(is_q
     prompt = prompt_of(17)
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
-    loading = _loading_of(engine)
-    while request.load is None:
+    while request.prefetch.load is None:
         engine.traffic.answer_all()
         engine.step()
     engine.step()
 
-    assert loading._has_few_loads is has_few
+    assert engine.transfer._shared.budget.has_few_loads is has_few
     engine.run()
 
 
@@ -433,12 +431,11 @@ def test_while_nothing_can_be_computed_a_prompt_takes_all_blocks_for_its_load_at
     for prompt in prompts:
         engine.traffic.remember(prompt, HOST)
     first, second, third = [engine.submit(prompt) for prompt in prompts]
-    loading = _loading_of(engine)
     num_blocks: dict[Request, int] = {}
-    while third.load is None:
+    while third.prefetch.load is None:
         engine.step()
-        assert not any(map(loading.is_growing, (first, second, third)))
-        num_blocks |= {one: one.load.num_blocks for one in (second, third) if one.load is not None}
+        assert not any(map(_is_growing, (first, second, third)))
+        num_blocks |= {one: one.prefetch.load.num_blocks for one in (second, third) if one.prefetch.load is not None}
 
     assert num_blocks == {second: 20, third: 20}
     engine.run()
@@ -450,13 +447,12 @@ def test_who_waits_for_room_for_its_load_keeps_nobody_from_being_looked_for(mana
     """It cannot be computed either."""
     engine = _engine_in_pieces(manager, piece_blocks=4)
     running, request = _running_and_growing(engine)
-    loading = _loading_of(engine)
 
-    assert request.load is None
-    assert loading.waits_for_load(request)
-    assert not loading.waits_for_load(running)
+    assert request.prefetch.load is None
+    assert request.prefetch.state is State.LOADING
+    assert running.prefetch.state is not State.LOADING
     engine.run()
-    assert not loading.waits_for_load(request)
+    assert request.prefetch.state is not State.LOADING
 
 
 @every_manager
@@ -470,8 +466,8 @@ def test_a_prompt_that_was_found_in_pieces_while_it_waited_has_room_for_all_of_t
     request = engine.submit(prompt)
     for _ in range(10):
         engine.step()
-    assert request.fetch is not None
-    assert len(request.fetch.parts) > 1
+    assert request.prefetch.match is not None
+    assert len(request.prefetch.match.spans) > 1
     assert request.status is Status.WAITING
     engine.run()
 
@@ -492,21 +488,21 @@ def test_a_match_of_a_piece_may_end_between_the_poll_and_the_turn_of_its_request
     engine.run()
     engine.submit(prompt_of(6, seed=3), 40)
     engine.step()
-    match, loading = engine.traffic.match, _loading_of(engine)
-    poll = loading.poll
+    match, poll = engine.traffic.match, engine.transfer.poll
 
-    def match_later(first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> Fetch:
+    def match_later(first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> TierMatch:
         engine.traffic.is_quick = False
         fetch = match(first, hashes, num_more)
         engine.traffic.is_quick = True
         return fetch
 
-    def poll_and_answer(waiting: Collection[Request], *, is_idle: bool, taken_in_s: float) -> None:
-        poll(waiting, is_idle=is_idle, taken_in_s=taken_in_s)
+    def poll_and_answer(waiting: Iterable[Prefetch], *, is_idle: bool, taken_in_s: float) -> list[DeviceLease]:
+        copied = poll(waiting, is_idle=is_idle, taken_in_s=taken_in_s)
         engine.traffic.answer_all()
+        return copied
 
     monkeypatch.setattr(engine.traffic, "match", match_later)
-    monkeypatch.setattr(loading, "poll", poll_and_answer)
+    monkeypatch.setattr(engine.transfer, "poll", poll_and_answer)
     request = engine.submit(prompt)
     for _ in range(10):
         engine.now += 0.01
@@ -530,7 +526,7 @@ def test_an_abort_between_the_pieces_leaves_nothing_held(manager: BlockManagerNa
     engine.abort(request)
 
     engine.run()
-    assert not request.next_loads
+    assert not request.prefetch.next_loads
 
 
 @every_manager
@@ -546,8 +542,8 @@ def test_what_is_lost_between_the_pieces_is_computed(manager: BlockManagerName, 
     engine.traffic.forget(HOST, 100)
 
     engine.run()
-    assert request.ending is not None
-    assert request.ending.reason is MatchEnd.LOST
+    assert request.prefetch.ending is not None
+    assert request.prefetch.ending.reason is MatchEnd.LOST
     assert _tokens_loaded(request) < 80
 
 
@@ -580,7 +576,7 @@ def test_a_prompt_of_which_all_was_found_says_so_though_its_end_is_computed(
     engine.traffic.is_forced = Order.BACK
     any_plan = engine.traffic.plan
 
-    def from_back(fetch: Fetch, position: int, prompt_tokens: int) -> Plan | None:
+    def from_back(fetch: TierMatch, position: int, prompt_tokens: int) -> LoadPlan | None:
         plan = any_plan(fetch, position, prompt_tokens)
         return plan if plan is None or plan.order is Order.BACK else None
 
@@ -591,8 +587,8 @@ def test_a_prompt_of_which_all_was_found_says_so_though_its_end_is_computed(
     request = engine.submit(prompt)
     engine.run()
 
-    assert request.ending is not None
-    assert request.ending.reason is MatchEnd.ALL
+    assert request.prefetch.ending is not None
+    assert request.prefetch.ending.reason is MatchEnd.ALL
 
 
 @every_manager
@@ -618,7 +614,7 @@ def test_others_are_served_while_one_waits_for_its_load(manager: BlockManagerNam
     engine.step()
     engine.traffic.deliver_all()
     engine.step()
-    assert waiting.load is not None
+    assert waiting.prefetch.load is not None
     engine.traffic.is_quick = True
     quick = engine.submit(prompt_of(5, seed=1))
     engine.step()
@@ -639,7 +635,7 @@ def test_an_aborted_request_lets_nothing_be_written_to_its_blocks(manager: Block
     engine.step()
     engine.traffic.deliver_all()
     engine.step()
-    assert request.load is not None
+    assert request.prefetch.load is not None
     engine.traffic.deliver()
     engine.abort(request)
 
@@ -658,7 +654,7 @@ def test_what_the_device_lost_since_the_match_is_looked_for_again() -> None:
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
     engine.step()  # asked for what the device lacks: nothing
-    assert request.fetch is not None or request.status is Status.FINISHED
+    assert request.prefetch.match is not None or request.status is Status.FINISHED
     engine.run()
 
     assert request.status is Status.FINISHED
@@ -672,11 +668,11 @@ def test_a_match_of_nothing_that_the_device_has_lost_for_good_ends_in_computing(
     request = engine.submit(prompt_of(13))
     lost = engine.traffic.match(2, engine.traffic.book.note(prompt_of(13))[2:3])
     lost.num_rematches = 2
-    request.fetch = lost
+    request.prefetch.match, request.prefetch.state = lost, State.MATCHING
 
     engine.run()
 
-    assert request.ending is not None
+    assert request.prefetch.ending is not None
 
 
 # --- early start ----------------------------------------
@@ -711,7 +707,7 @@ def test_a_step_waits_for_the_first_of_several_loads_only(manager: BlockManagerN
     for prompt in prompts:
         engine.traffic.remember(prompt, HOST)
     requests = [engine.submit(prompt) for prompt in prompts]
-    while engine.scheduler.has_unmatched or any(request.load is None for request in requests):
+    while engine.scheduler.has_unmatched or any(request.prefetch.load is None for request in requests):
         engine.step()
     engine.traffic.submit_loads()
     num_steps = len(engine.steps)
@@ -745,7 +741,7 @@ def _submit_known(engine: TieredEngine, length: int, seed: int = 0) -> Request:
     request = engine.submit(prompt)
     engine.now += 0.02
     engine.step()
-    assert request.load is not None
+    assert request.prefetch.load is not None
     engine.traffic.submit_loads()
     return request
 
@@ -767,7 +763,7 @@ def test_a_prompt_joins_others_when_the_rest_of_it_comes_while_the_device_does_o
     rows = [row.request for row in engine.steps[-1].rows]
     assert rows == [engine.requests[0], *([request] if joins else [])]
     assert bool(engine.steps[-1].arrivals) == joins
-    assert (request.load is None) == joins
+    assert (request.prefetch.load is None) == joins
     engine.run()
     assert request.status is Status.FINISHED
 
@@ -794,8 +790,8 @@ def test_nobody_joins_others_early_who_comes_behind_one_that_does_not(manager: B
     engine.now += 0.003
     engine.step()
 
-    assert far.load is not None
-    assert near.load is not None
+    assert far.prefetch.load is not None
+    assert near.prefetch.load is not None
     engine.run()
     assert near.status is far.status is Status.FINISHED
 
@@ -811,7 +807,7 @@ def test_who_joins_others_early_takes_nobodys_blocks(manager: BlockManagerName) 
     engine.now += 0.02
     engine.step()
 
-    assert request.load is None, "it goes on as if all had arrived"
+    assert request.prefetch.load is None, "it goes on as if all had arrived"
     assert engine.steps[-1].arrivals
     assert [row.request for row in engine.steps[-1].rows] == engine.requests[:1]
     assert not engine.scheduler.num_preemptions
@@ -821,7 +817,7 @@ def test_who_joins_others_early_takes_nobodys_blocks(manager: BlockManagerName) 
 
 @every_manager
 def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(manager: BlockManagerName) -> None:
-    """The first part is handed to the device, the second is lost: the step that computes it reads the first."""
+    """The first span is handed to the device, the second is lost: the step that computes it reads the first."""
     engine = TieredEngine(manager)
     engine.traffic.is_smooth = True
     engine.traffic.is_forced = Order.FRONT
@@ -833,7 +829,7 @@ def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(m
     engine.traffic.answer_all()
     engine.step()
     engine.traffic.submit_loads()
-    engine.step()  # nothing to compute: the second part is next
+    engine.step()  # nothing to compute: the second span is next
     engine.step()
     engine.traffic.is_failing = True
     engine.traffic.lose_loads()
@@ -841,8 +837,8 @@ def test_what_was_started_early_is_waited_for_when_the_next_part_does_not_come(m
         engine.step()
 
     engine.run()
-    assert request.ending is not None
-    assert request.ending.reason is MatchEnd.LOST
+    assert request.prefetch.ending is not None
+    assert request.prefetch.ending.reason is MatchEnd.LOST
 
 
 @every_manager
@@ -861,7 +857,7 @@ def test_a_request_that_was_started_early_and_waits_for_room_waits_for_its_arriv
     engine.traffic.remember(prompt, HOST)
     request = engine.submit(prompt)
     engine.step()
-    assert request.load is not None
+    assert request.prefetch.load is not None
     engine.traffic.submit_loads()
     engine.step()  # two blocks are there, and none for the third
     assert request in engine.scheduler.running

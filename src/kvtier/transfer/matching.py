@@ -1,0 +1,208 @@
+"""Looks for prompts in the tiers, on its own threads, and keeps what was found until its last user is done. No torch.
+
+The engine's thread asks and never waits. A tier that fails or is late costs time; the answer is computed then.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.memory.lease import BlockLease
+from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
+from kvtier.tiers.host import HostTier
+from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.load import DISK, LoadPlan, Span
+from kvtier.transfer.worker_threads import WorkerThreads
+
+NUM_THREADS = 4
+_MATCH_TIMEOUT_S = 0.25
+_PENDING_LOOK_S = 0.003
+_PENDING_SLACK_S = 0.1
+_UNKNOWN_PENDING_S = 1.0
+_MAX_PENDING_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class TierMatch:
+    """One prompt's match in the tiers: what was found from block `first` of the prompt on.
+
+    `hashes` are those that were asked for so far.
+    """
+
+    first: int
+    hashes: list[BlockHash]
+    is_matching: bool = True
+    is_cancelled: bool = False
+    spans: list[Span] = field(default_factory=list)
+    ending: Ending = field(default_factory=lambda: Ending("", 0, "all"))
+    leases: list[HierarchyLease] = field(default_factory=list)
+    decided: LoadPlan | None = None
+    """What is loaded next, once the prompt has all blocks for it."""
+    num_users: int = 1
+    """Its owner, and every load that reads from the leases."""
+    num_rematches: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.spans[-1].end if self.spans else self.first
+
+    @property
+    def asked_end(self) -> int:
+        """A further match begins here."""
+        return self.first + len(self.hashes)
+
+    @property
+    def has_all(self) -> bool:
+        """All that was asked for was found."""
+        return not self.is_matching and self.ending.ended == "all"
+
+
+class Matcher:
+    """The matches of one engine."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        decision: LoadOrCompute,
+        wake: Callable[[], None],
+        *,
+        clock: Callable[[], float],
+        let_pass: Callable[[], None] | None,
+    ) -> None:
+        """`wake` is called when something was found; the threads `let_pass` where they can (`latency_guard`)."""
+        self._hierarchy = hierarchy
+        self._decision = decision
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._threads = WorkerThreads(NUM_THREADS, "kvtier-match", let_pass, wake)
+        self.num_matching = 0
+        self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
+        """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
+
+    # --- the engine's thread ---------------------------------------------------------------------------------------
+
+    def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> TierMatch:
+        """Begin to look for `hashes`, those of a prompt's blocks from `first` on. Behind them are `num_more`."""
+        match = TierMatch(first, [])
+        self.match_further(match, hashes, num_more)
+        return match
+
+    def match_further(self, match: TierMatch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
+        """All that was asked for was found: look for `hashes`, those of the next blocks, too."""
+        first = match.asked_end
+        match.hashes += hashes
+        match.is_matching = bool(hashes)
+        if not hashes:
+            return
+        if self.is_quick:
+            lease = self._hierarchy.match(hashes, is_counted=False)
+            if lease.ended != "pending":
+                self._found(match, lease, first, len(hashes) + num_more)
+                return
+            lease.release()
+        if not self._decision.is_match_worth_it(first, first + len(hashes)):
+            match.ending = Ending("", first, "slow")
+            match.is_matching = False
+            return
+        with self._lock:
+            match.num_users += 1
+            self.num_matching += 1
+        self._threads.submit(functools.partial(self._match, match, first, hashes, num_more))
+
+    def give_up(self, match: TierMatch) -> None:
+        """Its owner needs nothing more of what was found."""
+        match.is_cancelled = True
+        if self._is_last_user(match):  # on a thread that no interrupt reaches: half a release would never be mended
+            self._threads.submit(functools.partial(self._release, match))
+
+    def close(self) -> None:
+        self._threads.close()
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def join(self, match: TierMatch) -> None:
+        """One more user, until it leaves."""
+        with self._lock:
+            match.num_users += 1
+
+    def leave(self, match: TierMatch) -> None:
+        """The last user ends the leases."""
+        if self._is_last_user(match):
+            self._release(match)
+
+    def _is_last_user(self, match: TierMatch) -> bool:
+        with self._lock:
+            match.num_users -= 1
+            return not match.num_users
+
+    def _release(self, match: TierMatch) -> None:
+        leases, match.leases = match.leases, []
+        for lease in leases:
+            lease.release()
+
+    # --- the threads -----------------------------------------------------------------------------------------------
+
+    def _match(self, match: TierMatch, first: int, hashes: Sequence[BlockHash], num_more: int) -> None:
+        match.ending = Ending("", first, "down")
+        is_found = False
+        try:
+            if not match.is_cancelled:
+                self._found(match, self._match_and_wait(match, first, hashes), first, len(hashes) + num_more)
+                is_found = True
+        finally:
+            if not is_found:  # else it has been said, and the next match may be under way
+                match.is_matching = False
+            with self._lock:
+                self.num_matching -= 1
+            self.leave(match)
+
+    def _found(self, match: TierMatch, lease: HierarchyLease, first: int, num_wanted: int) -> None:
+        is_all = lease.ended == "all"
+        self._hierarchy.count(lease, lease.num_blocks if is_all else num_wanted)
+        match.leases.append(lease)
+        match.spans = match.spans + _spans_of(lease, first)
+        match.ending = replace(lease.ending, position=first + lease.num_blocks)
+        match.is_matching = False
+
+    def _match_and_wait(self, match: TierMatch, first: int, hashes: Sequence[BlockHash]) -> HierarchyLease:
+        """Match, and wait for blocks that are just being computed, about as long as computing them would take."""
+        asked_at = self._clock()
+        lease = self._ask(hashes)
+        started_at = progressed_at = self._clock()
+        self._decision.note_match(started_at - asked_at)
+        num_blocks = lease.num_blocks
+        while lease.ended == "pending" and not match.is_cancelled:
+            now = self._clock()
+            compute_s = self._decision.compute_s(first + num_blocks, first + len(hashes), None)
+            patience_s = _UNKNOWN_PENDING_S if compute_s is None else compute_s + _PENDING_SLACK_S
+            if now - progressed_at > patience_s or now - started_at > _MAX_PENDING_S:
+                break
+            time.sleep(_PENDING_LOOK_S)
+            lease.release()
+            lease = self._ask(hashes)
+            if lease.num_blocks > num_blocks:
+                num_blocks, progressed_at = lease.num_blocks, self._clock()
+        return lease
+
+    def _ask(self, hashes: Sequence[BlockHash]) -> HierarchyLease:
+        return self._hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
+
+
+def _spans_of(found: HierarchyLease, first: int) -> list[Span]:
+    spans: list[Span] = []
+    for segment in found.segments:
+        tier, lease = segment.tier, segment.lease
+        num_ready = lease.num_ready_at_match if isinstance(lease, BlockLease) else lease.num_blocks
+        start = first + segment.first
+        ready, leased, end = start + num_ready, start + lease.num_blocks, start + segment.num_blocks
+        spans += [
+            Span(tier, tier, start, ready, lease, 0),
+            Span(DISK, tier, ready, leased, lease, num_ready),  # another client has them read just now
+            Span(DISK, tier, leased, end, None, 0),
+        ]
+    return [span for span in spans if span.first < span.end]

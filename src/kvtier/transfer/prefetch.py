@@ -1,0 +1,618 @@
+"""One prompt's way up: looked for in the tiers, loaded into the device's blocks, and handed over. No torch.
+
+A long prompt is hashed in pieces, a step has time for a few of them while others compute. Where the tiers answer at
+once it is looked for in pieces too: the first is loaded while the next are hashed, and each that is found is handed to
+the tiers' threads behind the one before. The engine's thread calls everything; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.tiers.explanation import MatchEnd, match_end_of
+from kvtier.transfer.copier import Transfer as Copies
+from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.load import Load, LoadPlan, Order
+from kvtier.transfer.match_budget import MatchBudget
+from kvtier.transfer.matching import TierMatch
+from kvtier.transfer.traffic import Traffic
+
+_MAX_REMATCHES = 2
+_MAX_OFFERED_AGAIN = 1 << 18
+_GROWTH_PIECES = 4
+"""A prompt takes blocks for this many pieces at a time while others compute."""
+
+
+class PromptBlocks(Protocol):
+    """One prompt's tokens, and its blocks on the device as its engine keeps them."""
+
+    block_tokens: int
+
+    @property
+    def ids(self) -> list[int]:
+        """Its blocks on the device, in order."""
+        ...
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """Those of its full blocks that were hashed so far."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known."""
+        ...
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that need not be computed any more. The last token always is."""
+        ...
+
+    @property
+    def num_filled(self) -> int:
+        """Tokens whose KV the blocks have: `num_computed`, or with the last token one more."""
+        ...
+
+    @property
+    def num_wanted(self) -> int:
+        """Leading blocks that are of use if they are found."""
+        ...
+
+    def hash_up_to(self, end: int | None) -> None:
+        """Hash full blocks of known tokens, no further than block `end` from now on; all of them without one."""
+        ...
+
+    def extend_hashes(self) -> None:
+        """Hash the full blocks of known tokens that are not hashed yet, as far as that may go."""
+        ...
+
+    def num_on_device(self) -> int:
+        """Leading blocks that the device has, or is going to compute for another prompt."""
+        ...
+
+    def extend(self) -> bool:
+        """Take what the device has of the next blocks. False when another prompt is computing the next one: wait."""
+        ...
+
+    def grow(self, num_blocks: int) -> bool:
+        """Have `num_blocks` blocks, to be loaded into. False, and nothing changes, when there is no room."""
+        ...
+
+    def fill(self, num_blocks: int) -> None:
+        """The first `num_blocks` were loaded."""
+        ...
+
+    def show(self) -> None:
+        """What was loaded is there for every later step, and for other prompts."""
+        ...
+
+    def unclaim(self) -> None:
+        """Blocks that were taken beyond `num_computed` are not going to be loaded: no prompt need wait for them."""
+        ...
+
+    def lease(self, first: int, end: int) -> DeviceLease:
+        """Blocks `first..end`, to be copied away."""
+        ...
+
+
+class State(enum.Enum):
+    """Where a prompt is on its way up."""
+
+    UNASKED = enum.auto()
+    MATCHING = enum.auto()
+    """The tiers were asked. What they have is not known yet, or nothing of it is being loaded."""
+    LOADING = enum.auto()
+    """Blocks come from the front, or are taken for that."""
+    MEETING = enum.auto()
+    """Blocks come from the back while the front is computed."""
+    SETTLED = enum.auto()
+    """No more is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What may be computed of a prompt now: nothing, at most `num_tokens`, or all that is left."""
+
+    may_compute: bool
+    num_tokens: int | None = None
+
+
+WAIT = Verdict(False)
+READY = Verdict(True)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchEnding:
+    """Why no more of a prompt was cached: what `tier` said of the block at `position`."""
+
+    position: int
+    reason: MatchEnd
+    tier: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class SharedState:
+    """What the prefetches of one device share."""
+
+    traffic: Traffic
+    budget: MatchBudget
+    last_steps: list[int]
+    """For each block of the device the last step that may read or write it for the prompt that had it before."""
+    looking: list[Prefetch] = field(default_factory=list)
+    """Prompts only partly looked up: every block so far was a hit."""
+    growing: dict[Prefetch, int] = field(default_factory=dict)
+    """Prompts that lack blocks for what they load next, and how many blocks they are going to have."""
+    announced: dict[BlockHash, Prefetch] = field(default_factory=dict)
+    """By block, the prompt that computes it, or has computed it."""
+    arrivals: list[Copies] = field(default_factory=list)
+    """Copies to the device that the next step waits for."""
+    has_unmatched: bool = False
+    """Prompts wait that were not looked for, so that what was found for others is loaded first: poll again soon."""
+    generation: object = None
+    offered_again: set[BlockHash] | None = None
+    """Once a tier was away, and may lack what it was offered before: what was offered since."""
+
+
+class Prefetch:
+    """Of one prompt. `load` and `next_loads` are on their way into its blocks, each behind the one before."""
+
+    __slots__ = (
+        "_shared",
+        "_was_left",
+        "blocks",
+        "ending",
+        "is_admitted",
+        "is_announced",
+        "load",
+        "loaded_tokens",
+        "match",
+        "next_loads",
+        "num_offered",
+        "state",
+    )
+
+    def __init__(self, shared: SharedState, blocks: PromptBlocks) -> None:
+        self._shared = shared
+        self.blocks = blocks
+        self.state = State.UNASKED
+        self.match: TierMatch | None = None
+        self.load: Load | None = None
+        self.next_loads: deque[Load] = deque()
+        self.ending: MatchEnding | None = None
+        self.loaded_tokens: dict[str, int] = {}
+        """By the tier they came from, until the prompt first left its blocks."""
+        self.num_offered = 0
+        """Blocks that the tiers were offered, or have."""
+        self.is_announced = False
+        self.is_admitted = False
+        """The prompt has blocks, until it leaves."""
+        self._was_left = False
+
+    # --- matching --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_matching(self) -> bool:
+        """It is not known yet what the tiers have of the prompt."""
+        return self.match is not None and self.match.is_matching
+
+    @property
+    def is_looking(self) -> bool:
+        """More of the prompt may be found yet, behind what was found so far."""
+        return self.match is not None and (self.match.is_matching or self.has_more)
+
+    @property
+    def has_more(self) -> bool:
+        """All that was asked for was found, and it was not all of the prompt."""
+        match = self.match
+        return match is not None and match.has_all and match.asked_end < self.blocks.num_wanted
+
+    def ask(self, *, is_idle: bool) -> bool:
+        """Look for what the device lacks of the prompt. False when more of it has to be hashed first."""
+        hashes = self._hash_piece(is_idle=is_idle)
+        first = self.blocks.num_on_device()
+        is_quick = self._shared.traffic.matcher.is_quick
+        if len(hashes) < self.blocks.num_wanted and (first == len(hashes) or not is_quick):
+            return False
+        self._ask(first, hashes)
+        return True
+
+    def _ask(self, first: int, hashes: list[BlockHash]) -> TierMatch:
+        num_more = self.blocks.num_wanted - len(hashes)
+        match = self.match = self._shared.traffic.matcher.match(first, hashes[first:], num_more)
+        self.state = State.MATCHING
+        self._shared.budget.was_found = bool(match.spans)
+        if self.is_looking:
+            if self not in self._shared.looking:
+                self._shared.looking.append(self)
+        else:
+            self._stop_looking()
+        return match
+
+    def look_further(self, *, is_idle: bool) -> bool:
+        """Look for the next piece of the prompt, and load what is found. False when there was nothing to do."""
+        match = self.match
+        assert match is not None
+        was_matching = match.is_matching
+        if self.has_more:
+            hashes = self._hash_piece(is_idle=is_idle)
+            num_more = self.blocks.num_wanted - len(hashes)
+            self._shared.traffic.matcher.match_further(match, hashes[match.asked_end :], num_more)
+        if not match.is_matching:
+            self._load_ahead()
+        if not self.is_looking:
+            self._stop_looking()
+        return not was_matching
+
+    def _is_current(self) -> bool:
+        """False, and the tiers are asked again, when things have changed since they were asked.
+
+        The device has lost what was there then, or another prompt has begun to compute what was not.
+        """
+        match = self.match
+        assert match is not None
+        position = self.blocks.num_filled // self.blocks.block_tokens
+        hashes = self._hashed()
+        next_missing = max(position, match.end)
+        is_computed = next_missing < len(hashes) and hashes[next_missing] in self._shared.announced
+        if match.num_rematches >= _MAX_REMATCHES or (match.first <= position and not is_computed):
+            return True
+        num_rematches = match.num_rematches + 1
+        self._shared.traffic.matcher.give_up(match)
+        self._ask(position, hashes).num_rematches = num_rematches
+        return False
+
+    def _stop_looking(self) -> None:
+        self.blocks.hash_up_to(None)
+        if self in self._shared.looking:
+            self._shared.looking.remove(self)
+
+    def _hash_piece(self, *, is_idle: bool) -> list[BlockHash]:
+        """Hash some more of the prompt. Returns all wanted hashes so far."""
+        shared, num_hashed = self._shared, len(self.blocks.hashes)
+        num_loads = shared.traffic.loading.num_loads
+        end = num_hashed + shared.budget.next_piece(num_hashed, is_idle=is_idle, num_loads=num_loads)
+        self.blocks.hash_up_to(end if end < self.blocks.num_wanted else None)
+        return self._hashed()
+
+    def _hashed(self) -> list[BlockHash]:
+        """The hashes of all wanted blocks that may be known by now."""
+        self.blocks.extend_hashes()
+        return self.blocks.hashes[: self.blocks.num_wanted]
+
+    # --- verdicts --------------------------------------------------------------------------------------------------
+
+    def admission(self) -> Verdict | LoadPlan:
+        """What a waiting prompt begins with, now that the device's own cache was looked at.
+
+        `WAIT` while the tiers have not answered, a plan to be begun once the prompt has blocks, or `READY`.
+        """
+        if self.state is State.SETTLED:
+            return READY
+        if not self._is_current():
+            return WAIT
+        plan = self.plan()
+        if plan is not None:
+            return plan
+        if self.is_looking:
+            return WAIT
+        self._stop_looking()  # that may have turned out since the poll: all of the prompt can be hashed
+        return READY
+
+    def advance(self, num_tokens: int, *, is_alone: bool) -> Verdict:
+        """What may be computed of the next `num_tokens` of a running prompt. If it `is_alone`, no other prompt runs."""
+        if self.load is not None:
+            if not self._see_load():
+                return WAIT
+            if self.load is not None:
+                return self._beside(num_tokens)
+        if self.match is not None:
+            if self not in self._shared.growing and not self.blocks.extend():
+                return WAIT
+            plan = self.plan()
+            if plan is None and self.is_looking:
+                return WAIT
+            if plan is not None and self.grow(plan, is_alone=is_alone):
+                return self.begin(plan, num_tokens)
+            self.settle()
+        return READY
+
+    def plan(self) -> LoadPlan | None:
+        """What to load next; None to compute from here."""
+        position, offset = divmod(self.blocks.num_computed, self.blocks.block_tokens)
+        match = self.match
+        if match is None or match.is_matching or offset:
+            return None
+        if match.decided is None or match.decided.first != position:
+            match.decided = self._shared.traffic.loading.plan(match, position, self.blocks.num_tokens)
+        return match.decided
+
+    def grow(self, plan: LoadPlan, *, is_alone: bool) -> bool:
+        """Take blocks for `plan`, no more than some of them while other prompts compute.
+
+        False, and nothing changes, when there is no room.
+        """
+        end, budget = plan.end, self._shared.budget
+        if not is_alone and not budget.is_idle:
+            end = min(end, max(plan.first, len(self.blocks.ids)) + _GROWTH_PIECES * budget.piece_blocks)
+        return self.blocks.grow(end)
+
+    def begin(self, plan: LoadPlan, num_tokens: int) -> Verdict:
+        """Load `plan` into the prompt's blocks, once it has them all. What may be computed beside that."""
+        assert self.match is not None
+        if len(self.blocks.ids) < plan.end:
+            self.state = State.LOADING
+            self._shared.growing[self] = max(plan.end, self.match.end)
+            self._shared.has_unmatched = True
+            return WAIT
+        self._shared.growing.pop(self, None)
+        self.load = self._start(plan)
+        self.state = State.LOADING if plan.order is Order.FRONT else State.MEETING
+        self._load_ahead()
+        return self._beside(num_tokens)
+
+    def _beside(self, num_tokens: int) -> Verdict:
+        """How many tokens at the front to compute while the rest comes from the back."""
+        load = self.load
+        assert load is not None
+        if load.plan.order is Order.FRONT:
+            return WAIT
+        block_tokens = self.blocks.block_tokens
+        claimed = load.front * block_tokens - self.blocks.num_computed
+        if claimed <= 0:
+            share = self._shared.traffic.loading.share(load, self.blocks.num_tokens)
+            claimed = load.claim(min(share, max(1, num_tokens // block_tokens))) * block_tokens
+        claimed = min(claimed, num_tokens)
+        return Verdict(True, claimed) if claimed else WAIT
+
+    # --- loading ---------------------------------------------------------------------------------------------------
+
+    def _load_ahead(self) -> None:
+        """Load what follows on the loads under way from the same tier, unless it is to be computed or lacks room."""
+        match, load = self.match, self.load
+        assert match is not None
+        while load is not None and load.plan.order is Order.FRONT:
+            last = self.next_loads[-1] if self.next_loads else load
+            plan = self._shared.traffic.loading.plan(match, last.plan.end, self.blocks.num_tokens)
+            if plan is None or plan.order is not Order.FRONT or plan.span.tier != last.plan.span.tier:
+                return
+            if plan.span.lease is last.plan.span.lease:
+                return  # a lease is one thread's at a time
+            if not self.blocks.grow(plan.end):
+                return
+            self.next_loads.append(self._start(plan, last))
+
+    def _start(self, plan: LoadPlan, behind: Load | None = None) -> Load:
+        assert self.match is not None
+        self.match.decided = None
+        hashes = self.blocks.hashes[plan.first : plan.end]
+        ids = self.blocks.ids[plan.first : plan.end]
+        after_step = max(map(self._shared.last_steps.__getitem__, ids))
+        return self._shared.traffic.loading.load(self.match, plan, hashes, ids, after_step, behind)
+
+    def _see_load(self) -> bool:
+        """See how far the load is. False when there is nothing to do but wait for it."""
+        load = self.load
+        assert load is not None
+        if self._shared.traffic.loading.is_late(load, self.blocks.num_tokens):
+            self._abandon(load)
+            return True
+        if load.plan.order is Order.FRONT:
+            if not load.is_over:
+                return False
+            self._end(load)
+            return self.load is None or self._see_load()
+        if self.blocks.num_computed == load.front * self.blocks.block_tokens and load.has_met:
+            self._end(load)
+        return True
+
+    def start_early(self, *, is_alone: bool) -> bool:
+        """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival.
+
+        Unless the prompt `is_alone` in its step, only if the rest comes while the device does other things.
+        """
+        assert self.load is not None
+        shared, loads = self._shared, [self.load, *self.next_loads]
+        if self.is_looking or any(not load.is_submitted or load.plan.order is not Order.FRONT for load in loads):
+            return False
+        if not is_alone and not shared.budget.is_in_time(shared.traffic.loading.left_s(loads)):
+            return False
+        for load in loads:
+            shared.arrivals += [copies for copies in load.transfers if not copies.is_done]
+            self._end(load)
+        if self.plan() is not None:
+            return False
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """No more is loaded: what ended the match is what the prompt says of itself."""
+        match = self.match
+        if match is None:
+            return
+        if self.ending is None:
+            self.ending = self._ending_of(match)
+        self._shared.traffic.matcher.give_up(match)
+        self.match = None
+        if self.load is None:
+            self.state = State.SETTLED
+        if self._shared.growing.pop(self, None) is not None:
+            self.blocks.unclaim()
+        self._stop_looking()
+
+    def _ending_of(self, match: TierMatch) -> MatchEnding:
+        block_tokens = self.blocks.block_tokens
+        position = self.blocks.num_filled // block_tokens
+        # What meets from the back leaves out the block of the last token, found or not.
+        before_last = (self.blocks.num_tokens - 1) // block_tokens
+        if position >= (before_last if match.has_all else self.blocks.num_wanted):
+            return MatchEnding(position, MatchEnd.ALL, "")
+        left = next((span for span in match.spans if span.end > position), None)
+        if left is None:
+            ending = match.ending
+            return MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
+        if left.first <= position:
+            return MatchEnding(position, MatchEnd.SLOWER, left.tier)
+        return MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")
+
+    def _abandon(self, load: Load) -> None:
+        """Late: what has arrived is used, the rest is computed."""
+        self._abandon_next()
+        self._shared.traffic.loading.abandon_late(load)
+        if load.plan.order is Order.FRONT:
+            if self.ending is None:
+                self.ending = MatchEnding(load.arrived()[1], MatchEnd.SLOWER, load.plan.span.tier, "it was late")
+            self._end(load)
+            self.blocks.unclaim()
+        self.settle()
+
+    def _abandon_next(self) -> None:
+        while self.next_loads:
+            self._shared.traffic.loading.abandon(self.next_loads.popleft())
+
+    def _end(self, load: Load) -> None:
+        """Count what arrived as computed; if that is all, the next load is the prompt's."""
+        blocks, tier = self.blocks, load.plan.span.tier
+        if load.plan.order is Order.BACK:
+            self._shared.traffic.loading.note_met(load)
+        first, end = load.arrived()
+        if end > first:
+            blocks.fill(end)
+            if not self._was_left:
+                num_loaded = blocks.num_computed - first * blocks.block_tokens
+                self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_loaded
+            # A tier that was away may lack what another had; but what is still on its way must not be offered.
+            if self._shared.offered_again is None or not load.is_over:
+                self.num_offered = end
+        self.load = None
+        if end < load.plan.end:
+            self._abandon_next()
+            blocks.unclaim()
+            if self.ending is None:
+                lost = MatchEnding(end, MatchEnd.LOST, tier)
+                self.ending = MatchEnding(end, MatchEnd.LIMIT, "host") if load.lacks_room else lost
+            self.settle()
+        if self.next_loads:
+            self.load = self.next_loads.popleft()
+        else:
+            self.state = State.SETTLED if self.match is None else State.MATCHING
+        if load.is_over:
+            blocks.show()
+
+    def has_room(self, num_blocks: int, num_free_blocks: int) -> bool:
+        """There are blocks for the first `num_blocks`, and for all that is still to be loaded for admitted prompts.
+
+        Also for what was found of this prompt behind that, or may be found yet.
+        """
+        shared, match = self._shared, self.match
+        if self in shared.looking:
+            num_blocks = self.blocks.num_wanted
+        elif match is not None and match.decided is not None:
+            num_blocks = max(num_blocks, match.end)
+        missing = num_blocks - len(self.blocks.ids)
+        promised = {other: other.blocks.num_wanted for other in shared.looking if other.is_admitted}
+        for other, end in (promised | shared.growing).items():
+            if other is not self:
+                missing += max(0, end - len(other.blocks.ids))
+        return missing <= num_free_blocks
+
+    # --- storing, and the end --------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """The prompt has what the device has of it. A tier that was away since is offered that once more."""
+        shared, blocks = self._shared, self.blocks
+        self.is_admitted = True
+        self.num_offered = blocks.num_filled // blocks.block_tokens
+        if not blocks.num_computed:
+            return
+        generation = shared.traffic.generation
+        if generation != shared.generation:
+            shared.generation, shared.offered_again = generation, set()
+        offered = shared.offered_again
+        if offered is None:
+            return
+        if len(offered) > _MAX_OFFERED_AGAIN:
+            offered.clear()
+        num_known = sum(1 for _ in itertools.takewhile(offered.__contains__, blocks.hashes))
+        self.num_offered = min(self.num_offered, num_known)
+
+    def filled(self) -> None:
+        """Full blocks of known tokens go to the tiers once the device has done what was handed to it."""
+        blocks, first = self.blocks, self.num_offered
+        num_full = min(blocks.num_computed, blocks.num_tokens) // blocks.block_tokens
+        if num_full <= first:
+            return
+        blocks.extend_hashes()
+        hashes = blocks.hashes[first:num_full]
+        self._shared.traffic.storer.offer(hashes, blocks.lease(first, num_full))
+        if self._shared.offered_again is not None:
+            self._shared.offered_again.update(hashes)
+        self.num_offered = num_full
+
+    def announce(self) -> None:
+        """The prompt begins to be computed: other prompts wait for its blocks."""
+        if self.is_announced or self.load is not None:
+            return
+        self.is_announced = True
+        blocks, announced = self.blocks, self._shared.announced
+        blocks.extend_hashes()
+        hashes = blocks.hashes[blocks.num_filled // blocks.block_tokens :]
+        for block_hash in hashes:
+            announced.setdefault(block_hash, self)
+        self._shared.traffic.storer.announce(self, hashes)
+
+    def leave(self) -> None:
+        """The prompt gives up its blocks: nothing is loaded into them any more. It may be asked for again."""
+        shared, traffic = self._shared, self._shared.traffic
+        last_steps, num_steps = shared.last_steps, traffic.marks.num_steps
+        for block_id in self.blocks.ids:
+            last_steps[block_id] = num_steps
+        if self.load is not None:
+            traffic.loading.abandon(self.load)
+            self.load = None
+        self._abandon_next()
+        shared.growing.pop(self, None)
+        self._stop_looking()
+        if self.match is not None:
+            traffic.matcher.give_up(self.match)
+            self.match = None
+        if self.is_announced:
+            self.is_announced = False
+            for block_hash in self.blocks.hashes:
+                if shared.announced.get(block_hash) is self:
+                    del shared.announced[block_hash]
+            traffic.storer.withdraw(self)
+        self.state = State.UNASKED
+        self.is_admitted = False
+        self._was_left = True
+
+
+class NoPrefetch(Prefetch):
+    """Of every prompt of an engine without tiers: settled, and nothing is stored."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.state = State.SETTLED
+        self.match = self.load = self.ending = None
+        self.loaded_tokens = {}
+
+    def has_room(self, num_blocks: int, num_free_blocks: int) -> bool:
+        return True
+
+    def admit(self) -> None:
+        pass
+
+    def filled(self) -> None:
+        pass
+
+    def announce(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass

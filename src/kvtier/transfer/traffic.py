@@ -1,0 +1,138 @@
+"""What goes between a device's blocks and the tiers: matches, loads and stores, each with threads of its own. No torch.
+
+The engine's thread calls everything here and never waits, but for `wait`, `settle` and the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from kvtier.blocks.layout import KvLayout
+from kvtier.errors import TierError
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.copier import Copier
+from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.loader import Loader
+from kvtier.transfer.loading import Loading
+from kvtier.transfer.matching import Matcher
+from kvtier.transfer.step_marks import StepMarks
+from kvtier.transfer.storer import Storer
+
+_DRAIN_S = 60.0
+_TURN_S = 5e-5
+_ANSWER_S = 0.002
+
+
+class Traffic:
+    """Everything below the device's own pool. One per engine."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        copier: Copier,
+        speeds: Speeds,
+        *,
+        layout: KvLayout,
+        chunk_tokens: int,
+        always_loads: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        let_pass: Callable[[], None] | None = None,
+    ) -> None:
+        """`always_loads` turns the decision off: what is found is loaded, however long it takes.
+
+        The threads `let_pass` where they can (`latency_guard`).
+        """
+        self.hierarchy = hierarchy
+        self._copier = copier
+        self._adopt_arenas()
+        self._woken = threading.Event()
+        wake = self._woken.set
+        self.marks = StepMarks(copier)
+        self.decision = LoadOrCompute(speeds, layout, chunk_tokens, always_loads=always_loads, clock=clock)
+        self.matcher = Matcher(hierarchy, self.decision, wake, clock=clock, let_pass=let_pass)
+        self.loading = Loading(
+            Loader(hierarchy, copier, wake),
+            self.matcher,
+            self.decision,
+            self.marks,
+            hierarchy.metrics,
+            layout,
+            wake,
+            clock=clock,
+            let_pass=let_pass,
+        )
+        self.storer = Storer(hierarchy, copier, self.marks, wake, clock=clock, let_pass=let_pass)
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    @property
+    def is_foreign(self) -> bool:
+        """This process was forked from the one that has the threads and the memory."""
+        return os.getpid() != self._pid
+
+    @property
+    def generation(self) -> object:
+        """Changes when a tier may have lost what it was offered: its server was away."""
+        return tuple(guard.tier.generation for guard in self.hierarchy.guards if isinstance(guard.tier, RemoteTier))
+
+    def wake(self) -> None:
+        """From any thread: end a `wait`, for there is something new to do."""
+        self._woken.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something has happened."""
+        self._woken.wait(timeout_s)
+        self._woken.clear()
+
+    def give_way(self, *, is_idle: bool) -> None:
+        """Let a load that was just begun hand over its first copies: Python would go on with this thread for 5 ms.
+
+        Before there is any, and if the device `is_idle`, let the first answer of a tier come.
+        """
+        if self.loading.num_loads:
+            time.sleep(_TURN_S)
+        elif is_idle and self.matcher.num_matching:
+            self.wait(_ANSWER_S)
+
+    def settle(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything offered so far is stored, or was given up. False when that takes too long.
+
+        Not while another thread does steps.
+        """
+        if self._is_closed:
+            return True
+        self.storer.send(is_last=True)
+        return self.storer.settle(timeout_s)
+
+    def drain(self) -> None:
+        """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
+        self.loading.abandon_all()
+        self.storer.start_over(_DRAIN_S)
+        self.marks.note_step()  # whatever was handed to the device, and perhaps not noted, comes before the next load
+
+    def close(self) -> None:
+        """Finish the stores that are under way and end everything."""
+        if self._is_closed or self.is_foreign:
+            return
+        self._is_closed = True
+        self.storer.send(is_last=True)
+        self.storer.close()
+        self.loading.close()
+        self.matcher.close()
+        self._copier.close()
+        self.hierarchy.close()
+
+    def _adopt_arenas(self) -> None:
+        """Before the first request needs them: that takes a GPU seconds. A server that is away is adopted later."""
+        for guard in self.hierarchy.guards:
+            if isinstance(guard.tier, SharedMemoryTier):
+                with contextlib.suppress(TierError):
+                    self._copier.adopt(guard.tier.arena)
+        if self.hierarchy.host is not None:
+            self._copier.adopt(self.hierarchy.host.arena)

@@ -1,0 +1,247 @@
+"""Prefixes between one device and the tiers below it, as an engine's scheduler sees them. No torch.
+
+`begin` makes a `Prefetch` of each prompt; `poll` looks for those that wait; `filled` stores what a step has filled. The
+engine's thread calls everything; nothing waits but `wait`, `settle` and the end. Without tiers, `NoTransfer`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.tiers.explanation import Explanation
+from kvtier.transfer.copier import Transfer as Copies
+from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.match_budget import PIECE_BLOCKS, MatchBudget
+from kvtier.transfer.prefetch import NoPrefetch, Prefetch, PromptBlocks, SharedState, State
+from kvtier.transfer.traffic import Traffic
+
+_LOOK_AHEAD = 64
+"""Waiting prompts that are matched before their turn comes: each leases what it found."""
+
+_PATIENCE_S = 0.05
+"""How long blocks that wait for a tier may hold up a prompt that needs them."""
+
+
+class Transfer:
+    """One per engine. `num_blocks` is what its device has."""
+
+    has_tiers = True
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        piece_blocks: int = PIECE_BLOCKS,
+    ) -> None:
+        """Beside a step, `piece_blocks` of a prompt are hashed at a time, and four times as many blocks taken."""
+        self.traffic = traffic
+        self._num_blocks = num_blocks
+        self._clock = clock
+        self._piece_blocks = piece_blocks
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        traffic = self.traffic
+        budget = MatchBudget(self._clock, self._piece_blocks)
+        last_steps = [traffic.marks.num_steps] * self._num_blocks
+        self._shared = SharedState(traffic, budget, last_steps, generation=traffic.generation)
+        self._short_since: float | None = None
+
+    def begin(self, blocks: PromptBlocks) -> Prefetch:
+        """A prompt has come. The tiers are asked by a `poll`, while it waits."""
+        return Prefetch(self._shared, blocks)
+
+    # --- waiting prompts -------------------------------------------------------------------------------------------
+
+    def poll(self, waiting: Iterable[Prefetch], *, is_idle: bool, taken_in_s: float) -> list[DeviceLease]:
+        """Begin to match the prompts that are next. Returns blocks that were copied away: they are the device's again.
+
+        If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
+        Else, prompts were taken in for `taken_in_s` since the last step, and there is less time left for matching.
+        """
+        traffic, shared = self.traffic, self._shared
+        budget = shared.budget
+        copied = traffic.storer.take_copied()
+        if copied:
+            self._short_since = None
+        next_ones = list(itertools.islice(waiting, _LOOK_AHEAD))
+        budget.begin_poll(is_idle=is_idle, num_loads=traffic.loading.num_loads)
+        traffic.loading.busy_s = budget.busy_s
+        end_at = budget.end_at(sum(one.state is State.UNASKED for one in next_ones), taken_in_s)
+        if end_at is None:
+            shared.has_unmatched = bool(next_ones or shared.looking)
+            return copied
+        # A prompt that lacks blocks for its load gets more of them after this: matching must not take long.
+        self._match_until(next_ones, end_at, is_idle=is_idle and not shared.growing)
+        budget.end_poll()
+        return copied
+
+    def _match_until(self, waiting: Collection[Prefetch], end_at: float, *, is_idle: bool) -> None:
+        """A piece at least; another one if it ends in time, should it take as long as the one before it."""
+        shared, clock = self._shared, self._clock
+        shared.has_unmatched = False
+        piece_at = clock()
+        for prefetch in list(shared.looking):
+            while not shared.has_unmatched and prefetch.look_further(is_idle=is_idle):
+                piece_at, before_at = clock(), piece_at
+                shared.has_unmatched = 2 * piece_at - before_at >= end_at
+                if not prefetch.has_more:
+                    break
+        for prefetch in waiting:
+            while prefetch.state is State.UNASKED:
+                if shared.has_unmatched:
+                    return
+                prefetch.ask(is_idle=is_idle)
+                match = prefetch.match
+                may_stop = not is_idle or (match is not None and (match.is_matching or bool(match.spans)))
+                piece_at, before_at = clock(), piece_at
+                shared.has_unmatched = may_stop and 2 * piece_at - before_at >= end_at
+        shared.has_unmatched = any(prefetch.has_more for prefetch in shared.looking)
+
+    @property
+    def has_unmatched(self) -> bool:
+        """Whatever the last step is, the next one should follow at once: more can be loaded beside it."""
+        return self._shared.has_unmatched
+
+    # --- room ------------------------------------------------------------------------------------------------------
+
+    def may_wait_for_room(self) -> bool:
+        """Blocks are being copied away, and not for long yet: they come back by themselves."""
+        storer = self.traffic.storer
+        if not storer.has_stores:
+            self._short_since = None
+            return False
+        storer.send(is_last=True)
+        now = self._clock()
+        if self._short_since is None:
+            self._short_since = now
+        if now - self._short_since > _PATIENCE_S:
+            storer.hurry()
+        return True
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_arrivals(self) -> bool:
+        """The next step waits for something that is on its way."""
+        return bool(self._shared.arrivals)
+
+    def take_arrivals(self) -> list[Copies]:
+        arrivals, self._shared.arrivals = self._shared.arrivals, []
+        return arrivals
+
+    def note_step(self, copied_ids: Iterable[int], *, is_full: bool) -> None:
+        """A step was handed to the device, with copies among `copied_ids`; `is_full` without room for another token."""
+        shared, marks = self._shared, self.traffic.marks
+        shared.budget.is_full = is_full
+        marks.note_step()
+        for block_id in copied_ids:
+            shared.last_steps[block_id] = marks.num_steps
+
+    # --- storing ---------------------------------------------------------------------------------------------------
+
+    def send(self, *, is_last: bool = False) -> None:
+        """Once in a step at least; `is_last` when no step follows for now."""
+        self.traffic.storer.send(is_last=is_last)
+
+    @property
+    def has_stores(self) -> bool:
+        """Blocks are held for stores."""
+        return self.traffic.storer.has_stores
+
+    def note(self, explanation: Explanation) -> None:
+        """Tell the cache server why a match ended."""
+        self.traffic.storer.note(explanation)
+
+    # --- waiting and ending ----------------------------------------------------------------------------------------
+
+    @property
+    def is_foreign(self) -> bool:
+        """This process was forked from the one that has the threads and the memory."""
+        return self.traffic.is_foreign
+
+    @property
+    def registries(self) -> Sequence[CollectorRegistry]:
+        """Of the tiers' metrics."""
+        return [self.traffic.hierarchy.metrics.registry]
+
+    def wake(self) -> None:
+        """From any thread: end a `wait`."""
+        self.traffic.wake()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something has happened."""
+        self.traffic.wait(timeout_s)
+
+    def give_way(self, *, is_idle: bool) -> None:
+        """Between two polls without a step."""
+        self.traffic.give_way(is_idle=is_idle)
+
+    def settle(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything offered so far is stored, or was given up. False when that takes too long."""
+        return self.traffic.settle(timeout_s)
+
+    def start_over(self) -> None:
+        """After a failure: no copy touches the device's blocks any more, and all prompts so far are forgotten."""
+        self.traffic.drain()
+        self._begin_anew()
+
+    def close(self) -> None:
+        self.traffic.close()
+
+
+class NoTransfer:
+    """There is nothing below the device."""
+
+    has_tiers = False
+    traffic: Traffic | None = None
+    has_unmatched = False
+    has_arrivals = False
+    has_stores = False
+    is_foreign = False
+    registries: Sequence[CollectorRegistry] = ()
+    _prefetch = NoPrefetch()
+
+    def begin(self, blocks: PromptBlocks) -> Prefetch:
+        return self._prefetch
+
+    def poll(self, waiting: Iterable[Prefetch], *, is_idle: bool, taken_in_s: float) -> list[DeviceLease]:
+        return []
+
+    def may_wait_for_room(self) -> bool:
+        return False
+
+    def take_arrivals(self) -> list[Copies]:
+        return []
+
+    def note_step(self, copied_ids: Iterable[int], *, is_full: bool) -> None:
+        pass
+
+    def send(self, *, is_last: bool = False) -> None:
+        pass
+
+    def note(self, explanation: Explanation) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def give_way(self, *, is_idle: bool) -> None:
+        pass
+
+    def settle(self, timeout_s: float = 10.0) -> bool:
+        return True
+
+    def start_over(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
