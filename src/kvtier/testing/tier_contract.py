@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import CapacityError, ConfigError, LeaseError
 from kvtier.tiers.tier import Tier
@@ -72,7 +73,7 @@ class TierContract:
     def test_an_empty_tier_matches_nothing(self, tier: Tier) -> None:
         with tier.match(chain(1, 4)) as lease:
             assert lease.num_blocks == 0
-            assert lease.ended == "miss"
+            assert lease.ended is MatchEnd.NEVER_STORED
             assert lease.fetch(empty_buffers(4)) == 0
 
     def test_a_match_ends_at_the_first_block_that_is_missing(self, tier: Tier) -> None:
@@ -82,7 +83,7 @@ class TierContract:
 
         with tier.match(hashes) as lease:
             assert lease.num_blocks == 3
-            assert lease.ended == "miss"
+            assert lease.ended is MatchEnd.NEVER_STORED
         assert tier.contains(hashes) == [True, True, True, False, True, True]
 
     def test_a_match_of_everything_says_so(self, tier: Tier) -> None:
@@ -90,7 +91,7 @@ class TierContract:
         tier.offer(hashes, payloads(hashes))
 
         with tier.match(hashes) as lease:
-            assert (lease.num_blocks, lease.ended) == (3, "all")
+            assert (lease.num_blocks, lease.ended) == (3, MatchEnd.ALL)
 
     def test_a_match_of_no_hashes_is_empty(self, tier: Tier) -> None:
         with tier.match([]) as lease:
@@ -131,16 +132,16 @@ class TierContract:
             tier.offer(chain(seed, 1), payloads(chain(seed, 1)))
         oldest, newest = chain(seeds[0], 1), chain(seeds[-1], 2)
 
-        assert tier.match(oldest).ended == "evicted"
+        assert tier.match(oldest).ended is MatchEnd.EVICTED
         with tier.match(newest) as lease:
-            assert (lease.num_blocks, lease.ended) == (1, "miss")
+            assert (lease.num_blocks, lease.ended) == (1, MatchEnd.NEVER_STORED)
         tier.drop(newest)
-        assert tier.match(newest).ended == "miss"
+        assert tier.match(newest).ended is MatchEnd.NEVER_STORED
         tier.offer(oldest, payloads(oldest))
         with tier.match(oldest) as lease:
-            assert lease.ended == "all"
+            assert lease.ended is MatchEnd.ALL
         tier.drop(oldest)
-        assert tier.match(oldest).ended == "miss"
+        assert tier.match(oldest).ended is MatchEnd.NEVER_STORED
 
     def test_a_prefix_loses_its_end_before_its_beginning(self, tier: Tier) -> None:
         hashes = chain(1, CAPACITY_BLOCKS // 2)

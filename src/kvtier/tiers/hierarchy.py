@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd, most_telling
 from kvtier.errors import CapacityError, ConfigError, LeaseError, ProtocolError, TierError
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease
@@ -87,17 +88,13 @@ class Segment:
         return self.lease.num_blocks + self.lease.num_stored
 
 
-_TELLING = ("limit", "pending", "lost", "down", "evicted", "miss")
-"""Of what several tiers say of the same block, the first of these is why it is not there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
     """What a tier said of the block at `position`, where its part of a match ended."""
 
     tier: str
     position: int
-    ended: str
+    ended: MatchEnd
 
 
 class Hierarchy:
@@ -139,7 +136,7 @@ class Hierarchy:
             if num_blocks == len(hashes):
                 break
             name = guard.tier.name
-            ended = "down"
+            ended = MatchEnd.TIER_DOWN
             if not guard.is_resting:
                 with guard.watched():
                     wanted = hashes[num_blocks:]
@@ -241,7 +238,7 @@ class HierarchyLease:
         return len(self._hashes)
 
     @property
-    def ended(self) -> str:
+    def ended(self) -> MatchEnd:
         """As `Lease.ended`: what the next block was."""
         return self.ending.ended
 
@@ -278,11 +275,9 @@ class HierarchyLease:
 
 
 def _ending(endings: Sequence[Ending], num_blocks: int, num_wanted: int) -> Ending:
-    """Why a match of `num_blocks` is not longer: the most telling word of those who were asked for the next block."""
+    """Why a match of `num_blocks` is not longer: what the tiers asked for the next block say of it."""
     if num_blocks == num_wanted:
-        return Ending("", num_blocks, "all")
+        return Ending("", num_blocks, MatchEnd.ALL)
     last = [ending for ending in endings if ending.position == num_blocks]
-    known = [ending for ending in last if ending.ended in _TELLING]
-    if not known:
-        return Ending("", num_blocks, "miss")
-    return min(known, key=lambda ending: _TELLING.index(ending.ended))
+    ended = most_telling(ending.ended for ending in last)
+    return next((ending for ending in last if ending.ended is ended), Ending("", num_blocks, ended))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierError
 from kvtier.memory.lease import BlockLease
 from kvtier.observe.metrics import TierMetrics
@@ -64,7 +65,7 @@ class Fetch:
     is_matching: bool = True
     is_cancelled: bool = False
     parts: list[Part] = field(default_factory=list)
-    ending: Ending = field(default_factory=lambda: Ending("", 0, "all"))
+    ending: Ending = field(default_factory=lambda: Ending("", 0, MatchEnd.ALL))
     leases: list[HierarchyLease] = field(default_factory=list)
     decided: Plan | None = None
     """What is loaded next, once the request has all blocks for it."""
@@ -84,7 +85,7 @@ class Fetch:
     @property
     def has_all(self) -> bool:
         """All that was asked for was found."""
-        return not self.is_matching and self.ending.ended == "all"
+        return not self.is_matching and self.ending.ended is MatchEnd.ALL
 
 
 class TierTraffic:
@@ -166,12 +167,12 @@ class TierTraffic:
             return
         if self.is_quick:
             lease = self.hierarchy.match(hashes, is_counted=False)
-            if lease.ended != "pending":
+            if lease.ended is not MatchEnd.PENDING:
                 self._found(fetch, lease, first, len(hashes) + num_more)
                 return
             lease.release()
         if not self._decision.is_match_worth_it(first, first + len(hashes)):
-            fetch.ending = Ending("", first, "slow")
+            fetch.ending = Ending("", first, MatchEnd.SLOWER)
             fetch.is_matching = False
             return
         with self._lock:
@@ -399,7 +400,7 @@ class TierTraffic:
             self._woken.set()
 
     def _match(self, fetch: Fetch, first: int, hashes: Sequence[BlockHash], num_more: int) -> None:
-        fetch.ending = Ending("", first, "down")
+        fetch.ending = Ending("", first, MatchEnd.TIER_DOWN)
         is_found = False
         try:
             if not fetch.is_cancelled:
@@ -413,7 +414,7 @@ class TierTraffic:
             self._leave(fetch)
 
     def _found(self, fetch: Fetch, lease: HierarchyLease, first: int, num_wanted: int) -> None:
-        is_all = lease.ended == "all"
+        is_all = lease.ended is MatchEnd.ALL
         self.hierarchy.count(lease, lease.num_blocks if is_all else num_wanted)
         fetch.leases.append(lease)
         fetch.parts = fetch.parts + self._parts_of(lease, first)
@@ -428,7 +429,7 @@ class TierTraffic:
         started_at = progressed_at = self._clock()
         self._decision.note_match(started_at - asked_at)
         num_blocks = lease.num_blocks
-        while lease.ended == "pending" and not fetch.is_cancelled:
+        while lease.ended is MatchEnd.PENDING and not fetch.is_cancelled:
             now = self._clock()
             position = first + num_blocks
             compute_s = self._decision.compute_s(position, first + len(hashes), None)

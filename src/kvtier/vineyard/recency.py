@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
@@ -134,7 +135,7 @@ class SharedRecency:
                 self._lease = lease
                 self._entries = lease.arena.view(lease.offsets[0], client.layout.block_bytes).cast("Q")
                 return True
-            if lease.ended == "down" or time.monotonic() > deadline or not self._make(client):
+            if lease.ended is MatchEnd.TIER_DOWN or time.monotonic() > deadline or not self._make(client):
                 return False
 
     def _connect(self, memory_bytes: int) -> SingleClient:

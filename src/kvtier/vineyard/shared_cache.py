@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.client.connecting import connect
@@ -299,7 +300,7 @@ class SharedCache(ClosedAtExit):
                 num_leased = lease.wait()
                 num_present += num_leased
                 if num_leased < len(part):
-                    if lease.ended == "limit":  # there may be more
+                    if lease.ended is MatchEnd.LIMIT:  # there may be more
                         num_present += self._num_leading(hashes[num_present:])
                     break
             yield num_present

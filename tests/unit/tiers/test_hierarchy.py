@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError, TierFull, TierTimeout, TierUnavailable
 from kvtier.testing.faults import CorruptingTier, FailingTier, SlowTier, TruncatingTier, WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, empty_buffers, payloads
@@ -65,7 +66,7 @@ def test_each_block_comes_from_the_fastest_tier_that_has_it(make_tier: MakeTier)
     with hierarchy.match(hashes) as lease:
         assert lease.num_blocks == 5
         assert lease.blocks_by_tier == {"fast": 2, "slow": 3}
-        assert lease.ended == "miss"
+        assert lease.ended is MatchEnd.NEVER_STORED
     assert fetched(hierarchy, hashes) == payloads(hashes[:5])
 
 
@@ -75,7 +76,7 @@ def test_a_slower_tier_is_not_asked_for_what_a_faster_one_has(make_tier: MakeTie
     hierarchy = Hierarchy([make_tier("fast", hashes), slow])
 
     with hierarchy.match(hashes) as lease:
-        assert lease.ended == "all"
+        assert lease.ended is MatchEnd.ALL
     assert slow.num_calls == 0
 
 
@@ -100,7 +101,7 @@ def test_hits_and_misses_are_counted_by_tier(make_tier: MakeTier) -> None:
 
 def test_a_match_of_no_hashes_is_a_match_of_all_of_them(make_tier: MakeTier) -> None:
     with Hierarchy([make_tier()]).match([]) as lease:
-        assert (lease.num_blocks, lease.ended, lease.fetch([])) == (0, "all", 0)
+        assert (lease.num_blocks, lease.ended, lease.fetch([])) == (0, MatchEnd.ALL, 0)
 
 
 def test_an_offer_goes_to_every_tier(make_tier: MakeTier) -> None:
@@ -292,12 +293,12 @@ def test_while_its_tier_rests_a_match_says_that_it_is_down(make_tier: MakeTier) 
     matched(hierarchy, chain(1, 1))
 
     with hierarchy.match(chain(1, 1)) as lease:
-        assert lease.ended == "down"
+        assert lease.ended is MatchEnd.TIER_DOWN
 
 
 def test_a_match_in_which_its_tier_fails_says_that_it_is_down(make_tier: MakeTier) -> None:
     with Hierarchy([FailingTier(make_tier("weak"))]).match(chain(1, 1)) as lease:
-        assert lease.ended == "down"
+        assert lease.ended is MatchEnd.TIER_DOWN
 
 
 @pytest.mark.parametrize("num_delivered", [0, 1, 2])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.prompt_loading import PromptLoading
@@ -164,7 +165,7 @@ def test_a_match_names_the_blocks_of_the_prompt_that_each_tier_has(open_bench: O
 
     assert [(part.tier, part.first, part.end) for part in fetch.parts] == [("host", 2, 4), ("far", 4, 6)]
     assert fetch.end == 6
-    assert (fetch.ending.position, fetch.ending.ended) == (6, "miss")
+    assert (fetch.ending.position, fetch.ending.ended) == (6, MatchEnd.NEVER_STORED)
     bench.traffic.give_up(fetch)
     until(bench.is_free)
 
@@ -215,7 +216,7 @@ def test_a_failing_tier_is_no_hit(open_bench: Open) -> None:
     fetch = bench.match(chain(1, 3))
 
     assert fetch.parts == []
-    assert fetch.ending.ended == "down"
+    assert fetch.ending.ended is MatchEnd.TIER_DOWN
     bench.traffic.give_up(fetch)
 
 
@@ -249,7 +250,7 @@ def test_a_match_waits_no_longer_than_computing_would_take(open_bench: Open) -> 
         bench.now[0] = 0.5
         until(lambda: not fetch.is_matching)
 
-    assert fetch.ending.ended == "pending"
+    assert fetch.ending.ended is MatchEnd.PENDING
     bench.traffic.give_up(fetch)
 
 

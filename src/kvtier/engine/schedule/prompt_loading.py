@@ -20,7 +20,7 @@ from kvtier.engine.schedule.block_manager import BlockManager
 from kvtier.engine.schedule.naive_blocks import extend_hashes, num_reusable_blocks
 from kvtier.engine.schedule.request import MatchEnding, Request, Status
 from kvtier.engine.schedule.step import Step
-from kvtier.tiers.explanation import MatchEnd, match_end_of
+from kvtier.tiers.explanation import MatchEnd
 from kvtier.transfer.copier import Transfer
 from kvtier.transfer.load import Load, Order, Plan
 from kvtier.transfer.tier_traffic import Fetch, TierTraffic
@@ -426,7 +426,7 @@ class PromptLoading:
             if position >= (before_last if fetch.has_all else self._num_wanted(request)):
                 request.ending = MatchEnding(position, MatchEnd.ALL, "")
             elif left is None:
-                request.ending = MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
+                request.ending = MatchEnding(max(position, ending.position), ending.ended, ending.tier)
             elif left.first <= position:
                 request.ending = MatchEnding(position, MatchEnd.SLOWER, left.tier)
             else:
