@@ -343,10 +343,13 @@ class ReplicatedLease:
     """A lease over several servers. Not thread-safe."""
 
     num_stored = 0
+    arena = None
+    offsets = ()
 
     def __init__(self, parts: list[_Part], num_blocks: int, ended: MatchEnd) -> None:
         self._parts = parts
         self.num_blocks = num_blocks
+        self.num_ready_at_match = num_blocks
         self.ended = ended
         self._is_over = False
 

@@ -56,6 +56,21 @@ class Lease(Protocol):
         ...
 
     @property
+    def num_ready_at_match(self) -> int:
+        """How many leading blocks were in the tier's memory; the others were on their way from disk."""
+        ...
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """What `offsets` are places in, if the blocks lie in one memory of this host."""
+        ...
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Without an `arena` they mean nothing."""
+        ...
+
+    @property
     def has_views(self) -> bool:
         """The blocks lie in memory of this process: `views` costs no copy."""
         ...
@@ -119,7 +134,6 @@ class _Scope:
 
     @property
     def arena(self) -> MappedArena | None:
-        """What `offsets` are places in, if it is memory of this host."""
         return self._arena
 
     def __enter__(self) -> Self:
@@ -318,6 +332,9 @@ class EmptyLease:
     """Nothing matched, and why."""
 
     num_blocks = 0
+    num_ready_at_match = 0
+    arena = None
+    offsets = ()
     has_views = True
 
     def __init__(self, ended: MatchEnd, num_stored: int = 0) -> None:

@@ -97,6 +97,39 @@ class TierContract:
         with tier.match([]) as lease:
             assert lease.num_blocks == 0
 
+    def test_a_lazy_match_finds_what_a_match_finds(self, tier: Tier) -> None:
+        hashes = chain(1, 6)
+        tier.offer(hashes[:4], payloads(hashes[:4]))
+
+        with tier.match_lazily(hashes) as lease:
+            assert lease.num_blocks + lease.num_stored == 4
+            assert lease.ended is MatchEnd.NEVER_STORED
+        with tier.match(hashes) as lease:
+            assert lease.num_blocks == 4
+
+    def test_the_slots_of_a_local_tier_are_written_in_place(self, tier: Tier) -> None:
+        if not tier.is_local:
+            pytest.skip("this tier is not local")
+        hashes = chain(1, 4)
+        with tier.reserve(hashes) as reservation:
+            assert reservation.arena is not None
+            assert tier.match(hashes).ended is MatchEnd.PENDING
+            reservation.fill(payloads(hashes))
+            assert reservation.commit() == 4
+
+        assert fetch_all(tier, hashes) == payloads(hashes)
+
+    def test_a_local_tiers_leases_say_where_its_blocks_lie(self, tier: Tier) -> None:
+        hashes = chain(1, 3)
+        tier.offer(hashes, payloads(hashes))
+
+        with tier.match(hashes) as lease:
+            assert lease.num_ready_at_match == 3
+            assert (lease.arena is not None) == (tier.arena is not None) == tier.is_local
+            if lease.arena is not None:
+                found = [bytes(lease.arena.view(offset, LAYOUT.block_bytes)) for offset in lease.offsets]
+                assert found == payloads(hashes)
+
     def test_a_block_offered_twice_is_written_once(self, tier: Tier) -> None:
         hashes = chain(1, 4)
         assert tier.offer(hashes, payloads(hashes)) == 4

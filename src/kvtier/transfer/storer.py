@@ -21,8 +21,7 @@ from kvtier.latency_guard import give_way, yield_to
 from kvtier.memory.lease import Reservation
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Guard, Hierarchy
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copier, Mark, Transfer
 from kvtier.transfer.device_lease import DeviceLease
 
@@ -78,14 +77,10 @@ class Storer:
         self._copier = copier
         self._wake = wake
         guards = hierarchy.guards
-        self._places = [
-            _Places(guard, guard.tier, copier, hierarchy)
-            for guard in guards
-            if isinstance(guard.tier, (HostTier, SharedMemoryTier))
-        ]
+        self._places = [_Places(guard, guard.tier, copier, hierarchy) for guard in guards if guard.tier.is_local]
         self._host = hierarchy.host
-        self._far = [guard for guard in guards if not isinstance(guard.tier, (HostTier, SharedMemoryTier))]
-        self._noters = [guard.tier.client for guard in guards if isinstance(guard.tier, RemoteTier)]
+        self._far = [guard for guard in guards if not guard.tier.is_local]
+        self._noters = [guard.tier for guard in guards if guard.tier.keeps_notes]
         self._hierarchy = hierarchy
         self._lock = threading.Lock()
         self._offers: list[_Offer] = []
@@ -232,8 +227,8 @@ class Storer:
             for places in self._places:
                 places.withdraw(job.owner)
         elif isinstance(job, Explanation):
-            for client in self._noters:
-                client.note(job)
+            for tier in self._noters:
+                tier.note(job)
         else:
             job.set()
 
@@ -355,7 +350,7 @@ class _Copy:
 class _Places:
     """Slots in one tier, reserved before or when they are needed. Only the copying thread uses it."""
 
-    def __init__(self, guard: Guard, tier: HostTier | SharedMemoryTier, copier: Copier, hierarchy: Hierarchy) -> None:
+    def __init__(self, guard: Guard, tier: Tier, copier: Copier, hierarchy: Hierarchy) -> None:
         self._guard = guard
         self._tier = tier
         self._copier = copier

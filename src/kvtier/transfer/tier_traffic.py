@@ -20,12 +20,9 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierError
-from kvtier.memory.lease import BlockLease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.decision import LoadOrCompute
@@ -134,7 +131,7 @@ class TierTraffic:
         self.num_steps = 0
         self._marks: deque[tuple[int, Mark]] = deque([(0, copier.mark())])
         """Where the device is once it has done a step: the last that it is known to have done, and all after it."""
-        self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
+        self.is_quick = all(guard.tier.answers_at_once for guard in hierarchy.guards)
         """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
         self.busy_s = 0.0
         """For so long the device is going to compute for requests that need not wait for a load."""
@@ -166,7 +163,7 @@ class TierTraffic:
         if not hashes:
             return
         if self.is_quick:
-            lease = self.hierarchy.match(hashes, is_counted=False)
+            lease = self.hierarchy.match(hashes)
             if lease.ended is not MatchEnd.PENDING:
                 self._found(fetch, lease, first, len(hashes) + num_more)
                 return
@@ -325,7 +322,7 @@ class TierTraffic:
     @property
     def generation(self) -> object:
         """Changes when a tier may have lost what it was offered: its server was away."""
-        return tuple(guard.tier.generation for guard in self.hierarchy.guards if isinstance(guard.tier, RemoteTier))
+        return tuple(guard.tier.generation for guard in self.hierarchy.guards)
 
     def wake(self) -> None:
         """End a `wait`: there is something new to do."""
@@ -382,12 +379,11 @@ class TierTraffic:
 
     def _adopt_arenas(self) -> None:
         """Before the first request needs them: that takes a GPU seconds. A server that is away is adopted later."""
-        for guard in self.hierarchy.guards:
-            if isinstance(guard.tier, SharedMemoryTier):
-                with contextlib.suppress(TierError):
-                    self._copier.adopt(guard.tier.arena)
-        if self.hierarchy.host is not None:
-            self._copier.adopt(self.hierarchy.host.arena)
+        for guard in reversed(self.hierarchy.guards):
+            with contextlib.suppress(TierError):
+                arena = guard.tier.arena
+                if arena is not None:
+                    self._copier.adopt(arena)
 
     # --- private: the tiers' threads -------------------------------------------------------------------------------
 
@@ -425,7 +421,7 @@ class TierTraffic:
         """Match, and wait for blocks that somebody is just computing, about as long as computing them would take."""
         hierarchy = self.hierarchy
         asked_at = self._clock()
-        lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
+        lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_lazy=True)
         started_at = progressed_at = self._clock()
         self._decision.note_match(started_at - asked_at)
         num_blocks = lease.num_blocks
@@ -438,7 +434,7 @@ class TierTraffic:
                 break
             time.sleep(_PENDING_LOOK_S)
             lease.release()
-            lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
+            lease = hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_lazy=True)
             if lease.num_blocks > num_blocks:
                 num_blocks, progressed_at = lease.num_blocks, self._clock()
         return lease
@@ -447,12 +443,13 @@ class TierTraffic:
         parts: list[Part] = []
         for segment in found.segments:
             tier, lease = segment.tier, segment.lease
-            num_ready = lease.num_ready_at_match if isinstance(lease, BlockLease) else lease.num_blocks
             start = first + segment.first
-            ready, leased, end = start + num_ready, start + lease.num_blocks, start + segment.num_blocks
+            ready, leased, end = start + lease.num_ready_at_match, start + lease.num_blocks, start + segment.num_blocks
             parts += [
                 Part(tier, tier, start, ready, lease, 0),
-                Part(DISK, tier, ready, leased, lease, num_ready),  # somebody else has them read just now
+                Part(
+                    DISK, tier, ready, leased, lease, lease.num_ready_at_match
+                ),  # somebody else has them read just now
                 Part(DISK, tier, leased, end, None, 0),
             ]
         return [part for part in parts if part.first < part.end]

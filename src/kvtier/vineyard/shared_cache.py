@@ -28,7 +28,7 @@ from kvtier.client.replicated import ReplicatedClient
 from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierTimeout, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
-from kvtier.memory.lease import BlockLease, Lease, Reservation
+from kvtier.memory.lease import Lease, Reservation
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
 from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, check_tensors, held_addresses, point_tensors
 from kvtier.vineyard.scope import ClosedAtExit
@@ -271,7 +271,7 @@ class SharedCache(ClosedAtExit):
         """Where the leased tokens are, and what keeps that memory there, unless the lease does."""
         if not lease.wait():
             return [], None
-        if isinstance(lease, BlockLease) and lease.arena is not None:
+        if lease.arena is not None:
             start = lease.arena.address
             return [start + offset for offset in lease.offsets], lease.arena.exports([0], 1)
         if lease.has_views:

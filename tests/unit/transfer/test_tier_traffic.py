@@ -33,9 +33,12 @@ CHUNK_TOKENS = 1024
 class _FarLease:
     """A lease whose blocks lie elsewhere, and that counts its releases."""
 
+    arena = None
+    offsets = ()
+
     def __init__(self, inner: Lease) -> None:
         self.inner = inner
-        self.num_blocks = inner.num_blocks
+        self.num_blocks = self.num_ready_at_match = inner.num_blocks
         self.num_stored = inner.num_stored
         self.ended = inner.ended
         self.has_views = False
