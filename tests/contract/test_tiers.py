@@ -11,7 +11,7 @@ import kvtier
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tier_contract import CAPACITY_BLOCKS, LAYOUT, NAMESPACE, MakeTier, TierContract, chain, payloads
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.remote import RemoteTier, SingleServerTier
 from kvtier.tiers.tier import Tier
 
 MEMORY_BYTES = CAPACITY_BLOCKS * LAYOUT.slot_bytes
@@ -37,7 +37,7 @@ class TestRemoteTierOverSharedMemory(TierContract):
             def make() -> Tier:
                 server = stack.enter_context(cache_server(*ALL_MEMORY, memory=str(MEMORY_BYTES)))
                 client = kvtier.connect(server.unix, layout=LAYOUT, namespace=NAMESPACE)
-                return stack.enter_context(contextlib.closing(RemoteTier(client)))
+                return stack.enter_context(contextlib.closing(SingleServerTier(client)))
 
             yield make
 
@@ -50,7 +50,7 @@ class TestRemoteTierOverTcp(TierContract):
             def make() -> Tier:
                 server = stack.enter_context(cache_server(*ALL_MEMORY, memory=str(MEMORY_BYTES), tcp=True))
                 client = kvtier.connect(server.tcp, token=server.token, layout=LAYOUT, namespace=NAMESPACE)
-                return stack.enter_context(contextlib.closing(RemoteTier(client)))
+                return stack.enter_context(contextlib.closing(SingleServerTier(client)))
 
             yield make
 

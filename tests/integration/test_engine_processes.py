@@ -18,6 +18,7 @@ import torch
 
 import kvtier
 from kvtier import LLM, SamplingParams
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.client.client import SingleClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
@@ -136,7 +137,7 @@ def _compare_blocks(client: SingleClient, reference: LLM, prompt: list[int]) -> 
     hashes = client.hashes(prompt)
     with client.match(hashes) as lease:
         found = [bytes(view) for view in lease.views()]
-        assert lease.ended != "pending", "a dead engine's blocks are still awaited"
+        assert lease.ended is not MatchEnd.PENDING, "a dead engine's blocks are still awaited"
     there = client.contains(hashes)
     assert sum(there) == len(found) or not all(there), "blocks behind a gap"
     if not found:

@@ -20,7 +20,7 @@ from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from kvtier.tiers.explaining import explain, explain_request
-from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
+from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transport.address import UnixAddress
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
@@ -106,7 +106,7 @@ def test_a_prompt_that_was_pushed_out_was_evicted() -> None:
         flood(client, 5)
         found = explain(client, fields(), TOKENS)
         with client.match(client.hashes(TOKENS)) as lease:
-            assert match_end_of(lease.ended) is MatchEnd.EVICTED
+            assert lease.ended is MatchEnd.EVICTED
             assert lease.num_blocks * 16 == found.ended_at_tokens
 
     assert found.reason is MatchEnd.EVICTED
@@ -146,7 +146,7 @@ def test_a_match_that_ends_at_the_clients_limit_says_so() -> None:
         store(client, TOKENS[32:64])
         hashes = [*client.hashes(TOKENS[:32]), *client.hashes(TOKENS[32:64])]
         with client.match(hashes) as lease:
-            assert (lease.num_blocks, match_end_of(lease.ended)) == (2, MatchEnd.LIMIT)
+            assert (lease.num_blocks, lease.ended) == (2, MatchEnd.LIMIT)
 
 
 # --- with a disk ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_with_a_disk_only_what_is_in_neither_place_was_evicted(tmp_path: Path) -
             store(client, [3_000_000 + seed] * 16)
             client.flush()
         assert explain(client, fields(), TOKENS).reason is MatchEnd.EVICTED
-        assert client.match(client.hashes(TOKENS)).ended == "evicted"
+        assert client.match(client.hashes(TOKENS)).ended is MatchEnd.EVICTED
         store(client, TOKENS)
         assert explain(client, fields(), TOKENS).reason is MatchEnd.ALL
         client.drop(client.hashes(TOKENS))
@@ -202,14 +202,14 @@ def test_a_disk_that_is_down_may_have_had_it(tmp_path: Path) -> None:
         contextlib.closing(CacheServer(config, files=files)),
         kvtier.connect(f"unix:{tmp_path / 'socket'}", layout=LAYOUT, namespace=fields()) as client,
     ):
-        assert client.match(client.hashes(TOKENS)).ended == "miss"
+        assert client.match(client.hashes(TOKENS)).ended is MatchEnd.NEVER_STORED
         (tmp_path / "data").rename(tmp_path / "away")
         wait_until(lambda: client.stats()["disk_up"] == 0.0)
         found = explain(client, fields(), TOKENS)
         ended = client.match(client.hashes(TOKENS)).ended
         (tmp_path / "away").rename(tmp_path / "data")
 
-    assert (found.reason, match_end_of(ended)) == (MatchEnd.TIER_DOWN, MatchEnd.TIER_DOWN)
+    assert (found.reason, ended) == (MatchEnd.TIER_DOWN, MatchEnd.TIER_DOWN)
 
 
 def test_a_block_that_its_disk_gives_back_wrong_is_lost(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_block_that_its_disk_gives_back_wrong_is_lost(tmp_path: Path) -> None:
     payloads.write_bytes(b"\1" * payloads.stat().st_size)
     with served(*options) as (_, client), client.match(client.hashes(TOKENS)) as lease:
         lease.wait()
-        assert (lease.num_blocks, match_end_of(lease.ended)) == (0, MatchEnd.LOST)
+        assert (lease.num_blocks, lease.ended) == (0, MatchEnd.LOST)
         assert explain(client, fields(), TOKENS).reason is MatchEnd.NEVER_STORED
 
 
@@ -319,7 +319,7 @@ def test_what_a_namespace_covers_is_told_again_after_a_restart(tmp_path: Path) -
             assert server.process.stdout is not None
             server.process.stdout.close()
             server = start_cache_server(tmp_path, memory="64MiB", tcp=False)
-            wait_until(lambda: client.match(client.hashes(TOKENS)).ended == "miss")
+            wait_until(lambda: client.match(client.hashes(TOKENS)).ended is MatchEnd.NEVER_STORED)
             assert [each.fields for each in client.namespaces()] == [fields().document()]
     finally:
         server.stop()
@@ -490,11 +490,11 @@ def test_several_servers_are_asked_as_one() -> None:
         assert explain(other, fields(salt="a"), range(800)).reason is MatchEnd.ALL
         assert explain(client, fields(), range(800)).detail.endswith("which differs in salt")
         assert explain_request(client, "r1") is not None
-        assert client.match(client.hashes(range(800))).ended == "miss"
+        assert client.match(client.hashes(range(800))).ended is MatchEnd.NEVER_STORED
 
         two.kill()
         with other.match(hashes) as lease:
-            assert lease.ended == "down"
+            assert lease.ended is MatchEnd.TIER_DOWN
         assert explain(other, fields(salt="a"), range(800)).reason is MatchEnd.TIER_DOWN
         assert explain_request(client, "r1") is not None
         one.kill()

@@ -8,6 +8,7 @@ import pytest
 
 import kvtier
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import SingleClient
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -38,9 +39,9 @@ def test_what_is_on_disk_is_counted_and_not_read(tmp_path: Path, tcp: bool) -> N
         client.flush()
 
         with client.match_lazily(hashes) as lease:
-            assert (lease.num_blocks, lease.num_stored, lease.ended) == (0, 8, "miss")
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (0, 8, MatchEnd.NEVER_STORED)
         with client.match_lazily(hashes[:8]) as lease:
-            assert (lease.num_stored, lease.ended) == (8, "all")
+            assert (lease.num_stored, lease.ended) == (8, MatchEnd.ALL)
         assert client.stats()["free_bytes"] == client.stats()["memory_bytes"]
 
         into = [bytearray(LAYOUT.block_bytes) for _ in range(3)]
@@ -60,7 +61,7 @@ def test_what_is_in_memory_is_leased_up_to_what_is_not(tmp_path: Path) -> None:
         with client.match(hashes[:4]) as lease:
             assert lease.wait() == 4  # these are in memory now
         with client.match_lazily(hashes) as lease:
-            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 6, "miss")
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (4, 6, MatchEnd.NEVER_STORED)
             assert [bytes(view) for view in lease.views()] == payloads(4)
 
 
@@ -69,4 +70,4 @@ def test_a_server_without_a_disk_answers_as_always() -> None:
         hashes = client.hashes(range(4 * NUM_BLOCKS))
         client.set(hashes[:3], payloads(3))
         with client.match_lazily(hashes) as lease:
-            assert (lease.num_blocks, lease.num_stored, lease.ended) == (3, 0, "miss")
+            assert (lease.num_blocks, lease.num_stored, lease.ended) == (3, 0, MatchEnd.NEVER_STORED)

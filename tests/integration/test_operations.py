@@ -10,6 +10,7 @@ import pytest
 
 import kvtier
 from kvtier import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.client.client import SingleClient
 from kvtier.errors import LeaseError
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -69,16 +70,16 @@ def test_a_match_ends_where_the_prefix_does(client: SingleClient) -> None:
     client.set(_HASHES[:5], payloads(_HASHES[:5]))
     client.set(_HASHES[6:], payloads(_HASHES[6:]))
     with client.match(_HASHES) as lease:
-        assert (lease.num_blocks, lease.ended) == (5, "miss")
+        assert (lease.num_blocks, lease.ended) == (5, MatchEnd.NEVER_STORED)
     with client.match(_HASHES[:5]) as lease:
-        assert (lease.num_blocks, lease.ended) == (5, "all")
+        assert (lease.num_blocks, lease.ended) == (5, MatchEnd.ALL)
     assert client.get(_HASHES, empty_buffers(16)) == 5
 
 
 def test_a_block_being_written_is_pending_for_others(server: ServerProcess, client: SingleClient) -> None:
     with open_client(server.unix) as writer, writer.reserve(_HASHES[:4]) as reservation:
         reservation.fill([memoryview(block) for block in payloads(_HASHES[:4])])
-        assert (client.match(_HASHES).num_blocks, client.match(_HASHES).ended) == (0, "pending")
+        assert (client.match(_HASHES).num_blocks, client.match(_HASHES).ended) == (0, MatchEnd.PENDING)
         assert client.contains(_HASHES) == [False] * 16
         assert reservation.commit(0, 2) == 2
         assert read_all(client, _HASHES) == payloads(_HASHES[:2])

@@ -15,6 +15,7 @@ import pytest
 
 import kvtier
 from kvtier import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, TierError, TierFull, TierRefused, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from tests.support.actors import (
@@ -113,7 +114,7 @@ def test_a_client_at_its_limit_is_told_so_and_others_are_not_held_up() -> None:
         for first in range(0, 32, 8):
             greedy.set(chain(1, 32)[first : first + 8], payloads(chain(1, 32)[first : first + 8]))
         with greedy.match(chain(1, 32)) as lease:
-            assert (lease.num_blocks, lease.ended) == (8, "limit")
+            assert (lease.num_blocks, lease.ended) == (8, MatchEnd.LIMIT)
             with pytest.raises(TierFull, match="this client may hold at most 96KiB at once"):
                 greedy.set(chain(2, 1), payloads(chain(2, 1)))
             assert other.set(chain(2, 1), payloads(chain(2, 1))) == 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import kvtier
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.testing.servers import ServerProcess, cache_server
@@ -64,7 +65,7 @@ def test_a_killed_server_is_a_miss_that_is_counted_and_costs_no_time(transport: 
         server.kill()
 
         lease = client.match(_HASHES)
-        assert (lease.num_blocks, lease.ended) == (0, "down")
+        assert (lease.num_blocks, lease.ended) == (0, MatchEnd.TIER_DOWN)
         assert client.get(_HASHES, empty_buffers(12)) == 0
         assert list(client.stream_get(_HASHES)) == []
         assert client.set(_HASHES, payloads(_HASHES)) == 0

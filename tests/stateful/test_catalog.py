@@ -21,11 +21,12 @@ from hypothesis.stateful import (
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, Presence
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.errors import TierRefused
-from kvtier.wire.messages import ending_of
+from kvtier.wire.messages import match_end_of
 
 NUM_UNITS = 14
 LEASED_UNITS = 10
@@ -180,13 +181,15 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
         assert [block.hash for block in outcome.blocks] == hashes[: min(num_ready, room)]
         if num_ready == len(hashes):
-            assert outcome.ended == ("all" if len(outcome.blocks) == len(hashes) else "limit")
+            assert outcome.ended == (MatchEnd.ALL if len(outcome.blocks) == len(hashes) else MatchEnd.LIMIT)
         elif num_ready <= room:
             ender = hashes[num_ready]
             is_pending = space.index.presence(ender) is Presence.PENDING
-            assert outcome.ended == ("pending" if is_pending else "evicted" if ender in self.evicted else "miss")
+            assert outcome.ended == (
+                MatchEnd.PENDING if is_pending else MatchEnd.EVICTED if ender in self.evicted else MatchEnd.NEVER_STORED
+            )
             flags = self.catalog.presence(space.namespace, [ender])[0]
-            assert ending_of(flags) == outcome.ended
+            assert match_end_of(flags) == outcome.ended
         self._granted(client, client.leases, number, outcome.blocks)
 
     @rule(client=clients, data=st.data())

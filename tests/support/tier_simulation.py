@@ -16,6 +16,7 @@ from random import Random
 from typing import cast
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
@@ -496,7 +497,9 @@ class SimulatedTraffic:
                     fetch.spans += self._parts(tier, asked.first + position, lease)
                     position += len(found)
             is_all = position == len(asked.hashes)
-            fetch.ending = Ending("" if is_all else SERVER, asked.first + position, "all" if is_all else "miss")
+            fetch.ending = Ending(
+                "" if is_all else SERVER, asked.first + position, MatchEnd.ALL if is_all else MatchEnd.NEVER_STORED
+            )
         fetch.is_matching = False
         self._leave(fetch)
 

@@ -259,7 +259,7 @@ class Stand:
         lease = stack.enter_context(client.match(hashes[: self.num_blocks]))
         slots = stack.enter_context(client.reserve(hashes[self.num_blocks :]))
         assert lease.num_blocks == slots.num_blocks == self.num_blocks
-        return Memory("server's arena", client.arena, list(lease.offsets), list(slots.offsets))  # type: ignore[attr-defined]
+        return Memory("server's arena", client.arena, list(lease.offsets), list(slots.offsets))
 
 
 def _synchronize() -> None:

@@ -56,7 +56,7 @@ def measure(shape: str, torch: Any, repeats: int, result: Result) -> None:
             hashes = client.hashes(range(NUM_BLOCKS * layout.block_tokens))
             client.set(hashes, source.blocks)
             with client.match(hashes) as lease:
-                offsets = list(lease.offsets)  # type: ignore[attr-defined]
+                offsets = list(lease.offsets)
                 assert len(offsets) == NUM_BLOCKS
                 first = offsets[0]
                 assert all(b - a == layout.slot_bytes for a, b in itertools.pairwise(offsets))

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.pool import ENDED, Match, Presence
 
 MAX_GHOSTS = 1 << 18
@@ -58,10 +59,10 @@ class Ghosts:
         first = number % self._num_buckets * _WAYS
         return number in places[first : first + _WAYS]
 
-    def ending(self, match: Match, hashes: Sequence[BlockHash]) -> str:
+    def ending(self, match: Match, hashes: Sequence[BlockHash]) -> MatchEnd:
         """What a lease says of the block that ended `match`, which was asked for `hashes`."""
         if match.ended is Presence.MISS and hashes[len(match.blocks)] in self:
-            return "evicted"
+            return MatchEnd.EVICTED
         return ENDED[match.ended]
 
     def _place(self, block_hash: BlockHash) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.space import Region, Space, TakenRegion
 
@@ -33,7 +34,11 @@ class Presence(enum.Enum):
     READY = enum.auto()
 
 
-ENDED = {Presence.READY: "all", Presence.MISS: "miss", Presence.PENDING: "pending"}
+ENDED = {
+    Presence.READY: MatchEnd.ALL,
+    Presence.MISS: MatchEnd.NEVER_STORED,
+    Presence.PENDING: MatchEnd.PENDING,
+}
 """What a lease says of the key that ended its match."""
 
 

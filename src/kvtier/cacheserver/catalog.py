@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, PrefixIndex, Presence
@@ -27,11 +28,11 @@ from kvtier.errors import TierRefused, TierUnavailable
 from kvtier.sizes import format_size
 from kvtier.wire.messages import (
     LISTED_DISK,
-    LISTED_DOWN,
     LISTED_EVICTED,
     LISTED_MEMORY,
     LISTED_PENDING,
     LISTED_PINNED,
+    match_end_of,
 )
 
 _MAX_ENDED_NUMBERS = 4096
@@ -89,7 +90,7 @@ class LeaseOutcome:
     """
 
     blocks: list[Block]
-    ended: str
+    ended: MatchEnd
     num_ready: int
     num_stored: int = 0
 
@@ -210,8 +211,8 @@ class Catalog:
                 blocks, ended, num_stored = self._find_lazily(space, hashes, max_blocks)
             else:
                 blocks, ended = self._find(space, hashes, max_blocks)
-            if ended == "all" and len(blocks) + num_stored < len(hashes):
-                ended = "limit"
+            if ended is MatchEnd.ALL and len(blocks) + num_stored < len(hashes):
+                ended = MatchEnd.LIMIT
             if blocks:
                 self._hold(holder, holder.leases, number, _Hold(blocks, space, self._clock()))
             num_ready = len(blocks) if self._persistence is None else _num_ready(blocks)
@@ -551,7 +552,7 @@ class Catalog:
 
     # --- private, under the lock -----------------------------------------------------------------------------------
 
-    def _find(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], str]:
+    def _find(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], MatchEnd]:
         """Reference the longest prefix in memory and on disk; what is on disk begins to load."""
         match = self._pool.match(space.index, hashes, max_blocks)
         blocks, ended = match.blocks, match.ended
@@ -572,7 +573,9 @@ class Catalog:
             return blocks, self._why_absent(space, hashes[len(blocks)])
         return blocks, ENDED[ended]
 
-    def _find_lazily(self, space: Space, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[list[Block], str, int]:
+    def _find_lazily(
+        self, space: Space, hashes: Sequence[BlockHash], max_blocks: int
+    ) -> tuple[list[Block], MatchEnd, int]:
         """Reference the longest prefix in memory, and count what follows it on disk or in memory."""
         assert self._persistence is not None
         match = self._pool.match(space.index, hashes, max_blocks)
@@ -587,20 +590,20 @@ class Catalog:
         for block_hash, is_stored in zip(rest, stored, strict=True):
             presence = space.index.presence(block_hash)
             if presence is Presence.PENDING:
-                return match.blocks, "pending", num_stored
+                return match.blocks, MatchEnd.PENDING, num_stored
             if presence is Presence.MISS and not is_stored:
                 return match.blocks, self._why_absent(space, block_hash), num_stored
             num_stored += 1
-        return match.blocks, "all", num_stored
+        return match.blocks, MatchEnd.ALL, num_stored
 
-    def _why_absent(self, space: Space, block_hash: BlockHash) -> str:
+    def _why_absent(self, space: Space, block_hash: BlockHash) -> MatchEnd:
         """What a lease says of a hash that is not in memory."""
         flags = 0 if self._persistence is None else self._persistence.presence(space.namespace, [block_hash])[0]
         if flags & LISTED_DISK:
-            return "limit"  # it is on disk, and there is no more memory to load it into
-        if flags & LISTED_EVICTED or block_hash in self._ghosts:
-            return "evicted"
-        return "down" if flags & LISTED_DOWN else "miss"
+            return MatchEnd.LIMIT  # it is on disk, and there is no more memory to load it into
+        if block_hash in self._ghosts:
+            return MatchEnd.EVICTED  # before it was stored: a disk that is down does not have it either
+        return match_end_of(flags)
 
     def _note_evicted(self, block: Block) -> None:
         assert isinstance(block, MemoryBlock)

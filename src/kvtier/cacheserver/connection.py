@@ -309,7 +309,9 @@ class Connection:
         space = self._space(request.space)
         outcome = self._services.catalog.lease(holder, request.lease, space, hashes, is_lazy=request.is_lazy)
         self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
-        return wire.Matched(_offsets(outcome.blocks), outcome.ended, outcome.num_ready, outcome.num_stored)
+        return wire.Matched(
+            _offsets(outcome.blocks), wire.ENDING_WORDS[outcome.ended], outcome.num_ready, outcome.num_stored
+        )
 
     def _reserve(self, holder: Holder, request: wire.ReserveRequest) -> wire.Reserved:
         grant, reason = self._services.catalog.reserve(

@@ -24,6 +24,7 @@ import xxhash
 
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, block_hashes, join_hashes, split_hashes
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.client.connection import Connection
 from kvtier.client.endpoint import Endpoint
@@ -288,15 +289,15 @@ class SingleClient:
     def _match_any(self, hashes: Sequence[BlockHash], timeout_s: float | None, *, is_lazy: bool) -> Lease:
         self._check()
         if not hashes:
-            return EmptyLease("all")
+            return EmptyLease(MatchEnd.ALL)
         number = self._endpoint.next_number()
         try:
             return self._match(number, hashes[:MAX_HASHES], self._deadline(timeout_s), is_lazy=is_lazy)
         except TierError as error:
             self._endpoint.count_failure(error)
-            ended = "down"
+            ended = MatchEnd.TIER_DOWN
         except TierFull:
-            ended = "limit"
+            ended = MatchEnd.LIMIT
         self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes))
         return EmptyLease(ended)
 
@@ -504,13 +505,13 @@ class SingleClient:
         self.metrics.hit_blocks.labels(tier=self._label).inc(num_found)
         self.metrics.missed_blocks.labels(tier=self._label).inc(len(hashes) - num_found)
         if not offsets:
-            return EmptyLease(matched.ended, matched.num_stored)
+            return EmptyLease(matched.match_end, matched.num_stored)
         return BlockLease(
             arena,
             offsets,
             self.layout.block_bytes,
             hashes[: len(offsets)],
-            matched.ended,
+            matched.match_end,
             lambda wanted, into: self._pull(wanted, into, None),
             lambda count: self._await(number, count, server_id),
             matched.num_ready,

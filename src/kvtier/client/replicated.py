@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd, most_telling
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import Note, SingleClient
 from kvtier.client.known_namespace import KnownNamespace
@@ -24,7 +25,7 @@ from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnav
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.metrics import TierMetrics
-from kvtier.wire.messages import LISTED_CACHED, LISTED_DOWN, ending_of
+from kvtier.wire.messages import LISTED_CACHED, LISTED_DOWN, match_end_of
 
 _NUM_BUCKETS = 4096
 _Answer = TypeVar("_Answer")
@@ -59,7 +60,7 @@ class ReplicatedClient:
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         if not hashes:
-            return EmptyLease("all")
+            return EmptyLease(MatchEnd.ALL)
         parts: list[_Part] = []
 
         def ask(client: SingleClient, positions: list[int]) -> int:
@@ -76,7 +77,7 @@ class ReplicatedClient:
             else:
                 part.lease.release()
         if num_blocks < len(found):  # a server gave less than it has
-            ended = _most_telling(part.lease.ended for part in parts)
+            ended = most_telling(part.lease.ended for part in parts)
         if not useful:
             return EmptyLease(ended)
         return ReplicatedLease(useful, num_blocks, ended)
@@ -241,7 +242,7 @@ class ReplicatedClient:
                 groups.setdefault(server, []).append(position)
         return groups
 
-    def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> tuple[list[list[int]], str]:
+    def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> tuple[list[list[int]], MatchEnd]:
         """For each leading block that is there the servers that have it, those that should have had it when all were
         up first, and what a lease says of the block that follows.
         """
@@ -260,21 +261,21 @@ class ReplicatedClient:
             if not holders:
                 return found, self._ending(block_hash, by_server)
             found.append(holders)
-        return found, "all"
+        return found, MatchEnd.ALL
 
-    def _ending(self, block_hash: BlockHash, flags: Mapping[int, int]) -> str:
+    def _ending(self, block_hash: BlockHash, flags: Mapping[int, int]) -> MatchEnd:
         """What a lease says of a block that none of its servers has, by what each of them said."""
         homes = self._order(block_hash)[: self._replicas]
         is_down = any(server not in flags or flags[server] & LISTED_DOWN for server in homes)
         seen = functools.reduce(operator.or_, flags.values(), LISTED_DOWN if is_down else 0)
-        return ending_of(seen)
+        return match_end_of(seen)
 
     def _ask_holders(
         self,
         hashes: Sequence[BlockHash],
         ask: Callable[[SingleClient, list[int]], int],
         timeout_s: float | None,
-    ) -> tuple[list[bool], str]:
+    ) -> tuple[list[bool], MatchEnd]:
         """Ask one server that has it for each block of the longest prefix that is there. True where it came.
 
         `ask` answers how many of the leading positions it was given came. A server is asked for what it said it has,
@@ -342,10 +343,13 @@ class ReplicatedLease:
     """A lease over several servers. Not thread-safe."""
 
     num_stored = 0
+    arena = None
+    offsets = ()
 
-    def __init__(self, parts: list[_Part], num_blocks: int, ended: str) -> None:
+    def __init__(self, parts: list[_Part], num_blocks: int, ended: MatchEnd) -> None:
         self._parts = parts
         self.num_blocks = num_blocks
+        self.num_ready_at_match = num_blocks
         self.ended = ended
         self._is_over = False
 
@@ -363,7 +367,7 @@ class ReplicatedLease:
                 found[position] = True
         if _leading(found) < wanted:
             self.num_blocks = _leading(found)
-            self.ended = "lost"
+            self.ended = MatchEnd.LOST
         return _leading(found)
 
     def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
@@ -407,9 +411,3 @@ class ReplicatedLease:
 def _leading(found: Sequence[bool]) -> int:
     """How many are True before the first False."""
     return found.index(False) if False in found else len(found)
-
-
-def _most_telling(endings: Iterator[str]) -> str:
-    """Of several servers' endings."""
-    seen = set(endings)
-    return next((ending for ending in ("limit", "pending", "down", "evicted") if ending in seen), "miss")

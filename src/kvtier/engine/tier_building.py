@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier, SingleServerTier
+from kvtier.tiers.remote import RemoteTier, SingleServerTier
 from kvtier.tiers.tier import Tier
 
 _MIN_STAGING_BYTES = 256 << 20
@@ -42,7 +42,7 @@ def make_hierarchy(
         if servers:
             tiers.append(_server_tier(config, layout, fields, name, metrics))
         swap_space = config.swap_space
-        if tiers and not swap_space and not isinstance(tiers[0], SharedMemoryTier):
+        if tiers and not swap_space and not tiers[0].is_local:
             wanted = min(_MAX_STAGING_BYTES, device_bytes)
             swap_space = max(_MIN_STAGING_BYTES, wanted, _MIN_STAGED_BLOCKS * layout.slot_bytes)
         if swap_space:
@@ -85,4 +85,4 @@ def _server_tier(
         metrics=metrics,
         must_answer=False,
     )
-    return SharedMemoryTier(client) if client.is_local else SingleServerTier(client)
+    return SingleServerTier(client)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.copying import Buffer, address_of, byte_views, copy_blocks
 from kvtier.memory.mapped import MappedArena
@@ -40,20 +41,33 @@ _IDLE = _references([(ctypes.c_ubyte * 1)()], 0)
 class Lease(Protocol):
     """The longest cached prefix of what was asked, safe from eviction until `release`.
 
-    `ended` says what the next block was: "all" there were no more, "miss", "evicted" (it was here not long ago),
-    "pending" (being written), "limit" (this client holds as much as it may), "down" (the tier or its disk did not
-    answer), "lost" (blocks on disk did not come back right).
+    `ended` says what the next block was.
     """
 
     @property
     def num_blocks(self) -> int: ...
 
     @property
-    def ended(self) -> str: ...
+    def ended(self) -> MatchEnd: ...
 
     @property
     def num_stored(self) -> int:
         """After a lazy match: how many blocks follow that could be read from disk. `ended` is what comes then."""
+        ...
+
+    @property
+    def num_ready_at_match(self) -> int:
+        """How many leading blocks were in the tier's memory; the others were on their way from disk."""
+        ...
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """What `offsets` are places in, if the blocks lie in one memory of this host."""
+        ...
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Without an `arena` they mean nothing."""
         ...
 
     @property
@@ -120,7 +134,6 @@ class _Scope:
 
     @property
     def arena(self) -> MappedArena | None:
-        """What `offsets` are places in, if it is memory of this host."""
         return self._arena
 
     def __enter__(self) -> Self:
@@ -203,7 +216,7 @@ class BlockLease(_Scope):
         offsets: Sequence[int],
         block_bytes: int,
         hashes: Sequence[BlockHash],
-        ended: str,
+        ended: MatchEnd,
         pull: Callable[[Sequence[BlockHash], Sequence[memoryview]], int],
         arrive: Callable[[int], int],
         num_ready: int,
@@ -227,7 +240,7 @@ class BlockLease(_Scope):
             self._num_ready = max(self._num_ready, self._arrive(wanted))
             if self._num_ready < wanted:
                 self.offsets = self.offsets[: self._num_ready]
-                self.ended = "lost"
+                self.ended = MatchEnd.LOST
         return min(self._num_ready, self.num_blocks)
 
     def views(self, first: int = 0, count: int | None = None) -> list[memoryview]:
@@ -319,9 +332,12 @@ class EmptyLease:
     """Nothing matched, and why."""
 
     num_blocks = 0
+    num_ready_at_match = 0
+    arena = None
+    offsets = ()
     has_views = True
 
-    def __init__(self, ended: str, num_stored: int = 0) -> None:
+    def __init__(self, ended: MatchEnd, num_stored: int = 0) -> None:
         self.ended = ended
         self.num_stored = num_stored
 

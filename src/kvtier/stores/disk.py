@@ -161,13 +161,8 @@ class DiskStore:
 
     def match(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
         """Reference the longest stored prefix of `hashes`; `free` each block once it was read."""
-        return self.match_ended(space, hashes)[0]
-
-    def match_ended(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> tuple[list[StoredBlock], str]:
-        """As `match`, and what a lease says of the block that ended it."""
         with self._lock:
-            match = self._pool.match(space.index, hashes)
-            return match.blocks, self._ghosts.ending(match, hashes)  # type: ignore[return-value]
+            return self._pool.match(space.index, hashes).blocks  # type: ignore[return-value]
 
     def free(self, blocks: Sequence[StoredBlock]) -> None:
         """Return references; the blocks were used now."""

@@ -12,11 +12,11 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import Lease
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.tier import PlainTier, Tier
 
 
-class WrappedTier:
-    """Passes everything on; kinds override what they break."""
+class WrappedTier(PlainTier):
+    """Passes everything on but the capabilities; kinds override what they break."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -113,12 +113,15 @@ class CorruptingTier(WrappedTier):
 
 
 class _WrappedLease:
+    arena = None
+    offsets = ()
+    has_views = False
+
     def __init__(self, inner: Lease) -> None:
         self._inner = inner
-        self.num_blocks = inner.num_blocks
+        self.num_blocks = self.num_ready_at_match = inner.num_blocks
         self.num_stored = inner.num_stored
         self.ended = inner.ended
-        self.has_views = False
 
     def wait(self, count: int | None = None) -> int:
         return self._inner.wait(count)

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import CapacityError, ConfigError, LeaseError
 from kvtier.tiers.tier import Tier
@@ -72,7 +73,7 @@ class TierContract:
     def test_an_empty_tier_matches_nothing(self, tier: Tier) -> None:
         with tier.match(chain(1, 4)) as lease:
             assert lease.num_blocks == 0
-            assert lease.ended == "miss"
+            assert lease.ended is MatchEnd.NEVER_STORED
             assert lease.fetch(empty_buffers(4)) == 0
 
     def test_a_match_ends_at_the_first_block_that_is_missing(self, tier: Tier) -> None:
@@ -82,7 +83,7 @@ class TierContract:
 
         with tier.match(hashes) as lease:
             assert lease.num_blocks == 3
-            assert lease.ended == "miss"
+            assert lease.ended is MatchEnd.NEVER_STORED
         assert tier.contains(hashes) == [True, True, True, False, True, True]
 
     def test_a_match_of_everything_says_so(self, tier: Tier) -> None:
@@ -90,11 +91,44 @@ class TierContract:
         tier.offer(hashes, payloads(hashes))
 
         with tier.match(hashes) as lease:
-            assert (lease.num_blocks, lease.ended) == (3, "all")
+            assert (lease.num_blocks, lease.ended) == (3, MatchEnd.ALL)
 
     def test_a_match_of_no_hashes_is_empty(self, tier: Tier) -> None:
         with tier.match([]) as lease:
             assert lease.num_blocks == 0
+
+    def test_a_lazy_match_finds_what_a_match_finds(self, tier: Tier) -> None:
+        hashes = chain(1, 6)
+        tier.offer(hashes[:4], payloads(hashes[:4]))
+
+        with tier.match_lazily(hashes) as lease:
+            assert lease.num_blocks + lease.num_stored == 4
+            assert lease.ended is MatchEnd.NEVER_STORED
+        with tier.match(hashes) as lease:
+            assert lease.num_blocks == 4
+
+    def test_the_slots_of_a_local_tier_are_written_in_place(self, tier: Tier) -> None:
+        if not tier.is_local:
+            pytest.skip("this tier is not local")
+        hashes = chain(1, 4)
+        with tier.reserve(hashes) as reservation:
+            assert reservation.arena is not None
+            assert tier.match(hashes).ended is MatchEnd.PENDING
+            reservation.fill(payloads(hashes))
+            assert reservation.commit() == 4
+
+        assert fetch_all(tier, hashes) == payloads(hashes)
+
+    def test_a_local_tiers_leases_say_where_its_blocks_lie(self, tier: Tier) -> None:
+        hashes = chain(1, 3)
+        tier.offer(hashes, payloads(hashes))
+
+        with tier.match(hashes) as lease:
+            assert lease.num_ready_at_match == 3
+            assert (lease.arena is not None) == (tier.arena is not None) == tier.is_local
+            if lease.arena is not None:
+                found = [bytes(lease.arena.view(offset, LAYOUT.block_bytes)) for offset in lease.offsets]
+                assert found == payloads(hashes)
 
     def test_a_block_offered_twice_is_written_once(self, tier: Tier) -> None:
         hashes = chain(1, 4)
@@ -131,16 +165,16 @@ class TierContract:
             tier.offer(chain(seed, 1), payloads(chain(seed, 1)))
         oldest, newest = chain(seeds[0], 1), chain(seeds[-1], 2)
 
-        assert tier.match(oldest).ended == "evicted"
+        assert tier.match(oldest).ended is MatchEnd.EVICTED
         with tier.match(newest) as lease:
-            assert (lease.num_blocks, lease.ended) == (1, "miss")
+            assert (lease.num_blocks, lease.ended) == (1, MatchEnd.NEVER_STORED)
         tier.drop(newest)
-        assert tier.match(newest).ended == "miss"
+        assert tier.match(newest).ended is MatchEnd.NEVER_STORED
         tier.offer(oldest, payloads(oldest))
         with tier.match(oldest) as lease:
-            assert lease.ended == "all"
+            assert lease.ended is MatchEnd.ALL
         tier.drop(oldest)
-        assert tier.match(oldest).ended == "miss"
+        assert tier.match(oldest).ended is MatchEnd.NEVER_STORED
 
     def test_a_prefix_loses_its_end_before_its_beginning(self, tier: Tier) -> None:
         hashes = chain(1, CAPACITY_BLOCKS // 2)

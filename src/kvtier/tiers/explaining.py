@@ -14,8 +14,8 @@ from kvtier.blocks.hashing import block_hashes
 from kvtier.blocks.namespace import Namespace, NamespaceFields, namespace_differences
 from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
-from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
-from kvtier.wire.messages import LISTED_CACHED, LISTED_MEMORY, ending_of
+from kvtier.tiers.explanation import Explanation, MatchEnd
+from kvtier.wire.messages import LISTED_CACHED, LISTED_MEMORY, match_end_of
 
 _TIER = "server"
 _MAX_NAMED_FIELDS = 8
@@ -44,7 +44,7 @@ def explain(
             "disk": (num_cached - num_in_memory) * block_tokens,
         },
         ended_at_tokens=num_cached * block_tokens,
-        reason=MatchEnd.ALL if num_cached == len(flags) else match_end_of(ending_of(flags[num_cached])),
+        reason=MatchEnd.ALL if num_cached == len(flags) else match_end_of(flags[num_cached]),
         tier=_TIER,
         first_tokens=tuple(map(int, tokens[:block_tokens])),
     )

@@ -6,37 +6,12 @@ them back. Values only: no I/O, any thread.
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError
 
-
-class MatchEnd(enum.Enum):
-    """What the block was that ended a match."""
-
-    ALL = "all"
-    NEVER_STORED = "never stored"
-    EVICTED = "evicted"
-    OTHER_NAMESPACE = "other namespace"
-    TIER_DOWN = "tier down"
-    SLOWER = "slower than computing"
-    PENDING = "still pending"
-    LIMIT = "lease limit"
-    LOST = "lost or corrupt"
-
-
-_BY_ENDING = {
-    "all": MatchEnd.ALL,
-    "miss": MatchEnd.NEVER_STORED,
-    "evicted": MatchEnd.EVICTED,
-    "pending": MatchEnd.PENDING,
-    "limit": MatchEnd.LIMIT,
-    "down": MatchEnd.TIER_DOWN,
-    "lost": MatchEnd.LOST,
-    "slow": MatchEnd.SLOWER,
-}
+__all__ = ["Explanation", "MatchEnd"]
 
 _WHY = {
     MatchEnd.ALL: "no full block was left",
@@ -99,11 +74,3 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             f"{cached}{f' ({where})' if where else ''}; the match ended at token {self.ended_at_tokens}{tier} because "
             f"{_WHY[self.reason]}{detail}."
         )
-
-
-def match_end_of(ended: str) -> MatchEnd:
-    """The reason behind a lease's `ended`. Raises `ConfigError` for a word that no lease says."""
-    try:
-        return _BY_ENDING[ended]
-    except KeyError as error:
-        raise ConfigError(f"no lease ends with {ended!r}") from error

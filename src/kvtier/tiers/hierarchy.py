@@ -1,4 +1,4 @@
-"""The ordered tiers as one cache that can only help: match and lease across them, fetch, offer. Thread-safe.
+"""The ordered tiers as one cache that can only help: match and lease across them. Thread-safe.
 
 A tier that fails is counted, left alone for a while and tried again; whoever asked gets less from the cache, never an
 error. Match first, then reserve: nothing is taken until it is known what is there.
@@ -16,14 +16,12 @@ from types import TracebackType
 from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.errors import CapacityError, ConfigError, LeaseError, ProtocolError, TierError
-from kvtier.memory.copying import Buffer
+from kvtier.blocks.match_end import MatchEnd, most_telling
+from kvtier.errors import ConfigError, ProtocolError, TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier
-from kvtier.tiers.tier import LazyTier, Tier
+from kvtier.tiers.tier import StagingTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +40,12 @@ class Guard:
         self._lock = threading.Lock()
         self._rest_s = _FIRST_REST_S
         self._rests_until = float("-inf")
-        self._generation = _generation(tier)
+        self._generation = tier.generation
 
     @property
     def is_resting(self) -> bool:
         """It failed a moment ago, and has not come back since, as far as it can tell."""
-        return self._clock() < self._rests_until and _generation(self.tier) == self._generation
+        return self._clock() < self._rests_until and self.tier.generation == self._generation
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -65,13 +63,9 @@ class Guard:
         self._metrics.failures.labels(tier=self.tier.name, kind=kind).inc()
         with self._lock:
             self._rests_until = self._clock() + self._rest_s
-            self._generation = _generation(self.tier)
+            self._generation = self.tier.generation
             self._rest_s = min(2 * self._rest_s, _LAST_REST_S)
         self._log.warning(kind, "tier failed name=%s: %s", self.tier.name, str(error))
-
-
-def _generation(tier: Tier) -> tuple[int, ...]:
-    return tier.generation if isinstance(tier, RemoteTier) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +81,23 @@ class Segment:
         return self.lease.num_blocks + self.lease.num_stored
 
 
-_TELLING = ("limit", "pending", "lost", "down", "evicted", "miss")
-"""Of what several tiers say of the same block, the first of these is why it is not there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
     """What a tier said of the block at `position`, where its part of a match ended."""
 
     tier: str
     position: int
-    ended: str
+    ended: MatchEnd
 
 
 class Hierarchy:
-    """Tiers from fast to slow. They must agree on the layout. `promotes` copies what is fetched into faster tiers."""
+    """Tiers from fast to slow. They must agree on the layout."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         *,
         metrics: TierMetrics | None = None,
-        promotes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if len({tier.name for tier in tiers}) < len(tiers):
@@ -116,7 +105,6 @@ class Hierarchy:
         if len({tier.layout for tier in tiers}) > 1:
             raise ConfigError("the tiers do not agree on the layout of a block")
         self.metrics = TierMetrics() if metrics is None else metrics
-        self._promotes = promotes
         self._guards = [Guard(tier, self.metrics, clock) for tier in tiers]
 
     def match(
@@ -124,13 +112,12 @@ class Hierarchy:
         hashes: Sequence[BlockHash],
         *,
         timeout_s: float | None = None,
-        is_counted: bool = True,
         is_lazy: bool = False,
     ) -> HierarchyLease:
         """Lease the longest prefix that the tiers hold together, each block in the fastest tier that has it.
 
-        Not `is_counted`: the caller asks again for the same, and calls `count` for the answer that it uses. If lazy,
-        what would have to be read from disk is counted in the segments and not leased; `fetch` stops before it.
+        If lazy, what would have to be read from disk is counted in the segments and not leased. The caller may ask
+        again for the same, and calls `count` for the answer that it uses.
         """
         segments: list[Segment] = []
         endings: list[Ending] = []
@@ -139,24 +126,17 @@ class Hierarchy:
             if num_blocks == len(hashes):
                 break
             name = guard.tier.name
-            ended = "down"
+            ended = MatchEnd.TIER_DOWN
             if not guard.is_resting:
                 with guard.watched():
-                    wanted = hashes[num_blocks:]
-                    tier = guard.tier
-                    if is_lazy and isinstance(tier, LazyTier):
-                        lease = tier.match_lazily(wanted, timeout_s=timeout_s)
-                    else:
-                        lease = tier.match(wanted, timeout_s=timeout_s)
+                    match = guard.tier.match_lazily if is_lazy else guard.tier.match
+                    lease = match(hashes[num_blocks:], timeout_s=timeout_s)
                     ended = lease.ended
                     if lease.num_blocks or lease.num_stored:
                         segments.append(Segment(name, num_blocks, lease))
                         num_blocks += segments[-1].num_blocks
             endings.append(Ending(name, num_blocks, ended))
-        found = HierarchyLease(self, hashes[:num_blocks], segments, _ending(endings, num_blocks, len(hashes)))
-        if is_counted:
-            self.count(found, len(hashes))
-        return found
+        return HierarchyLease(num_blocks, segments, _ending(endings, num_blocks, len(hashes)))
 
     def count(self, lease: HierarchyLease, num_wanted: int) -> None:
         """A match was used: every tier that was asked for more than it had has missed that."""
@@ -175,22 +155,9 @@ class Hierarchy:
         return self._guards
 
     @property
-    def host(self) -> HostTier | None:
+    def host(self) -> StagingTier | None:
         """The tier in memory of this process, if there is one."""
-        return next((guard.tier for guard in self._guards if isinstance(guard.tier, HostTier)), None)
-
-    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
-        """Offer blocks to every tier. Returns how many each wrote."""
-        return self._offer(self._guards, hashes, blocks)
-
-    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        found = [False] * len(hashes)
-        for guard in self._guards:
-            if guard.is_resting:
-                continue
-            with guard.watched():
-                found = [known or here for known, here in zip(found, guard.tier.contains(hashes), strict=True)]
-        return found
+        return next((guard.tier.staging for guard in self._guards if guard.tier.staging is not None), None)
 
     def close(self) -> None:
         """Close every tier, also when one of them cannot."""
@@ -198,50 +165,17 @@ class Hierarchy:
             for guard in reversed(self._guards):
                 stack.callback(guard.tier.close)
 
-    def fetch_segment(self, segment: Segment, hashes: Sequence[BlockHash], into: Sequence[Buffer]) -> int:
-        """Bytes of one segment into `into`, and into faster tiers. Returns how many leading blocks arrived."""
-        position = [guard.tier.name for guard in self._guards].index(segment.tier)
-        guard = self._guards[position]
-        arrived = 0
-        with guard.watched():
-            arrived = segment.lease.fetch(into)
-        if self._promotes and arrived and position:
-            self._offer(self._guards[:position], hashes[:arrived], into[:arrived])
-        return arrived
-
-    def _offer(self, guards: Sequence[Guard], hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> dict[str, int]:
-        stored = dict.fromkeys((guard.tier.name for guard in guards), 0)
-        for guard in guards:
-            if guard.is_resting:
-                continue
-            name = guard.tier.name
-            with guard.watched():
-                try:
-                    stored[name] = guard.tier.offer(hashes, blocks)
-                except CapacityError:
-                    self.metrics.refused_blocks.labels(tier=name).inc(len(hashes))
-                self.metrics.stored_blocks.labels(tier=name).inc(stored[name])
-        return stored
-
 
 class HierarchyLease:
     """A prefix leased across tiers. Not thread-safe."""
 
-    def __init__(
-        self, hierarchy: Hierarchy, hashes: Sequence[BlockHash], segments: Sequence[Segment], ending: Ending
-    ) -> None:
-        self._hierarchy = hierarchy
-        self._hashes = hashes
+    def __init__(self, num_blocks: int, segments: Sequence[Segment], ending: Ending) -> None:
+        self.num_blocks = num_blocks
         self.segments = segments
         self.ending = ending
-        self._is_over = False
 
     @property
-    def num_blocks(self) -> int:
-        return len(self._hashes)
-
-    @property
-    def ended(self) -> str:
+    def ended(self) -> MatchEnd:
         """As `Lease.ended`: what the next block was."""
         return self.ending.ended
 
@@ -249,24 +183,9 @@ class HierarchyLease:
     def blocks_by_tier(self) -> dict[str, int]:
         return {segment.tier: segment.num_blocks for segment in self.segments}
 
-    def fetch(self, into: Sequence[Buffer]) -> int:
-        """Fill the caller's buffers. Returns how many leading blocks arrived: fewer where a tier failed."""
-        if self._is_over:
-            raise LeaseError("this lease has ended")
-        for segment in self.segments:
-            end = min(segment.first + segment.lease.num_blocks, len(into))
-            if segment.first >= end:
-                break
-            wanted = slice(segment.first, end)
-            arrived = self._hierarchy.fetch_segment(segment, self._hashes[wanted], into[wanted])
-            if segment.first + arrived < min(segment.first + segment.num_blocks, len(into)):
-                return segment.first + arrived
-        return min(len(into), self.num_blocks)
-
     def release(self) -> None:
         for segment in self.segments:
             segment.lease.release()
-        self._is_over = True
 
     def __enter__(self) -> Self:
         return self
@@ -278,11 +197,9 @@ class HierarchyLease:
 
 
 def _ending(endings: Sequence[Ending], num_blocks: int, num_wanted: int) -> Ending:
-    """Why a match of `num_blocks` is not longer: the most telling word of those who were asked for the next block."""
+    """Why a match of `num_blocks` is not longer: what the tiers asked for the next block say of it."""
     if num_blocks == num_wanted:
-        return Ending("", num_blocks, "all")
+        return Ending("", num_blocks, MatchEnd.ALL)
     last = [ending for ending in endings if ending.position == num_blocks]
-    known = [ending for ending in last if ending.ended in _TELLING]
-    if not known:
-        return Ending("", num_blocks, "miss")
-    return min(known, key=lambda ending: _TELLING.index(ending.ended))
+    ended = most_telling(ending.ended for ending in last)
+    return next((ending for ending in last if ending.ended is ended), Ending("", num_blocks, ended))

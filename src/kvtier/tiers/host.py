@@ -18,10 +18,13 @@ from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.sizes import format_size
+from kvtier.tiers.tier import PlainTier
 
 
-class HostTier:
+class HostTier(PlainTier):
     """At most `memory_bytes` of blocks. Memory is taken from the system as it is first used."""
+
+    answers_at_once = True
 
     def __init__(self, layout: KvLayout, memory_bytes: int, name: str = "host") -> None:
         num_blocks = memory_bytes // layout.slot_bytes
@@ -39,9 +42,17 @@ class HostTier:
         self._forgotten: deque[list[Block]] = deque()
 
     @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
     def arena(self) -> MappedArena:
         """Where all its blocks lie."""
         return self._arena
+
+    @property
+    def staging(self) -> HostTier:
+        return self
 
     @property
     def num_blocks(self) -> int:

@@ -10,10 +10,14 @@ from kvtier.client.client import CacheClient, SingleClient
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.memory.mapped import MappedArena
+from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.tier import PlainTier
 
 
-class RemoteTier:
+class RemoteTier(PlainTier):
     """Owns `client`, which has deadlines, a breaker and the way back of its own."""
+
+    keeps_notes = True
 
     def __init__(self, client: CacheClient, name: str = "server") -> None:
         self.name = name
@@ -29,7 +33,6 @@ class RemoteTier:
 
     @property
     def generation(self) -> tuple[int, ...]:
-        """How often each server has come back: what was offered before may be gone."""
         return self._client.num_returns
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
@@ -44,28 +47,30 @@ class RemoteTier:
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
         return self._client.drop(hashes)
 
+    def note(self, explanation: Explanation) -> None:
+        self._client.note(explanation)
+
     def close(self) -> None:
         self._client.close()
 
 
 class SingleServerTier(RemoteTier):
-    """One cache server."""
+    """One cache server. On this host, its slots can be written in place."""
 
     def __init__(self, client: SingleClient, name: str = "server") -> None:
         super().__init__(client, name)
         self._single = client
 
-    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        return self._single.match_lazily(hashes, timeout_s=timeout_s)
-
-
-class SharedMemoryTier(SingleServerTier):
-    """The cache server of this host: its slots can be written in place."""
+    @property
+    def is_local(self) -> bool:
+        return self._single.is_local
 
     @property
-    def arena(self) -> MappedArena:
-        """Its memory. Raises `TierUnavailable` while there is no server."""
-        return self._single.arena
+    def arena(self) -> MappedArena | None:
+        return self._single.arena if self._single.is_local else None
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._single.match_lazily(hashes, timeout_s=timeout_s)
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
         return self._single.reserve(hashes)

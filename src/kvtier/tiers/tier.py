@@ -1,14 +1,20 @@
-"""What a tier is: a place that may hold blocks and gives them back under a lease. Kept small: each kind is one file."""
+"""What a tier is: a place that may hold blocks and gives them back under a lease. Kept small: each kind is one file.
+
+What else a tier can do, it says itself: callers ask for a capability, never for a kind.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
+from kvtier.memory.mapped import MappedArena
+from kvtier.tiers.explanation import Explanation
 
 
 class Tier(Protocol):
@@ -23,8 +29,49 @@ class Tier(Protocol):
     @property
     def layout(self) -> KvLayout: ...
 
+    @property
+    def answers_at_once(self) -> bool:
+        """A match is a look into a dictionary of this process."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """The blocks lie in memory of this host: `arena` maps it, and a device can write the slots of `reserve`."""
+        ...
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """The memory of a local tier. Raises `TierUnavailable` while its server is away."""
+        ...
+
+    @property
+    def staging(self) -> StagingTier | None:
+        """The tier itself, if blocks of other tiers can pass through its memory."""
+        ...
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """How often each of its servers has come back: what was offered before may be gone."""
+        ...
+
+    @property
+    def keeps_notes(self) -> bool:
+        """Explanations can be read back later: `note` does something."""
+        ...
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         """Lease the longest cached prefix of `hashes`. What is leased is never evicted."""
+        ...
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        """As `match`, of what is in memory; the lease's `num_stored` counts what could be read from disk.
+
+        A tier that cannot tell the two apart leases both.
+        """
+        ...
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots of a local tier for the absent ones of `hashes`, which others wait for. Raises as `offer` does."""
         ...
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
@@ -40,21 +87,57 @@ class Tier(Protocol):
         """Forget `hashes`, or everything; returns how many copies went. Leases keep their bytes until released."""
         ...
 
+    def note(self, explanation: Explanation) -> None:
+        """Keep why a match ended, best effort."""
+        ...
+
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class LazyTier(Tier, Protocol):
-    """A tier that can say what it has on disk without reading it."""
+class StagingTier(Tier, Protocol):
+    """Memory of this process through which blocks pass between a device and tiers that are not local."""
+
+    @property
+    def arena(self) -> MappedArena: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def stage(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots for bytes of `hashes` on their way elsewhere. Raises `TierFull` without room for all."""
+        ...
+
+
+class PlainTier(ABC):
+    """The capabilities of a tier that claims none. Every kind inherits them and says where it can do more."""
+
+    answers_at_once = False
+    keeps_notes = False
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def arena(self) -> MappedArena | None:
+        return None
+
+    @property
+    def staging(self) -> StagingTier | None:
+        return None
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        return ()
+
+    @abstractmethod
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease: ...
 
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """As `match`, of what is in memory; the lease's `num_stored` counts what could be read."""
-        ...
-
-
-class SlotTier(Tier, Protocol):
-    """A tier whose blocks lie in memory of this host, where a device can write them itself."""
+        return self.match(hashes, timeout_s=timeout_s)
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots for the absent ones of `hashes`; others wait for what is reserved. Raises as `offer` does."""
-        ...
+        raise AssertionError("only a local tier has slots to write in place")
+
+    def note(self, explanation: Explanation) -> None:
+        raise AssertionError("only a tier that keeps notes takes one")

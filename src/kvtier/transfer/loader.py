@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from kvtier.blocks.hashing import BlockHash
 from kvtier.errors import CapacityError, TierUnavailable
 from kvtier.latency_guard import give_way
-from kvtier.memory.lease import BlockLease, Lease, Reservation
+from kvtier.memory.lease import Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.remote import SharedMemoryTier
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copier, Transfer
 from kvtier.transfer.load import DISK, Load, Order
@@ -57,7 +56,7 @@ class Loader:
         guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == span.asked)
         num_blocks = 0
         with guard.watched():
-            if isinstance(span.lease, BlockLease) and span.lease.arena is not None:
+            if span.lease is not None and span.lease.arena is not None:
                 num_blocks = self._bring_in_place(load, span.lease)
             else:
                 num_blocks = self._bring_units(load, guard.tier)
@@ -65,7 +64,7 @@ class Loader:
             transfer.wait()
         return num_blocks
 
-    def _bring_in_place(self, load: Load, lease: BlockLease) -> int:
+    def _bring_in_place(self, load: Load, lease: Lease) -> int:
         """From memory of this host: what is there at once, what comes from disk as it comes. Returns how many came."""
         plan, span = load.plan, load.plan.span
         arena = lease.arena
@@ -129,8 +128,8 @@ class Loader:
         """How many blocks come together: `most`, or fewer where the memory that they pass through is small."""
         if self._host is not None:
             most = min(most, self._host.num_blocks // _HOST_SHARE)
-        if isinstance(tier, SharedMemoryTier):
-            with contextlib.suppress(TierUnavailable):  # which matching says again
+        with contextlib.suppress(TierUnavailable):  # which matching says again
+            if tier.arena is not None:
                 most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // _SERVER_SHARE)
         return max(1, most)
 
@@ -139,7 +138,7 @@ class Loader:
         if not coming or not coming[-1].read_bytes:
             return len(coming) < most
         last = coming[-1]
-        assert isinstance(last.lease, BlockLease) and last.lease.arena is not None  # noqa: PT018
+        assert last.lease.arena is not None
         return self._ahead.has_room(len(coming), last.read_bytes, last.lease.arena.nbytes)
 
     def _open_unit(self, load: Load, tier: Tier, first: int, end: int) -> _Unit:
@@ -148,8 +147,7 @@ class Loader:
         if plan.span.lease is not None:
             return _Unit(first, hashes, plan.span.lease, plan.span.place(first))
         lease = tier.match(hashes)
-        is_read = isinstance(lease, BlockLease) and lease.arena is not None
-        read_bytes = lease.num_blocks * tier.layout.slot_bytes if is_read else 0
+        read_bytes = 0 if lease.arena is None else lease.num_blocks * tier.layout.slot_bytes
         return _Unit(first, hashes, lease, 0, own_lease=lease, read_bytes=read_bytes)
 
     def _bring_unit(self, load: Load, unit: _Unit) -> bool:
@@ -157,7 +155,7 @@ class Loader:
         lease, count = unit.lease, len(unit.hashes)
         if not lease.num_blocks:
             return False  # evicted since it was matched
-        if isinstance(lease, BlockLease) and lease.arena is not None:
+        if lease.arena is not None:
             arena = lease.arena
             self._copier.adopt(arena)
             unit.num_arrived = min(count, lease.wait(count))

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.memory.lease import BlockLease
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
-from kvtier.tiers.host import HostTier
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.load import DISK, LoadPlan, Span
 from kvtier.transfer.worker_threads import WorkerThreads
@@ -39,7 +38,7 @@ class TierMatch:
     is_matching: bool = True
     is_cancelled: bool = False
     spans: list[Span] = field(default_factory=list)
-    ending: Ending = field(default_factory=lambda: Ending("", 0, "all"))
+    ending: Ending = field(default_factory=lambda: Ending("", 0, MatchEnd.ALL))
     leases: list[HierarchyLease] = field(default_factory=list)
     decided: LoadPlan | None = None
     """What is loaded next, once the prompt has all blocks for it."""
@@ -59,7 +58,7 @@ class TierMatch:
     @property
     def has_all(self) -> bool:
         """All that was asked for was found."""
-        return not self.is_matching and self.ending.ended == "all"
+        return not self.is_matching and self.ending.ended is MatchEnd.ALL
 
 
 class Matcher:
@@ -81,7 +80,7 @@ class Matcher:
         self._lock = threading.Lock()
         self._threads = WorkerThreads(NUM_THREADS, "kvtier-match", let_pass, wake)
         self.num_matching = 0
-        self.is_quick = all(isinstance(guard.tier, HostTier) for guard in hierarchy.guards)
+        self.is_quick = all(guard.tier.answers_at_once for guard in hierarchy.guards)
         """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
@@ -100,13 +99,13 @@ class Matcher:
         if not hashes:
             return
         if self.is_quick:
-            lease = self._hierarchy.match(hashes, is_counted=False)
-            if lease.ended != "pending":
+            lease = self._hierarchy.match(hashes)
+            if lease.ended is not MatchEnd.PENDING:
                 self._found(match, lease, first, len(hashes) + num_more)
                 return
             lease.release()
         if not self._decision.is_match_worth_it(first, first + len(hashes)):
-            match.ending = Ending("", first, "slow")
+            match.ending = Ending("", first, MatchEnd.SLOWER)
             match.is_matching = False
             return
         with self._lock:
@@ -148,7 +147,7 @@ class Matcher:
     # --- the threads -----------------------------------------------------------------------------------------------
 
     def _match(self, match: TierMatch, first: int, hashes: Sequence[BlockHash], num_more: int) -> None:
-        match.ending = Ending("", first, "down")
+        match.ending = Ending("", first, MatchEnd.TIER_DOWN)
         is_found = False
         try:
             if not match.is_cancelled:
@@ -162,7 +161,7 @@ class Matcher:
             self.leave(match)
 
     def _found(self, match: TierMatch, lease: HierarchyLease, first: int, num_wanted: int) -> None:
-        is_all = lease.ended == "all"
+        is_all = lease.ended is MatchEnd.ALL
         self._hierarchy.count(lease, lease.num_blocks if is_all else num_wanted)
         match.leases.append(lease)
         match.spans = match.spans + _spans_of(lease, first)
@@ -176,7 +175,7 @@ class Matcher:
         started_at = progressed_at = self._clock()
         self._decision.note_match(started_at - asked_at)
         num_blocks = lease.num_blocks
-        while lease.ended == "pending" and not match.is_cancelled:
+        while lease.ended is MatchEnd.PENDING and not match.is_cancelled:
             now = self._clock()
             compute_s = self._decision.compute_s(first + num_blocks, first + len(hashes), None)
             patience_s = _UNKNOWN_PENDING_S if compute_s is None else compute_s + _PENDING_SLACK_S
@@ -190,14 +189,14 @@ class Matcher:
         return lease
 
     def _ask(self, hashes: Sequence[BlockHash]) -> HierarchyLease:
-        return self._hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_counted=False, is_lazy=True)
+        return self._hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_lazy=True)
 
 
 def _spans_of(found: HierarchyLease, first: int) -> list[Span]:
     spans: list[Span] = []
     for segment in found.segments:
         tier, lease = segment.tier, segment.lease
-        num_ready = lease.num_ready_at_match if isinstance(lease, BlockLease) else lease.num_blocks
+        num_ready = lease.num_ready_at_match
         start = first + segment.first
         ready, leased, end = start + num_ready, start + lease.num_blocks, start + segment.num_blocks
         spans += [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.tiers.explanation import MatchEnd, match_end_of
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.transfer.copier import Transfer as Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import Load, LoadPlan, Order
@@ -455,7 +455,7 @@ class Prefetch:
         left = next((span for span in match.spans if span.end > position), None)
         if left is None:
             ending = match.ending
-            return MatchEnding(max(position, ending.position), match_end_of(ending.ended), ending.tier)
+            return MatchEnding(max(position, ending.position), ending.ended, ending.tier)
         if left.first <= position:
             return MatchEnding(position, MatchEnd.SLOWER, left.tier)
         return MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")

@@ -13,7 +13,7 @@ from kvtier.errors import CapacityError
 from kvtier.latency_guard import yield_to
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.hierarchy import Guard
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.tier import StagingTier
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Pusher:
     """To the tiers of `guards`. What comes faster than it can be pushed is refused."""
 
     def __init__(
-        self, host: HostTier, guards: Sequence[Guard], metrics: TierMetrics, let_pass: Callable[[], None] | None
+        self, host: StagingTier, guards: Sequence[Guard], metrics: TierMetrics, let_pass: Callable[[], None] | None
     ) -> None:
         """Its thread does `let_pass` where it can (`latency_guard`)."""
         self._host = host

@@ -15,8 +15,6 @@ from kvtier.errors import CapacityError
 from kvtier.memory.lease import Reservation
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.hierarchy import Guard
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import SharedMemoryTier
 from kvtier.transfer.copier import Copier, Mark, Transfer
 
 
@@ -40,11 +38,11 @@ class SlotCopies:
 class ReservedSlots:
     """For one tier."""
 
-    def __init__(self, guard: Guard, tier: HostTier | SharedMemoryTier, copier: Copier, metrics: TierMetrics) -> None:
+    def __init__(self, guard: Guard, copier: Copier, metrics: TierMetrics) -> None:
         self._guard = guard
-        self._tier = tier
+        self._tier = guard.tier
         self._copier = copier
-        name = tier.name
+        name = guard.tier.name
         self._refused_blocks = metrics.refused_blocks.labels(tier=name)
         self._stored_blocks = metrics.stored_blocks.labels(tier=name)
         self._stored_bytes = metrics.stored_bytes.labels(tier=name)

@@ -18,8 +18,6 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.latency_guard import give_way, yield_to
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.pusher import Pusher
@@ -92,13 +90,9 @@ class Storer:
         self._wake = wake
         self._clock = clock
         guards, metrics = hierarchy.guards, hierarchy.metrics
-        self._slots = [
-            ReservedSlots(guard, guard.tier, copier, metrics)
-            for guard in guards
-            if isinstance(guard.tier, (HostTier, SharedMemoryTier))
-        ]
-        far = [guard for guard in guards if not isinstance(guard.tier, (HostTier, SharedMemoryTier))]
-        self._noters = [guard.tier.client for guard in guards if isinstance(guard.tier, RemoteTier)]
+        self._slots = [ReservedSlots(guard, copier, metrics) for guard in guards if guard.tier.is_local]
+        far = [guard for guard in guards if not guard.tier.is_local]
+        self._noters = [guard.tier for guard in guards if guard.tier.keeps_notes]
         self._lock = threading.Lock()
         self._unsent = _Unsent()
         self._announced: set[object] = set()
@@ -250,8 +244,8 @@ class Storer:
             for slots in self._slots:
                 slots.withdraw(job.owner)
         elif isinstance(job, Explanation):
-            for client in self._noters:
-                client.note(job)
+            for tier in self._noters:
+                tier.note(job)
         else:
             job.set()
 

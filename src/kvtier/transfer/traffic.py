@@ -14,7 +14,6 @@ from collections.abc import Callable
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import TierError
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.copier import Copier
 from kvtier.transfer.decision import LoadOrCompute
@@ -79,7 +78,7 @@ class Traffic:
     @property
     def generation(self) -> object:
         """Changes when a tier may have lost what it was offered: its server was away."""
-        return tuple(guard.tier.generation for guard in self.hierarchy.guards if isinstance(guard.tier, RemoteTier))
+        return tuple(guard.tier.generation for guard in self.hierarchy.guards)
 
     def wake(self) -> None:
         """From any thread: end a `wait`, for there is something new to do."""
@@ -130,9 +129,7 @@ class Traffic:
 
     def _adopt_arenas(self) -> None:
         """Before the first request needs them: that takes a GPU seconds. A server that is away is adopted later."""
-        for guard in self.hierarchy.guards:
-            if isinstance(guard.tier, SharedMemoryTier):
-                with contextlib.suppress(TierError):
+        for guard in reversed(self.hierarchy.guards):
+            with contextlib.suppress(TierError):
+                if guard.tier.arena is not None:
                     self._copier.adopt(guard.tier.arena)
-        if self.hierarchy.host is not None:
-            self._copier.adopt(self.hierarchy.host.arena)

@@ -15,11 +15,12 @@ from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.errors import TierError, TierFull
-from kvtier.memory.lease import BlockLease
+from kvtier.memory.lease import Lease
 from kvtier.memory.mapped import MappedArena
 
 _ENTRY_BYTES = 16
@@ -96,7 +97,7 @@ class SharedRecency:
         self._tree_arena: MappedArena | None = None
         self._retry_at = 0.0
         self._client: SingleClient | None = None
-        self._lease: BlockLease | None = None
+        self._lease: Lease | None = None
         self._entries: memoryview | None = None
 
     def follow(self, tree_arena: MappedArena) -> None:
@@ -130,11 +131,11 @@ class SharedRecency:
         deadline = time.monotonic() + _OPEN_S
         while True:
             lease = client.match([self._hash])
-            if isinstance(lease, BlockLease) and lease.arena is not None:
+            if lease.arena is not None:
                 self._lease = lease
                 self._entries = lease.arena.view(lease.offsets[0], client.layout.block_bytes).cast("Q")
                 return True
-            if lease.ended == "down" or time.monotonic() > deadline or not self._make(client):
+            if lease.ended is MatchEnd.TIER_DOWN or time.monotonic() > deadline or not self._make(client):
                 return False
 
     def _connect(self, memory_bytes: int) -> SingleClient:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.client.connecting import connect
@@ -27,7 +28,7 @@ from kvtier.client.replicated import ReplicatedClient
 from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierTimeout, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
-from kvtier.memory.lease import BlockLease, Lease, Reservation
+from kvtier.memory.lease import Lease, Reservation
 from kvtier.vineyard.held_tokens import FoundTokens, HeldTokens
 from kvtier.vineyard.kv_tensor import TokenTensors, check_shape, check_tensors, held_addresses, point_tensors
 from kvtier.vineyard.scope import ClosedAtExit
@@ -270,7 +271,7 @@ class SharedCache(ClosedAtExit):
         """Where the leased tokens are, and what keeps that memory there, unless the lease does."""
         if not lease.wait():
             return [], None
-        if isinstance(lease, BlockLease) and lease.arena is not None:
+        if lease.arena is not None:
             start = lease.arena.address
             return [start + offset for offset in lease.offsets], lease.arena.exports([0], 1)
         if lease.has_views:
@@ -299,7 +300,7 @@ class SharedCache(ClosedAtExit):
                 num_leased = lease.wait()
                 num_present += num_leased
                 if num_leased < len(part):
-                    if lease.ended == "limit":  # there may be more
+                    if lease.ended is MatchEnd.LIMIT:  # there may be more
                         num_present += self._num_leading(hashes[num_present:])
                     break
             yield num_present

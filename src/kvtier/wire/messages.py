@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtier.blocks.hashing import HASH_BYTES
+from kvtier.blocks.match_end import MatchEnd, most_telling
 from kvtier.blocks.namespace import NAMESPACE_BYTES
 from kvtier.errors import RemoteProtocolError
 
@@ -288,13 +289,24 @@ class Matched(_Message, frozen=True, tag=41):
 
     def __post_init__(self) -> None:
         _require(len(self.offsets) % 8 == 0, "offsets must be a run of u64")
-        _require(self.ended in ENDINGS, "an unknown ending")
+        _require(self.ended in _MATCH_ENDS, "an unknown ending")
         _require(0 <= self.num_ready <= len(self.offsets) // 8, "num_ready must be a part of the match")
         _require(self.num_stored >= 0, "num_stored must not be negative")
 
+    @property
+    def match_end(self) -> MatchEnd:
+        return _MATCH_ENDS[self.ended]
 
-ENDINGS = ("all", "miss", "evicted", "pending", "limit", "down")
-"""As in a lease; "down" is the server's disk."""
+
+ENDING_WORDS = {
+    MatchEnd.ALL: "all",
+    MatchEnd.NEVER_STORED: "miss",
+    MatchEnd.EVICTED: "evicted",
+    MatchEnd.PENDING: "pending",
+    MatchEnd.LIMIT: "limit",
+    MatchEnd.TIER_DOWN: "down",  # the server's disk
+}
+_MATCH_ENDS = {word: end for end, word in ENDING_WORDS.items()}
 
 
 class Reserved(_Message, frozen=True, tag=42):
@@ -358,6 +370,11 @@ LISTED_EVICTED = 16
 LISTED_DOWN = 32
 """Not found, and a place where it may be does not answer."""
 LISTED_CACHED = LISTED_MEMORY | LISTED_DISK
+_ENDS_BY_FLAG = {
+    LISTED_PENDING: MatchEnd.PENDING,
+    LISTED_EVICTED: MatchEnd.EVICTED,
+    LISTED_DOWN: MatchEnd.TIER_DOWN,
+}
 
 
 class Counted(_Message, frozen=True, tag=45):
@@ -430,13 +447,9 @@ def decode(body: bytes | bytearray) -> Message:
         raise RemoteProtocolError(f"a message that cannot be read: {error}") from error
 
 
-def ending_of(flags: int) -> str:
+def match_end_of(flags: int) -> MatchEnd:
     """What a lease says of a block that ends it, by its LISTED_ flags."""
-    if flags & LISTED_PENDING:
-        return "pending"
-    if flags & LISTED_DOWN:
-        return "down"
-    return "evicted" if flags & LISTED_EVICTED else "miss"
+    return most_telling(end for flag, end in _ENDS_BY_FLAG.items() if flags & flag)
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

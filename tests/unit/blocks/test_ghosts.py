@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.blocks.ghosts import MAX_GHOSTS, Ghosts
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.pool import BlockPool, PrefixIndex
 
 
@@ -75,6 +76,6 @@ def test_the_ending_of_a_match_tells_evicted_from_never_stored() -> None:
         return ghosts.ending(match, hashes)
 
     store(1, 2)
-    assert (ending(1, 2), ending(1, 2, 3), ending()) == ("all", "miss", "all")
+    assert (ending(1, 2), ending(1, 2, 3), ending()) == (MatchEnd.ALL, MatchEnd.NEVER_STORED, MatchEnd.ALL)
     store(3)
-    assert (ending(1, 2), ending(1), ending(4)) == ("evicted", "all", "miss")
+    assert (ending(1, 2), ending(1), ending(4)) == (MatchEnd.EVICTED, MatchEnd.ALL, MatchEnd.NEVER_STORED)

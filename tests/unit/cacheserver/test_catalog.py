@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
@@ -158,7 +159,7 @@ def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: Space, loca
     outcome = catalog.lease(local, 2, space, names(*"abcde"))
     grant, reason = catalog.reserve(local, 3, space, names("x"))
 
-    assert (len(outcome.blocks), outcome.ended) == (2, "limit")
+    assert (len(outcome.blocks), outcome.ended) == (2, MatchEnd.LIMIT)
     assert (grant.num_refused, reason) == (1, "this client may hold at most 24KiB at once")
 
 
@@ -331,7 +332,7 @@ def test_a_namespace_is_described_for_people(catalog: Catalog, space: Space) -> 
     ]
 
 
-def ended(catalog: Catalog, holder: Holder, space: Space, *texts: str) -> str:
+def ended(catalog: Catalog, holder: Holder, space: Space, *texts: str) -> MatchEnd:
     outcome = catalog.lease(holder, 99, space, names(*texts))
     catalog.release(holder, 99)
     return outcome.ended
@@ -343,28 +344,28 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored(
     store(catalog, space, *"abcdef")
     store(catalog, space, *"ghij")
 
-    assert ended(catalog, local, space, "f") == "evicted"
-    assert ended(catalog, local, space, "z") == "miss"
-    assert ended(catalog, local, space, "g", "e") == "evicted"
+    assert ended(catalog, local, space, "f") is MatchEnd.EVICTED
+    assert ended(catalog, local, space, "z") is MatchEnd.NEVER_STORED
+    assert ended(catalog, local, space, "g", "e") is MatchEnd.EVICTED
 
 
 def test_a_block_that_is_stored_again_is_no_longer_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
     store(catalog, space, *"abcdef")
     store(catalog, space, *"ghij")
     store(catalog, space, "f")
-    assert ended(catalog, local, space, "f") == "all"
+    assert ended(catalog, local, space, "f") is MatchEnd.ALL
 
     catalog.drop(space, names("f"))
-    assert ended(catalog, local, space, "f") == "miss"
+    assert ended(catalog, local, space, "f") is MatchEnd.NEVER_STORED
 
 
 def test_what_a_user_drops_is_not_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
     store(catalog, space, *"abcdef")
     catalog.drop(space, names("a"))
-    assert ended(catalog, local, space, "a") == "miss"
+    assert ended(catalog, local, space, "a") is MatchEnd.NEVER_STORED
 
     catalog.drop(space, [])
-    assert ended(catalog, local, space, "b") == "miss"
+    assert ended(catalog, local, space, "b") is MatchEnd.NEVER_STORED
 
 
 def test_presence_says_where_a_block_is_and_uses_nothing(catalog: Catalog, space: Space, local: Holder) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.client.client import ClientOptions, SingleClient
 from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError
@@ -149,4 +150,4 @@ def test_hashes_are_those_of_the_namespace(make_client: MakeClient) -> None:
 
 def test_a_match_of_no_hashes_is_a_match_of_all_of_them(make_client: MakeClient) -> None:
     with make_client(ADDRESSES[:2]).match([]) as lease:
-        assert (lease.num_blocks, lease.ended) == (0, "all")
+        assert (lease.num_blocks, lease.ended) == (0, MatchEnd.ALL)

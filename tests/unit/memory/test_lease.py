@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.lease import BlockLease, EmptyLease, Reservation
 from kvtier.memory.mapped import MappedArena
@@ -65,7 +66,7 @@ def lease_of(arena: MappedArena | None, events: Events) -> BlockLease:
         OFFSETS,
         BLOCK_BYTES,
         HASHES,
-        "all",
+        MatchEnd.ALL,
         events.pull,
         lambda count: count,
         len(OFFSETS),
@@ -327,5 +328,5 @@ def test_fewer_blocks_than_slots_are_refused(arena: MappedArena, events: Events)
 
 
 def test_an_empty_lease_gives_nothing_and_says_why() -> None:
-    with EmptyLease("down") as lease:
-        assert (lease.num_blocks, lease.ended, lease.views(), lease.fetch(buffers())) == (0, "down", [], 0)
+    with EmptyLease(MatchEnd.TIER_DOWN) as lease:
+        assert (lease.num_blocks, lease.ended, lease.views(), lease.fetch(buffers())) == (0, MatchEnd.TIER_DOWN, [], 0)

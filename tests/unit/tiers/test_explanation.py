@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
-from kvtier.wire.messages import ENDINGS
+from kvtier.tiers.explanation import Explanation, MatchEnd
 
 counts = st.integers(0, 1 << 30)
 explanations = st.builds(
@@ -93,14 +92,3 @@ def test_every_reason_makes_one_sentence(reason: MatchEnd) -> None:
 
     assert sentence.count(".") == 1
     assert sentence.endswith("(more of it).")
-
-
-def test_every_ending_of_a_lease_is_a_reason() -> None:
-    endings = {*ENDINGS, "lost"}
-
-    assert len({match_end_of(ended) for ended in endings}) == len(endings) == 7
-
-
-def test_an_unknown_ending_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no lease ends with 'gone'"):
-        match_end_of("gone")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError, TierFull
 from kvtier.testing.tier_contract import LAYOUT, chain, payloads
 from kvtier.tiers.host import HostTier
@@ -43,7 +44,7 @@ def test_a_slot_written_in_place_is_seen_once_it_is_committed(tier: HostTier) ->
 def test_a_match_of_what_is_being_written_says_so(tier: HostTier) -> None:
     hashes = chain(1, 2)
     with tier.reserve(hashes), tier.match(hashes) as lease:
-        assert (lease.num_blocks, lease.ended) == (0, "pending")
+        assert (lease.num_blocks, lease.ended) == (0, MatchEnd.PENDING)
 
 
 def test_a_reservation_without_room_for_any_is_refused(tier: HostTier) -> None:
@@ -67,10 +68,10 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored_or_was_
     tier.offer(new, payloads(new))
 
     with tier.match(old) as lease:
-        assert (lease.num_blocks, lease.ended) == (2, "evicted")
-    assert tier.match(chain(3, 1)).ended == "miss"
+        assert (lease.num_blocks, lease.ended) == (2, MatchEnd.EVICTED)
+    assert tier.match(chain(3, 1)).ended is MatchEnd.NEVER_STORED
     tier.drop(old[:2])
-    assert tier.match(old).ended == "miss"
+    assert tier.match(old).ended is MatchEnd.NEVER_STORED
     tier.offer(old[:1], payloads(old[:1]))
     tier.drop()
-    assert tier.match(old[3:]).ended == "miss"
+    assert tier.match(old[3:]).ended is MatchEnd.NEVER_STORED

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.memory.lease import EmptyLease
 from kvtier.transfer.copier import Transfer
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
@@ -32,7 +33,7 @@ class _Arrived:
 
 def load_of(order: Order, first: int = 2, end: int = 10) -> Load:
     """Block 100 + position of the device is for the block at that position of the prompt."""
-    span = Span("server", "server", 0, 20, EmptyLease("all"), 0)
+    span = Span("server", "server", 0, 20, EmptyLease(MatchEnd.ALL), 0)
     hashes = [BlockHash(bytes([position]) * 32) for position in range(first, end)]
     plan = LoadPlan(span, first, end, order, None, 1)
     return Load(plan, hashes, [100 + position for position in range(first, end)], Past(), 0.0)

@@ -16,7 +16,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.memory.lease import BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
+from kvtier.tiers.remote import RemoteTier, SingleServerTier
 from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.load import DISK, Load, LoadPlan, Order, Span
 from kvtier.transfer.loader import Loader
@@ -31,6 +31,7 @@ def _bringing(num_host_blocks: int | None) -> Loader:
 
 class _Client:
     layout = _LAYOUT
+    is_local = True
 
     def __init__(self, num_slots: int | None) -> None:
         self._num_slots = num_slots
@@ -50,7 +51,7 @@ def _client(num_slots: int | None) -> Any:
     ("num_slots", "expected"), [(10_000, 70), (70 * 48, 70), (480, 10), (48, 1), (5, 1), (None, 70)]
 )
 def test_units_are_a_small_part_of_a_servers_memory(num_slots: int | None, expected: int) -> None:
-    assert _bringing(None)._unit_blocks(70, SharedMemoryTier(_client(num_slots))) == expected
+    assert _bringing(None)._unit_blocks(70, SingleServerTier(_client(num_slots))) == expected
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(None, 70), (10_000, 70), (240, 10), (5, 1)])
@@ -59,8 +60,8 @@ def test_units_from_elsewhere_are_a_small_part_of_the_hosts_tier(num_blocks: int
 
 
 def test_units_fit_into_the_smaller_memory() -> None:
-    assert _bringing(240)._unit_blocks(70, SharedMemoryTier(_client(960))) == 10
-    assert _bringing(480)._unit_blocks(70, SharedMemoryTier(_client(480))) == 10
+    assert _bringing(240)._unit_blocks(70, SingleServerTier(_client(960))) == 10
+    assert _bringing(480)._unit_blocks(70, SingleServerTier(_client(480))) == 10
 
 
 _MIB = 1 << 20

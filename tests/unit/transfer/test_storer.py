@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierUnavailable
 from kvtier.testing.faults import FailingTier, SlowTier, WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payloads
@@ -112,7 +113,7 @@ def test_a_block_is_shown_and_comes_back_only_after_the_copy(open_bench: Open) -
     until(lambda: bool(bench.device.stored))
 
     assert bench.host.contains(hashes) == [False, False]
-    assert bench.host.match(hashes).ended == "pending"
+    assert bench.host.match(hashes).ended is MatchEnd.PENDING
     assert bench.storing.take_copied() == []
     bench.device.gate.set()
     bench.settle()
@@ -162,17 +163,17 @@ def test_what_is_announced_is_pending_until_it_is_stored(open_bench: Open) -> No
     hashes = chain(1, 3)
     bench.storing.announce("owner", hashes)
     bench.settle()
-    assert bench.host.match(hashes).ended == "pending"
+    assert bench.host.match(hashes).ended is MatchEnd.PENDING
 
     bench.send(hashes[:2])
     bench.settle()
 
     with bench.host.match(hashes) as lease:
-        assert (lease.num_blocks, lease.ended) == (2, "pending")
+        assert (lease.num_blocks, lease.ended) == (2, MatchEnd.PENDING)
     bench.storing.withdraw("owner")
     bench.settle()
     with bench.host.match(hashes) as lease:
-        assert (lease.num_blocks, lease.ended) == (2, "miss")
+        assert (lease.num_blocks, lease.ended) == (2, MatchEnd.NEVER_STORED)
     assert bench.host.num_free_blocks == bench.host.num_blocks - 2
     bench.storing.take_copied()
 
@@ -211,10 +212,10 @@ def test_a_withdrawal_leaves_the_places_that_a_later_owner_made(open_bench: Open
     bench.storing.withdraw("first")
     bench.settle()
 
-    assert bench.host.match(hashes).ended == "pending"
+    assert bench.host.match(hashes).ended is MatchEnd.PENDING
     bench.storing.withdraw("second")
     bench.settle()
-    assert bench.host.match(hashes).ended == "miss"
+    assert bench.host.match(hashes).ended is MatchEnd.NEVER_STORED
     bench.storing.take_copied()
 
 
@@ -286,7 +287,7 @@ def test_a_copy_that_fails_while_it_runs_leaves_nothing_pending(open_bench: Open
     bench.settle()
 
     assert bench.storing.take_copied() == [held]
-    assert bench.host.match(chain(1, 2)).ended == "miss", "others wait for what nobody writes"
+    assert bench.host.match(chain(1, 2)).ended is MatchEnd.NEVER_STORED, "others wait for what nobody writes"
     assert bench.host.num_free_blocks == bench.host.num_blocks
 
 

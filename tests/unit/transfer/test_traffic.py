@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierTimeout
 from kvtier.memory.lease import Lease
 from kvtier.testing.faults import FailingTier, TruncatingTier, WrappedTier
@@ -31,9 +32,12 @@ CHUNK_TOKENS = 1024
 class _FarLease:
     """A lease whose blocks lie elsewhere, and that counts its releases."""
 
+    arena = None
+    offsets = ()
+
     def __init__(self, inner: Lease) -> None:
         self.inner = inner
-        self.num_blocks = inner.num_blocks
+        self.num_blocks = self.num_ready_at_match = inner.num_blocks
         self.num_stored = inner.num_stored
         self.ended = inner.ended
         self.has_views = False
@@ -163,7 +167,7 @@ def test_a_match_names_the_blocks_of_the_prompt_that_each_tier_has(open_bench: O
 
     assert [(span.tier, span.first, span.end) for span in fetch.spans] == [("host", 2, 4), ("far", 4, 6)]
     assert fetch.end == 6
-    assert (fetch.ending.position, fetch.ending.ended) == (6, "miss")
+    assert (fetch.ending.position, fetch.ending.ended) == (6, MatchEnd.NEVER_STORED)
     bench.traffic.matcher.give_up(fetch)
     until(bench.is_free)
 
@@ -214,7 +218,7 @@ def test_a_failing_tier_is_no_hit(open_bench: Open) -> None:
     fetch = bench.match(chain(1, 3))
 
     assert fetch.spans == []
-    assert fetch.ending.ended == "down"
+    assert fetch.ending.ended is MatchEnd.TIER_DOWN
     bench.traffic.matcher.give_up(fetch)
 
 
@@ -248,7 +252,7 @@ def test_a_match_waits_no_longer_than_computing_would_take(open_bench: Open) -> 
         bench.now[0] = 0.5
         until(lambda: not fetch.is_matching)
 
-    assert fetch.ending.ended == "pending"
+    assert fetch.ending.ended is MatchEnd.PENDING
     bench.traffic.matcher.give_up(fetch)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import RemoteProtocolError
 from kvtier.wire import messages as wire
 
@@ -51,7 +52,7 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
     wire.Ping: st.builds(wire.Ping),
     wire.Bye: st.builds(wire.Bye),
     wire.Opened: st.builds(wire.Opened, numbers),
-    wire.Matched: st.builds(wire.Matched, runs, st.sampled_from(wire.ENDINGS), st.just(0), numbers),
+    wire.Matched: st.builds(wire.Matched, runs, st.sampled_from([*wire.ENDING_WORDS.values()]), st.just(0), numbers),
     wire.Reserved: runs.flatmap(
         lambda run: st.builds(wire.Reserved, st.just(run), st.just(run), numbers, numbers, numbers, texts)
     ),
@@ -207,6 +208,40 @@ def test_a_field_out_of_its_bounds_is_refused(body: bytes) -> None:
 def test_less_than_nothing_is_refused(body: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         wire.decode(body)
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("all", MatchEnd.ALL),
+        ("miss", MatchEnd.NEVER_STORED),
+        ("evicted", MatchEnd.EVICTED),
+        ("pending", MatchEnd.PENDING),
+        ("limit", MatchEnd.LIMIT),
+        ("down", MatchEnd.TIER_DOWN),
+    ],
+)
+def test_the_words_for_the_end_of_a_match_are_what_they_always_were(word: str, end: MatchEnd) -> None:
+    assert wire.ENDING_WORDS[end] == word
+    assert wire.Matched(b"", word, 0, 0).match_end is end
+
+
+def test_a_match_that_ends_with_an_unknown_word_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="an unknown ending"):
+        wire.decode(raw(41, b"", "gone", 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        (0, MatchEnd.NEVER_STORED),
+        (wire.LISTED_EVICTED, MatchEnd.EVICTED),
+        (wire.LISTED_EVICTED | wire.LISTED_DOWN, MatchEnd.TIER_DOWN),
+        (wire.LISTED_EVICTED | wire.LISTED_DOWN | wire.LISTED_PENDING, MatchEnd.PENDING),
+    ],
+)
+def test_the_flags_of_a_missing_block_say_why_it_is_missing(flags: int, end: MatchEnd) -> None:
+    assert wire.match_end_of(flags) is end
 
 
 def test_a_message_is_an_array_with_its_tag_first() -> None:

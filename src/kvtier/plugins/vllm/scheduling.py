@@ -30,7 +30,7 @@ from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNe
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.shared_saves import SharedSaves
 from kvtier.plugins.vllm.statistics import CacheStats
-from kvtier.tiers.explanation import Explanation, MatchEnd, match_end_of
+from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transfer.load_decision import LoadDecision
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class SchedulerSide:
             return 0
         if tracked.found is None:
             return 0  # it cannot be cached
-        if tracked.found.lease.ended == "limit" and self._is_worth_waiting(tracked):
+        if tracked.found.lease.ended is MatchEnd.LIMIT and self._is_worth_waiting(tracked):
             return None
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
@@ -282,7 +282,7 @@ class SchedulerSide:
         if asks:
             lease = self._client.match_lazily(hashes[:usable], timeout_s=self._settings.timeout_s)
         else:
-            lease = EmptyLease("slow")
+            lease = EmptyLease(MatchEnd.SLOWER)
         return _Found(root, hashes, lease, time.monotonic() - started_at)
 
     def _take_found(self, tracked: _Tracked) -> bool:
@@ -297,7 +297,7 @@ class SchedulerSide:
         in_memory = found.lease.num_blocks
         on_disk = found.lease.num_stored
         tracked.num_saved = in_memory + on_disk
-        if in_memory or on_disk or found.lease.ended == "miss":
+        if in_memory or on_disk or found.lease.ended is MatchEnd.NEVER_STORED:
             self._decision.note_match(found.seconds)
         first = tracked.num_local_tokens // BLOCK_TOKENS
         tracked.end = self._decision.end_of_load(first, in_memory, in_memory + on_disk, tracked.request.num_tokens)
@@ -435,7 +435,7 @@ class SchedulerSide:
         if tracked.end < num_found:
             reason, ended_at = MatchEnd.SLOWER, tracked.end * BLOCK_TOKENS
         else:
-            reason, ended_at = match_end_of(found.lease.ended), num_found * BLOCK_TOKENS
+            reason, ended_at = found.lease.ended, num_found * BLOCK_TOKENS
         self._note(self._explanation(tracked, counts, reason, ended_at))
 
     def _explanation(

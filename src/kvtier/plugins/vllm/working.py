@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import SingleClient
 from kvtier.errors import CapacityError, TierError, TierUnavailable
-from kvtier.memory.lease import BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
@@ -190,7 +189,7 @@ class WorkerSide:
         """Straight out of the server's memory, into which it reads what is on disk."""
         started_at = time.monotonic()
         with self._client.match(hashes, timeout_s=load.timeout_s) as lease:
-            if not isinstance(lease, BlockLease) or lease.arena is None:
+            if lease.arena is None:
                 return
             position, in_memory = 0, lease.num_ready_at_match
             while position < lease.num_blocks and time.monotonic() < deadline:

@@ -1,0 +1,42 @@
+"""Why a match ended where it did, and which of several answers explains it. Values only: any thread."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+
+class MatchEnd(enum.Enum):
+    """What the block was that ended a match. The values are words for people."""
+
+    ALL = "all"
+    NEVER_STORED = "never stored"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other namespace"
+    TIER_DOWN = "tier down"
+    SLOWER = "slower than computing"
+    PENDING = "still pending"
+    LIMIT = "lease limit"
+    LOST = "lost or corrupt"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_MOST_TELLING_FIRST = (
+    MatchEnd.LIMIT,
+    MatchEnd.PENDING,
+    MatchEnd.LOST,
+    MatchEnd.TIER_DOWN,
+    MatchEnd.EVICTED,
+    MatchEnd.NEVER_STORED,
+)
+"""The closer an answer comes to a hit, the more it explains: the block is present, will be, was until it was read, may
+be, was once, never was. So a damaged block is told from a miss, and a tier that is down hides what another has evicted:
+the small tier evicts all the time, the one that is down may still have the block."""
+
+
+def most_telling(ends: Iterable[MatchEnd]) -> MatchEnd:
+    """Of what several tiers, servers or flags say of the same missing block. Without a reason, it was never stored."""
+    seen = set(ends)
+    return next((end for end in _MOST_TELLING_FIRST if end in seen), MatchEnd.NEVER_STORED)
