@@ -1,7 +1,8 @@
 """The decision between loading and computing, from measured speeds. The engine's thread asks. No torch.
 
 A load that is clearly faster than computing is made. Where neither is, the tier brings blocks from the back while the
-engine computes from the front, if that wins. What is late is abandoned once computing it would be sooner.
+engine computes from the front, if that wins. What is late is abandoned once computing it would be sooner. For engines
+that compute behind what is loaded, and ask once, the decision is where the load ends.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _LAST_REST_S = 10.0
 _RETRY_SLOW_S = 10.0
 _NUM_MATCH_TIMES = 5
 _NUM_DELAYS = 3
+_SLOWEST_BYTES_PER_S = 64e6
+_GIVES_UP_AFTER = 1.5
+"""A load that takes longer than this many times computing is given up, where nothing can be computed beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,43 @@ class LoadOrCompute:
         if from_back is not None:
             return from_back
         return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
+
+    def end_of_load(self, spans: Sequence[Span], first: int, prompt_tokens: int) -> int:
+        """The block before which to stop loading, of a prompt whose blocks before `first` are there.
+
+        For engines that load once and compute what follows: at `first`, or behind one of `spans`, which follow each
+        other.
+        """
+        spans = [span for span in spans if span.end > first]
+        ends = [first, *(span.end for span in spans)]
+        if self._always_loads or not spans:
+            return ends[-1]
+        totals_s: list[float] = []
+        loaded_s: float | None = 0.0
+        for end, span in zip(ends, [None, *spans], strict=True):
+            if span is not None:
+                load_s = self.speeds.load_s(span.tier, (span.end - max(first, span.first)) * self._block_bytes)
+                loaded_s = None if load_s is None or loaded_s is None else loaded_s + load_s
+            rest_s = self._rest_s(end, prompt_tokens)
+            if loaded_s is None or rest_s is None:
+                return ends[-1]  # not measured yet: this measures it
+            totals_s.append(loaded_s + rest_s)
+        best = max(end for end, total_s in zip(ends, totals_s, strict=True) if total_s <= min(totals_s))
+        if best < ends[-1] and self._may_retry(next(span.tier for span in spans if span.end > best)):
+            return ends[-1]
+        return best
+
+    def timeout_s(self, first: int, end: int, prompt_tokens: int, least_s: float) -> float:
+        """How long such a load may take: not much longer than computing the same, but never less than `least_s`."""
+        compute_s, rest_s = self._rest_s(first, prompt_tokens), self._rest_s(end, prompt_tokens)
+        if self._always_loads or compute_s is None or rest_s is None:
+            return least_s + (end - first) * self._block_bytes / _SLOWEST_BYTES_PER_S
+        return max(least_s, _GIVES_UP_AFTER * (compute_s - rest_s))
+
+    def _rest_s(self, first: int, prompt_tokens: int) -> float | None:
+        """How long the prompt takes from block `first` on."""
+        start = first * self._block_tokens
+        return self.speeds.prefill_s(start, max(0, prompt_tokens - start), self._chunk_tokens)
 
     def share(self, load: Load, prompt_tokens: int) -> int:
         """From the back: how many blocks the engine should compute next, so that both sides meet at the same time."""

@@ -31,7 +31,9 @@ from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.shared_saves import SharedSaves
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.explanation import Explanation, MatchEnd
-from kvtier.transfer.load_decision import LoadDecision
+from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.load import DISK, Span
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +103,9 @@ class SchedulerSide:
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
         self._shared = SharedSaves(client, identity.num_ranks, self._threads) if identity.num_ranks > 1 else None
-        self._decision = LoadDecision(
-            identity.layout,
-            chunk_tokens,
-            memory_tier="server" if client.is_local else "tcp",
-            disk_tier="disk" if client.is_local else "tcp",
-            always_loads=settings.always_load,
+        self._tiers = ("server", DISK) if client.is_local else ("tcp", "tcp")
+        self._decision = LoadOrCompute(
+            Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
         )
         self._num_steps = 0
         self._steps: deque[tuple[int, float, list[tuple[int, int]]]] = deque(maxlen=_MAX_STEPS_IN_FLIGHT)
@@ -260,7 +259,7 @@ class SchedulerSide:
 
     def _begin_match(self, tracked: _Tracked, to_release: Sequence[Lease] = ()) -> None:
         request = tracked.request
-        asks = self._decision.is_match_worth_it(request.num_tokens)
+        asks = self._decision.is_match_worth_it(0, request.num_tokens // BLOCK_TOKENS)
         tracked.asked_at = time.monotonic()
         tracked.matching = self._threads.submit(self._match, tracked, request.all_token_ids[:], asks, to_release)
 
@@ -300,7 +299,12 @@ class SchedulerSide:
         if in_memory or on_disk or found.lease.ended is MatchEnd.NEVER_STORED:
             self._decision.note_match(found.seconds)
         first = tracked.num_local_tokens // BLOCK_TOKENS
-        tracked.end = self._decision.end_of_load(first, in_memory, in_memory + on_disk, tracked.request.num_tokens)
+        spans = [
+            Span(tier, tier, start, end, None, 0)
+            for tier, start, end in zip(self._tiers, (0, in_memory), (in_memory, in_memory + on_disk), strict=True)
+            if start < end
+        ]
+        tracked.end = max(first, self._decision.end_of_load(spans, first, tracked.request.num_tokens))
         if tracked.end < in_memory + on_disk:
             self._stats.slower_loads += 1
         return True

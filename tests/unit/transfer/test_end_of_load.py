@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.blocks.layout import KvLayout
-from kvtier.transfer.load_decision import LoadDecision
+from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.load import Span
 
 _LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=64, dtype="float32", block_tokens=16)
 _PROMPT_TOKENS = 1600
@@ -28,11 +30,9 @@ def _decision(
     disk_block_s: float | None = None,
     always_loads: bool = False,
     clock: _Clock | None = None,
-) -> LoadDecision:
+) -> LoadOrCompute:
     """One that has measured these speeds."""
-    decision = LoadDecision(
-        _LAYOUT, 512, memory_tier="server", disk_tier="disk", always_loads=always_loads, clock=clock or _Clock()
-    )
+    decision = LoadOrCompute(Speeds(), _LAYOUT, 512, always_loads=always_loads, clock=clock or _Clock())
     for count in (128, 256, 512):
         if token_s is not None:
             decision.speeds.note_prefill([(0, count)], count * token_s)
@@ -40,6 +40,12 @@ def _decision(
             if block_s is not None:
                 decision.note_load(tier, count * _LAYOUT.block_bytes, count * block_s)
     return decision
+
+
+def _end_of_load(decision: LoadOrCompute, first: int, memory_end: int, disk_end: int, num_tokens: int) -> int:
+    """Of a prompt whose first blocks are in a server's memory, and the next ones on its disk."""
+    spans = [Span("server", "server", 0, memory_end, None, 0), Span("disk", "server", memory_end, disk_end, None, 0)]
+    return decision.end_of_load([span for span in spans if span.first < span.end], first, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -54,31 +60,31 @@ def _decision(
 def test_a_load_ends_where_computing_is_faster(memory_block_s: float, disk_block_s: float, expected: int) -> None:
     decision = _decision(memory_block_s=memory_block_s, disk_block_s=disk_block_s)
 
-    assert decision.end_of_load(0, 60, 80, _PROMPT_TOKENS) == expected
+    assert _end_of_load(decision, 0, 60, 80, _PROMPT_TOKENS) == expected
 
 
 @pytest.mark.parametrize("unknown", ["token_s", "memory_block_s", "disk_block_s"])
 def test_what_was_not_measured_is_loaded_and_so_measured(unknown: str) -> None:
     speeds = {"token_s": 1e-6, "memory_block_s": 1.0, "disk_block_s": 1.0, unknown: None}
 
-    assert _decision(**speeds).end_of_load(0, 60, 80, _PROMPT_TOKENS) == 80
+    assert _end_of_load(_decision(**speeds), 0, 60, 80, _PROMPT_TOKENS) == 80
 
 
 def test_with_always_loads_nothing_is_decided() -> None:
     decision = _decision(memory_block_s=1.0, disk_block_s=1.0, always_loads=True)
 
-    assert decision.end_of_load(0, 60, 80, _PROMPT_TOKENS) == 80
-    assert decision.is_match_worth_it(16)
+    assert _end_of_load(decision, 0, 60, 80, _PROMPT_TOKENS) == 80
+    assert decision.is_match_worth_it(0, 1)
 
 
 def test_what_was_slow_is_tried_again_after_a_while() -> None:
     clock = _Clock()
     decision = _decision(memory_block_s=0.1, clock=clock)
-    assert decision.end_of_load(0, 60, 60, _PROMPT_TOKENS) == 0
+    assert _end_of_load(decision, 0, 60, 60, _PROMPT_TOKENS) == 0
 
     clock.now = 11.0
-    assert decision.end_of_load(0, 60, 60, _PROMPT_TOKENS) == 60
-    assert decision.end_of_load(0, 60, 60, _PROMPT_TOKENS) == 0
+    assert _end_of_load(decision, 0, 60, 60, _PROMPT_TOKENS) == 60
+    assert _end_of_load(decision, 0, 60, 60, _PROMPT_TOKENS) == 0
 
 
 def test_a_tier_that_has_become_fast_is_used_again() -> None:
@@ -87,7 +93,7 @@ def test_a_tier_that_has_become_fast_is_used_again() -> None:
         for count in (128, 256, 512):
             decision.note_load("server", count * _LAYOUT.block_bytes, count * 1e-5)
 
-    assert decision.end_of_load(0, 60, 60, _PROMPT_TOKENS) == 60
+    assert _end_of_load(decision, 0, 60, 60, _PROMPT_TOKENS) == 60
 
 
 def test_a_match_that_takes_longer_than_computing_is_not_made() -> None:
@@ -95,8 +101,8 @@ def test_a_match_that_takes_longer_than_computing_is_not_made() -> None:
     for _ in range(5):
         decision.note_match(0.2)
 
-    assert not decision.is_match_worth_it(64)
-    assert decision.is_match_worth_it(6400)
+    assert not decision.is_match_worth_it(0, 4)
+    assert decision.is_match_worth_it(0, 400)
 
 
 def test_a_load_may_take_a_little_longer_than_computing_but_not_less_than_the_least() -> None:
@@ -119,6 +125,6 @@ def test_a_load_never_ends_before_it_begins_or_after_what_is_cached(
     token_s, memory_block_s, disk_block_s = speeds
     decision = _decision(token_s=token_s, memory_block_s=memory_block_s, disk_block_s=disk_block_s)
 
-    end = decision.end_of_load(first, memory_end, memory_end + num_on_disk, 16 * 220)
+    end = _end_of_load(decision, first, memory_end, memory_end + num_on_disk, 16 * 220)
 
     assert first <= end <= max(first, memory_end + num_on_disk)
