@@ -201,7 +201,7 @@ def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str, has_graphs: 
                 engine.step()
             assert decoding.num_outputs == 200
             assert tokens_of(requests)[3:] == expected[3:]
-            assert all(sum(request.loaded_tokens.values()) == _ALL_BUT_ONE for request in requests[3:])
+            assert all(sum(request.prefetch.loaded_tokens.values()) == _ALL_BUT_ONE for request in requests[3:])
             for number in range(len(long_prompts)):
                 engine.forget(f"r{number}")
         engine.close()

@@ -159,7 +159,7 @@ def _let_loading_pay(llm: LLM) -> None:
     speeds = Speeds()
     for num_tokens in (16, 64, 256):
         speeds.note_prefill([(0, num_tokens)], 0.0005 * num_tokens)
-    traffic._decision.speeds = speeds
+    traffic.decision.speeds = speeds
 
 
 # --- killed and hung -----------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def assert_nothing_held(llm: LLM) -> None:
     engine.step()  # takes back what was copied
     blocks = engine.scheduler.blocks
     assert blocks.num_free_blocks == blocks.num_blocks, "blocks of the device were leaked"
-    assert not traffic.has_stores
+    assert not traffic.storer.has_stores
     for guard in traffic.hierarchy.guards:
         if isinstance(guard.tier, HostTier):
             _wait_until_free(guard.tier)
