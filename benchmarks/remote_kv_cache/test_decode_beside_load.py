@@ -148,9 +148,12 @@ class Decoding:
             self._num_tokens[name] = self._num_tokens.get(name, 0) + len(news.token_ids)
 
     def _check(self, news: Progress) -> None:
-        loaded = news.request.prefetch.loaded_tokens.get("disk", 0)
+        loaded_tokens = news.request.prefetch.loaded_tokens
+        loaded = loaded_tokens.get("disk", 0)
         if loaded < _LEAST_LOADED * full_share(self._size.long_tokens) * self._size.long_tokens:
-            raise RuntimeError(f"only {loaded} tokens of the long prompt came from disk: {news.request.prefetch.loaded_tokens}")
+            raise RuntimeError(
+                f"only {loaded} tokens of the long prompt came from disk: {news.request.prefetch.loaded_tokens}"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -137,7 +137,7 @@ class LoadOrCompute:
             return 0
         if load.is_over:
             return left
-        block_s = self._per_block_s(load, self._clock() - load.started_at)
+        block_s = self._per_block_s(load, self._clock() - load.times.started_at)
         compute_s = self.compute_s(load.front, load.front + left, prompt_tokens)
         if compute_s is None:
             return max(1, left // 2)
@@ -209,7 +209,7 @@ class LoadOrCompute:
     def note_met(self, load: Load) -> None:
         """Both sides have met: computing and loading may hold each other up, by as much as this shows."""
         if load.plan.meets_after_s > 0:
-            delay = (self._clock() - load.started_at) / load.plan.meets_after_s
+            delay = (self._clock() - load.times.started_at) / load.plan.meets_after_s
             self._delays.setdefault(load.plan.span.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
 
     def note_late(self, tier: str) -> None:

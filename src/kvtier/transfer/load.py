@@ -57,7 +57,7 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Load blocks `first..end` of `part`, `unit` of them at a time where they come one after the other.
+    """Load blocks `first..end` of `span`, `unit` of them at a time where they come one after the other.
 
     From the back, both sides should meet after `meets_after_s`.
     """
@@ -71,8 +71,18 @@ class LoadPlan:
     meets_after_s: float = 0.0
 
 
+@dataclass(slots=True)
+class LoadTimes:
+    """Seconds of one clock."""
+
+    started_at: float
+    picked_at: float | None = None
+    """When one of the tiers' threads took the load on: the loads that were begun before it go first."""
+    ended_at: float = 0.0
+
+
 class Load:
-    """`[taken_first, taken_end)` is what the tier's thread has taken on; of it, what has arrived or failed is known."""
+    """`_taken` is what the tier's thread has taken on; of it, what has arrived or failed is known."""
 
     def __init__(
         self,
@@ -88,10 +98,7 @@ class Load:
         self.hashes = hashes
         self.block_ids = block_ids
         self.after = after
-        self.started_at = started_at
-        self.picked_at: float | None = None
-        """When one of the tiers' threads took it on: the loads that were begun before it go first."""
-        self.ended_at = 0.0
+        self.times = LoadTimes(started_at)
         self._behind = behind
         self.transfers: list[Transfer] = []
         self.lacks_room = False
@@ -99,8 +106,8 @@ class Load:
         self.front = plan.first
         """The engine computes, or has computed, what lies before."""
         self._lock = threading.Lock()
-        self._taken_first = plan.first if plan.order is Order.FRONT else plan.end
-        self._taken_end = self._taken_first
+        start = plan.first if plan.order is Order.FRONT else plan.end
+        self._taken = (start, start)
         self._num_arrived = 0
         self._is_abandoned = False
         self._is_submitted = False
@@ -114,12 +121,14 @@ class Load:
             if self._is_abandoned:
                 return 0, 0
             if self.plan.order is Order.FRONT:
-                first = self._taken_end
-                self._taken_end = min(first + count, self.plan.end)
-                return first, self._taken_end
-            end = self._taken_first
-            self._taken_first = max(self.front, end - count)
-            return self._taken_first, end
+                first = self._taken[1]
+                end = min(first + count, self.plan.end)
+                self._taken = (self._taken[0], end)
+            else:
+                end = self._taken[0]
+                first = max(self.front, end - count)
+                self._taken = (first, self._taken[1])
+            return first, end
 
     def write(self, first: int, end: int, begin: Callable[[Sequence[int]], Transfer]) -> Transfer | None:
         """Let `begin` copy into the device's blocks for `first..end`; None, and nothing is written, if it is too late.
@@ -154,8 +163,9 @@ class Load:
     @property
     def turned_at(self) -> float:
         """When its turn came: a thread has taken it on, and the load before it was over."""
-        turned_at = self.started_at if self.picked_at is None else self.picked_at
-        return turned_at if self._behind is None else max(turned_at, self._behind.ended_at)
+        times = self.times
+        turned_at = times.started_at if times.picked_at is None else times.picked_at
+        return turned_at if self._behind is None else max(turned_at, self._behind.times.ended_at)
 
     @property
     def is_over(self) -> bool:
@@ -219,4 +229,4 @@ class Load:
             return self.front
         if self._is_over or self._is_abandoned:
             return self._arrived_first()
-        return self._taken_first
+        return self._taken[0]

@@ -71,7 +71,7 @@ class Loading:
 
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
         """What is missing of it would be computed sooner than it comes."""
-        was_picked = load.picked_at is not None  # asked first: a thread may take it on meanwhile
+        was_picked = load.times.picked_at is not None  # asked first: a thread may take it on meanwhile
         if not was_picked and self._waits_for_device():
             return False  # as it would itself if it were computed
         since = load.turned_at
@@ -153,7 +153,7 @@ class Loading:
         with self._lock:
             self._num_bringing[tier] += 1
             num_sharing = self._num_bringing[tier]
-        load.picked_at = self._clock()
+        load.times.picked_at = self._clock()
         try:
             has_room = load.after.query()
             if not has_room:
@@ -163,7 +163,7 @@ class Loading:
             num_sharing = min(num_sharing, self._num_bringing[tier])
             self._note_speed(load, num_blocks, self._clock() - load.turned_at, num_sharing, has_room=has_room)
         finally:
-            load.ended_at = self._last_end_at = self._clock()
+            load.times.ended_at = self._last_end_at = self._clock()
             load.end()
             with self._lock:
                 self._num_bringing[tier] -= 1

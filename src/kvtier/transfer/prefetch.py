@@ -436,7 +436,7 @@ class Prefetch:
         if match is None:
             return
         if self.ending is None:
-            self.ending = self._ending_of(match)
+            self.ending = _ending_of(match, self.blocks)
         self._shared.traffic.matcher.give_up(match)
         self.match = None
         if self.load is None:
@@ -444,21 +444,6 @@ class Prefetch:
         if self._shared.growing.pop(self, None) is not None:
             self.blocks.unclaim()
         self._stop_looking()
-
-    def _ending_of(self, match: TierMatch) -> MatchEnding:
-        block_tokens = self.blocks.block_tokens
-        position = self.blocks.num_filled // block_tokens
-        # What meets from the back leaves out the block of the last token, found or not.
-        before_last = (self.blocks.num_tokens - 1) // block_tokens
-        if position >= (before_last if match.has_all else self.blocks.num_wanted):
-            return MatchEnding(position, MatchEnd.ALL, "")
-        left = next((span for span in match.spans if span.end > position), None)
-        if left is None:
-            ending = match.ending
-            return MatchEnding(max(position, ending.position), ending.ended, ending.tier)
-        if left.first <= position:
-            return MatchEnding(position, MatchEnd.SLOWER, left.tier)
-        return MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")
 
     def _abandon(self, load: Load) -> None:
         """Late: what has arrived is used, the rest is computed."""
@@ -616,3 +601,20 @@ class NoPrefetch(Prefetch):
 
     def leave(self) -> None:
         pass
+
+
+def _ending_of(match: TierMatch, blocks: PromptBlocks) -> MatchEnding:
+    """What ended a match, of a prompt for which no more is loaded."""
+    block_tokens = blocks.block_tokens
+    position = blocks.num_filled // block_tokens
+    # What meets from the back leaves out the block of the last token, found or not.
+    before_last = (blocks.num_tokens - 1) // block_tokens
+    if position >= (before_last if match.has_all else blocks.num_wanted):
+        return MatchEnding(position, MatchEnd.ALL, "")
+    left = next((span for span in match.spans if span.end > position), None)
+    if left is None:
+        ending = match.ending
+        return MatchEnding(max(position, ending.position), ending.ended, ending.tier)
+    if left.first <= position:
+        return MatchEnding(position, MatchEnd.SLOWER, left.tier)
+    return MatchEnding(position, MatchEnd.LOST, "device", "evicted while the request waited")

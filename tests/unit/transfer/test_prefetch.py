@@ -291,7 +291,7 @@ def test_what_is_late_is_abandoned_and_computed(open_bench: Open) -> None:
     assert way.prefetch.advance(64, is_alone=True) is WAIT
     load = way.prefetch.load
     assert load is not None
-    until(lambda: load.picked_at is not None)
+    until(lambda: load.times.picked_at is not None)
     bench.now[0] = 1000.0
 
     assert way.prefetch.advance(64, is_alone=True) is READY

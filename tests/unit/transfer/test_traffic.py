@@ -463,7 +463,7 @@ def test_a_load_behind_others_is_not_late_while_they_come(open_bench: Open) -> N
     assert not bench.traffic.loading.is_late(load, 257), "computing takes 1.6 s"
     bench.now[0] += 1.0
     assert bench.traffic.loading.is_late(load, 257), "nothing comes any more"
-    load.picked_at = bench.now[0]
+    load.times.picked_at = bench.now[0]
     assert not bench.traffic.loading.is_late(load, 257), "its turn has come"
     bench.now[0] += 2.0
     assert bench.traffic.loading.is_late(load, 257)
