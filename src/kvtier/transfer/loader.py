@@ -20,7 +20,7 @@ from kvtier.memory.lease import BlockLease, Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.remote import SharedMemoryTier
 from kvtier.tiers.tier import Tier
-from kvtier.transfer.copier import Copier, Transfer
+from kvtier.transfer.copier import Copier, Copies
 from kvtier.transfer.load import DISK, Load, Order
 
 _NUM_UNITS = 3
@@ -219,7 +219,7 @@ class _Unit:
     """What it takes of a server's memory, if it is read there from a disk of this host."""
     stage: Reservation | None = None
     num_arrived: int = 0
-    transfer: Transfer | None = None
+    transfer: Copies | None = None
 
     @property
     def is_there(self) -> bool:

@@ -23,7 +23,7 @@ from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.hierarchy import Guard, Hierarchy
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier, SharedMemoryTier
-from kvtier.transfer.copier import Copier, Mark, Transfer
+from kvtier.transfer.copier import Copier, Copies, Mark
 from kvtier.transfer.device_lease import DeviceLease
 
 logger = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ class _Copy:
     """Slots that are being written: for each reservation the numbers of its slots."""
 
     slots: list[tuple[_Slots, list[int]]] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[Copies] = field(default_factory=list)
     started_at: float = 0.0
 
 

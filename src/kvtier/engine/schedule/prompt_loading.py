@@ -21,7 +21,7 @@ from kvtier.engine.schedule.naive_blocks import extend_hashes, num_reusable_bloc
 from kvtier.engine.schedule.request import MatchEnding, Request, Status
 from kvtier.engine.schedule.step import Step
 from kvtier.tiers.explanation import MatchEnd, match_end_of
-from kvtier.transfer.copier import Transfer
+from kvtier.transfer.copier import Copies
 from kvtier.transfer.load import Load, Order, Plan
 from kvtier.transfer.tier_traffic import Fetch, TierTraffic
 
@@ -73,7 +73,7 @@ class PromptLoading:
         self._blocks = blocks
         self._namespace = namespace
         self._clock = clock
-        self._arrivals: list[Transfer] = []
+        self._arrivals: list[Copies] = []
         self._short_since: float | None = None
         self._polled_at = clock()
         self._step_s = 0.0
@@ -408,7 +408,7 @@ class PromptLoading:
         """The next step waits for something that is on its way."""
         return bool(self._arrivals)
 
-    def take_arrivals(self) -> list[Transfer]:
+    def take_arrivals(self) -> list[Copies]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
