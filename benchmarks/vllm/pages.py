@@ -29,12 +29,13 @@ from benchmarks.harness import Contender, Options, Result, finish, parse_options
 from benchmarks.shapes import NUM_BLOCKS, SHAPES
 from kvtier.blocks.layout import KvLayout
 from kvtier.memory.mapped import MappedArena
-from kvtier.transfer.copiers.page_copier import HostPageCopier, PageCopier
-from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, Way
+from kvtier.transfer.copiers.geometry import Geometry, PageOrder
+from kvtier.transfer.copiers.host_copier import HostCopier
+from kvtier.transfer.places import places_of
+from tests.support.paged_kv import PagedKv
 
 HAS_GPU = torch.cuda.is_available()
-if HAS_GPU:
-    from kvtier.transfer.copiers.cuda_page_copier import CudaPageCopier, Way
 
 GPU_BARS = {"pages_blhnc_in_gbs": ">= 45", "pages_blhnc_out_gbs": ">= 45"}
 CPU_BARS = {"pages_cpu_in_over_turned": "<= 1.7", "pages_cpu_out_over_turned": "<= 1.4"}
@@ -61,7 +62,9 @@ class GpuStand:
         self.tensors = gpu_tensors(strides, layout, page_tokens, num_heads)
         per_page = page_tokens // layout.block_tokens
         self.pages = random.Random(1).sample(range(self.tensors[0].shape[0]), NUM_BLOCKS // per_page)
-        self.blocks = list(range(NUM_BLOCKS))
+        self.places = places_of(
+            self.pages, range(NUM_BLOCKS), page_tokens=page_tokens, block_tokens=layout.block_tokens
+        )
         self.nbytes = NUM_BLOCKS * layout.block_bytes * num_heads // layout.kv_heads
         self.pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         self.flat = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
@@ -73,17 +76,18 @@ class GpuStand:
         self._slots(self.sources).copy_(
             torch.randint(256, (NUM_BLOCKS, layout.slot_bytes), dtype=torch.uint8, device="cuda")
         )
-        self.copier = stack.enter_context(contextlib.closing(CudaPageCopier(self.tensors, layout, way=way)))
+        copier = CudaCopier(Geometry(self.tensors, layout), 1, way=way, switch_interval_s=None)
+        self.copier = stack.enter_context(contextlib.closing(copier))
         self.copier.adopt(self.arena)
         registration = self.copier.registration(self.arena)
         assert registration is not None
         assert registration.wait(PATIENCE_S)
 
     def load(self) -> None:
-        self.copier.load(self.pages, self.blocks, self.arena, self.sources, self.copier.mark())
+        self.copier.load(self.arena, self.sources, self.places, self.copier.mark()).wait()
 
     def store(self) -> None:
-        self.copier.store(self.pages, self.blocks, self.arena, self.targets, self.copier.mark())
+        self.copier.store(self.places, self.arena, self.targets, self.copier.mark()).wait()
 
     def clear(self) -> None:
         for tensor in self.tensors:
@@ -264,7 +268,9 @@ class CpuStand:
         kind = ctypes.c_ubyte * layout.block_bytes
         self.slots = [memoryview(kind.from_address(self.arena.address + offset)).cast("B") for offset in self.offsets]
         self.twin = PagedKv(tensors, layout, PageOrder.TRANSPOSED_K)
-        self.copier: PageCopier = stack.enter_context(contextlib.closing(HostPageCopier(tensors, layout)))
+        self.places = places_of(self.pages, self.blocks, page_tokens=CPU_PAGE_TOKENS, block_tokens=layout.block_tokens)
+        geometry = Geometry(tensors, layout, PageOrder.TRANSPOSED_K)
+        self.copier = stack.enter_context(contextlib.closing(HostCopier(geometry)))
         self.source = torch.randn(self.nbytes // 4)
         self.target = torch.empty_like(self.source)
         self.expected = bytearray(self.nbytes)
@@ -273,10 +279,10 @@ class CpuStand:
         self.before = whole.clone()
 
     def load(self) -> None:
-        self.copier.load(self.pages, self.blocks, self.arena, self.offsets, None)
+        self.copier.load(self.arena, self.offsets, self.places, self.copier.mark()).wait()
 
     def store(self) -> None:
-        self.copier.store(self.pages, self.blocks, self.arena, self.offsets, None)
+        self.copier.store(self.places, self.arena, self.offsets, self.copier.mark()).wait()
 
     def turn(self) -> None:
         """Half of the bytes as they are, the other half with each block's tokens as columns."""

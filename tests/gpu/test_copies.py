@@ -21,7 +21,8 @@ from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.cuda import load_cudart
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.servers import cache_server
-from kvtier.transfer.copiers.cuda_copier import CudaCopier, _CudaTransfer
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, Way, _CudaCopies
+from kvtier.transfer.copiers.geometry import Geometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -48,7 +49,9 @@ class Stand:
         self.arena = MappedArena.create(num_blocks * layout.slot_bytes)
         self.slots = slots_of(self.arena, layout)
         self.slots.copy_(torch.empty_like(self.bytes).random_(0, 256))
-        self.copier = CudaCopier(self.kv, num_groups, PIECE_BYTES, min_grouped_bytes=0)
+        self.geometry = Geometry(self.kv.layers, layout)
+        self.copier = CudaCopier(self.geometry, num_groups, piece_bytes=PIECE_BYTES, min_grouped_bytes=0)
+        assert self.copier.way is Way.DIRECT
         torch.cuda.synchronize()
 
     def register(self) -> None:
@@ -221,9 +224,9 @@ def test_what_is_here_in_two_milliseconds_comes_in_one_group(num_blocks: int, nu
     with stand(LAYOUTS["7B"], num_blocks=128) as here:
         here.register()
         blocks = list(range(num_blocks))
-        with contextlib.closing(CudaCopier(here.kv)) as copier:
+        with contextlib.closing(CudaCopier(here.geometry)) as copier:
             transfer = copier.load(here.arena, here.offsets(blocks), blocks, copier.mark())
-            assert isinstance(transfer, _CudaTransfer)
+            assert isinstance(transfer, _CudaCopies)
             assert len(transfer._arrivals) == num_groups
             transfer.wait()
         assert torch.equal(here.bytes[blocks].cpu(), here.slots[blocks])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import random
 import time
@@ -17,15 +18,17 @@ import torch
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.mapped import MappedArena
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, Way
+from kvtier.transfer.copiers.geometry import Geometry, PageOrder
 from kvtier.transfer.copiers.page_copier import page_copier
-from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
-from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, random_tensors
+from tests.support.paged_kv import PagedKv
+from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, places_in, random_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
     torch.ones(1, device="cuda")  # opens what stays open, before a test is watched for what it leaves behind
-    from kvtier.transfer.copiers.cuda_page_copier import CudaPageCopier, Way
+    importlib.import_module("kvtier.transfer.copiers.staging")
 
 LAYOUT = KvLayout(layers=7, kv_heads=4, head_dim=128)
 CHUNK_BYTES = 3 * LAYOUT.block_bytes + 5
@@ -52,9 +55,12 @@ class Stand:
         with self.arena.view(0, self.arena.nbytes) as view:
             view[:] = random.Random(5).randbytes(self.arena.nbytes)
         self.expected = bytearray(self.host_bytes())
-        self.copier = CudaPageCopier(
-            self.tensors, layout, first_head=first_head, way=way, chunk_bytes=CHUNK_BYTES, piece_bytes=PIECE_BYTES
-        )
+        geometry = Geometry(self.tensors, layout, first_head=first_head)
+        self.copier = CudaCopier(geometry, way=way, chunk_bytes=CHUNK_BYTES, piece_bytes=PIECE_BYTES)
+
+    @property
+    def places(self) -> list[int]:
+        return places_in(self.case, self.pages, self.blocks)
 
     @property
     def offsets(self) -> list[int]:
@@ -88,10 +94,10 @@ class Stand:
             assert torch.equal(found, expected)
 
     def store(self) -> None:
-        self.copier.store(self.pages, self.blocks, self.arena, self.offsets, self.copier.mark())
+        self.copier.store(self.places, self.arena, self.offsets, self.copier.mark()).wait()
 
     def load(self) -> None:
-        self.copier.load(self.pages, self.blocks, self.arena, self.offsets, self.copier.mark())
+        self.copier.load(self.arena, self.offsets, self.places, self.copier.mark()).wait()
 
     def close(self) -> None:
         self.copier.close()
@@ -155,7 +161,7 @@ def test_whole_blocks_go_directly_and_others_by_way_of_staging() -> None:
     ):
         tensors = moved(random_tensors(case_of(strides, page_tokens, layout), 4, 1), torch.device("cuda"))
         with contextlib.closing(page_copier(tensors, layout)) as copier:
-            assert isinstance(copier, CudaPageCopier)
+            assert isinstance(copier, CudaCopier)
             assert copier.way is expected
             assert copier.is_whole
 
@@ -196,7 +202,7 @@ def test_threads_load_and_store_at_once_while_the_arena_is_being_registered(stri
     twins = random_tensors(case, num_heads, 1)
     tensors = moved(twins, torch.device("cuda"))
     with contextlib.closing(MappedArena.create(400 * layout.slot_bytes)) as arena:
-        copier = CudaPageCopier(tensors, layout, chunk_bytes=layout.block_bytes, piece_bytes=PIECE_BYTES)
+        copier = CudaCopier(Geometry(tensors, layout), chunk_bytes=layout.block_bytes, piece_bytes=PIECE_BYTES)
         with contextlib.closing(copier):
             copier.adopt(arena)
 
@@ -205,13 +211,13 @@ def test_threads_load_and_store_at_once_while_the_arena_is_being_registered(stri
                 pages = [2 * number, 2 * number + 1]
                 with torch.cuda.stream(torch.cuda.Stream()):
                     for _ in range(25):
-                        blocks = dice.sample([0, 1], 2)
+                        places = places_in(case, pages, dice.sample([0, 1], 2))
                         offsets = [(number + num_threads * dice.randrange(80)) * layout.slot_bytes, 0]
                         offsets[1] = (offsets[0] + num_threads * layout.slot_bytes) % (400 * layout.slot_bytes)
-                        copier.store(pages, blocks, arena, offsets, copier.mark())
+                        copier.store(places, arena, offsets, copier.mark()).wait()
                         for tensor in tensors:
                             tensor[pages] = 0
-                        copier.load(pages, blocks, arena, offsets, copier.mark())
+                        copier.load(arena, offsets, places, copier.mark()).wait()
 
             with ThreadPoolExecutor(num_threads) as threads:
                 list(threads.map(work, range(num_threads)))
@@ -228,7 +234,7 @@ def test_an_arena_that_nobody_needs_is_unregistered() -> None:
         old = here.copier.registration(arena)
         assert old is not None
         assert old.wait(PATIENCE_S)
-        here.copier.load(here.pages, [0], arena, [0], None)
+        here.copier.load(arena, [0], [0], here.copier.mark()).wait()
 
         del arena
         gc.collect()
@@ -244,7 +250,7 @@ def test_closed_copiers_and_arenas_are_refused() -> None:
         arena = MappedArena.create(LAYOUT.slot_bytes)
         arena.close()
         with pytest.raises(LeaseError):
-            here.copier.load(here.pages, [0], arena, [0], None)
+            here.copier.load(arena, [0], [0], here.copier.mark())
         here.copier.close()
         with pytest.raises(TierUnavailable, match="closed"):
             here.store()

@@ -13,7 +13,8 @@ import torch
 from kvtier import SamplingParams
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.tiny_models import save_tiny_model
-from kvtier.transfer.copier import HostCopier, Mark, Transfer
+from kvtier.transfer.copier import Copies, Mark
+from kvtier.transfer.copiers.host_copier import HostCopier
 from tests.support.tiered_engines import BLOCK_BYTES, cached, full_blocks, open_engine, settled, tokens
 
 torch.set_num_threads(1)
@@ -32,11 +33,11 @@ def test_prompts_that_wait_for_each_others_loads_are_not_computed(
     at_once = HostCopier.load
 
     def one_by_one(
-        self: HostCopier, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark
-    ) -> Transfer:
+        self: HostCopier, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark
+    ) -> Copies:
         with bus:
             time.sleep(LOAD_S)
-        return at_once(self, arena, offsets, block_ids, after)
+        return at_once(self, arena, offsets, places, after)
 
     monkeypatch.setattr(HostCopier, "load", one_by_one)
     save_tiny_model(tmp_path, "qwen2", num_layers=1)

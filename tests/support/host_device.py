@@ -9,7 +9,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.tier_contract import LAYOUT, payload
-from kvtier.transfer.copier import Mark, Transfer
+from kvtier.transfer.copier import Copies, Mark
 from kvtier.transfer.device_lease import DeviceLease
 
 WAIT_S = 10.0
@@ -54,6 +54,8 @@ class GatedTransfer:
 class HostDevice:
     """`num_blocks` blocks and a copier for them. Copies end while `gate` is open."""
 
+    is_whole = True
+
     def __init__(self, num_blocks: int = 16) -> None:
         self._memory = bytearray(num_blocks * LAYOUT.block_bytes)
         self._base = address_of(memoryview(self._memory))
@@ -80,16 +82,16 @@ class HostDevice:
     def mark(self) -> Mark:
         return Past()
 
-    def load(self, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark) -> Transfer:
+    def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
         self._fail()
-        return self._begin(arena, self._addresses(block_ids), [arena.address + offset for offset in offsets])
+        return self._begin(arena, self._addresses(places), [arena.address + offset for offset in offsets])
 
-    def store(self, block_ids: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Transfer:
+    def store(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Copies:
         self._fail()
-        self.stored.append(list(block_ids))
+        self.stored.append(list(places))
         for offset in offsets:
             arena.populate(offset, LAYOUT.block_bytes)
-        return self._begin(arena, [arena.address + offset for offset in offsets], self._addresses(block_ids))
+        return self._begin(arena, [arena.address + offset for offset in offsets], self._addresses(places))
 
     def adopt(self, arena: MappedArena) -> None:
         pass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvtier.blocks.layout import KvLayout
-from kvtier.transfer.copiers.paged_kv import PageOrder
+from kvtier.transfer.copiers.geometry import PageOrder
+from kvtier.transfer.places import places_of
 
 NUM_PAGES = 11
 STRIDES = ("layers apart", "LBHNC", "LBNHC", "BLHNC")
@@ -20,6 +22,11 @@ class Case:
     page_tokens: int
     order: PageOrder
     strides: str
+
+
+def places_in(case: Case, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """What copiers take, of `blocks` of a sequence with these `pages`."""
+    return places_of(pages, blocks, page_tokens=case.page_tokens, block_tokens=case.layout.block_tokens)
 
 
 def empty_tensors(case: Case, num_heads: int) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from benchmarks.offloading_KV_cache.baseline.test_swap import Stand
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Variant
 from benchmarks.prefix_caching.options import conclude, is_h200, make_parser, parse
 from benchmarks.tier_stand import chosen, kv_bytes, settings_of
-from kvtier.transfer.copier import Copier, Transfer
+from kvtier.transfer.copier import Copier, Copies
 from kvtier.transfer.copiers.cuda_copier import NUM_GROUPS, CudaCopier
 
 H200_BARS = {
@@ -71,7 +71,7 @@ class Traffic:
             started_at = time.perf_counter()
             self._begin(direction).wait()
             return time.perf_counter() - started_at
-        stream = copier._loads if direction == "in" else copier._stores
+        stream = (copier._loads if direction == "in" else copier._stores).stream
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True, blocking=True)
         begin.record(stream)
@@ -120,7 +120,7 @@ class Traffic:
         else:
             self._stand.expect_stored(self._copier, self._memory)
 
-    def _begin(self, direction: str) -> Transfer:
+    def _begin(self, direction: str) -> Copies:
         block_ids, memory = self._stand.block_ids, self._memory
         if direction == "in":
             return self._copier.load(memory.arena, memory.sources, block_ids, self._after)

@@ -36,8 +36,10 @@ from benchmarks.tier_stand import (
     warm_up,
 )
 from kvtier.memory.mapped import MappedArena
-from kvtier.transfer.copier import Copier, HostCopier
+from kvtier.transfer.copier import Copier
 from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.copiers.geometry import Geometry
+from kvtier.transfer.copiers.host_copier import HostCopier
 
 GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B", "glm-4-9b-chat-1m", "Llama-3.1-8B", "Qwen2.5-32B")
 QUICK_GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B")
@@ -160,10 +162,11 @@ def _copy_once(stand: EngineStand, num_blocks: int, repeats: int) -> tuple[float
 @contextlib.contextmanager
 def _copier(stand: EngineStand, arena: MappedArena) -> Iterator[Copier]:
     kv = stand.llm.engine.arena
+    geometry = Geometry(kv.layers, kv.layout)
     if kv.blocks.device.type != "cuda":
-        yield HostCopier(kv)
+        yield HostCopier(geometry)
         return
-    with contextlib.closing(CudaCopier(kv)) as copier:
+    with contextlib.closing(CudaCopier(geometry)) as copier:
         copier.adopt(arena)
         registration = copier.registration(arena)
         assert registration is not None

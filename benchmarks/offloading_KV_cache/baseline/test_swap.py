@@ -5,7 +5,7 @@
 512 blocks of 16 tokens, scattered on the device. Measured in turns: one large copy of pinned memory (the limit), one
 copy per block from torch, and the engine's copier, which hands them over in batches; with registered memory of this
 process, and with a cache server's. Loads come in 1, 2 or 4 groups of layers, and "first layers" is when a step could
-begin. The clock stops when the device is done, as the next step sees it; `Transfer.wait` sleeps, and wakes up some
+begin. The clock stops when the device is done, as the next step sees it; `Copies.wait` sleeps, and wakes up some
 0.3 ms later. Without a GPU the device is host memory, one thread copies, and one long move is the limit.
 """
 
@@ -31,8 +31,10 @@ from kvtier.blocks.namespace import NamespaceFields
 from kvtier.engine.device.kv_arena import KvArena
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.servers import cache_server
-from kvtier.transfer.copier import Copier, HostCopier, Transfer
+from kvtier.transfer.copier import Copier, Copies
 from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.copiers.geometry import Geometry
+from kvtier.transfer.copiers.host_copier import HostCopier
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -122,10 +124,11 @@ class Stand:
     @contextlib.contextmanager
     def copier(self, num_groups: int) -> Iterator[Copier]:
         """One with all memories registered."""
+        geometry = Geometry(self.kv.layers, self.layout)
         if not self.has_gpu:
-            yield HostCopier(self.kv)
+            yield HostCopier(geometry)
             return
-        with contextlib.closing(CudaCopier(self.kv, num_groups)) as copier:
+        with contextlib.closing(CudaCopier(geometry, num_groups)) as copier:
             for memory in self.memories:
                 copier.adopt(memory.arena)
             for memory in self.memories:
@@ -267,7 +270,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _wait_for_first_layer(transfer: Transfer) -> None:
+def _wait_for_first_layer(transfer: Copies) -> None:
     transfer.precede(0)
     reached = torch.cuda.Event()
     reached.record()

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.harness import Result, console, print_figures, print_table
 from kvtier.engine.engine import Engine
-from kvtier.transfer.copier import HostCopier
 from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.copiers.host_copier import HostCopier
 
 STEP = "kvtier step"
 Interval = tuple[float, float]

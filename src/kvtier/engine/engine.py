@@ -45,8 +45,9 @@ from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
 from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.tiers.speeds import Speeds
-from kvtier.transfer.copier import HostCopier
 from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.copiers.geometry import Geometry
+from kvtier.transfer.copiers.host_copier import HostCopier
 from kvtier.transfer.traffic import Traffic
 from kvtier.transfer.transfer import NoTransfer, Transfer
 
@@ -346,9 +347,10 @@ class Engine:
         if not config.always_load:
             measure_prefill(self.runner, timer, config, self.max_model_len)
         let_pass = self._latency_guard.let_pass
+        geometry = Geometry(self.arena.layers, layout)
         traffic = Traffic(
             hierarchy,
-            CudaCopier(self.arena, let_pass=let_pass) if device.type == "cuda" else HostCopier(self.arena),
+            CudaCopier(geometry, let_pass=let_pass) if device.type == "cuda" else HostCopier(geometry),
             self.speeds,
             layout=layout,
             chunk_tokens=config.max_num_batched_tokens,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.memory.lease import Lease
-from kvtier.transfer.copier import Mark, Transfer
+from kvtier.transfer.copier import Copies, Mark
 
 DISK = "disk"
 """The tier of blocks that a cache server has still to read."""
@@ -100,7 +100,7 @@ class Load:
         self.after = after
         self.times = LoadTimes(started_at)
         self._behind = behind
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Copies] = []
         self.lacks_room = False
         """There was no host memory for it to pass through."""
         self.front = plan.first
@@ -130,7 +130,7 @@ class Load:
                 self._taken = (first, self._taken[1])
             return first, end
 
-    def write(self, first: int, end: int, begin: Callable[[Sequence[int]], Transfer]) -> Transfer | None:
+    def write(self, first: int, end: int, begin: Callable[[Sequence[int]], Copies]) -> Copies | None:
         """Let `begin` copy into the device's blocks for `first..end`; None, and nothing is written, if it is too late.
 
         Fewer may have come than were taken: with `first..end` the end of what was taken on, or its beginning.
@@ -207,7 +207,7 @@ class Load:
         with self._lock:
             return (self._is_over or self._is_abandoned) and self.front >= self._arrived_first()
 
-    def abandon(self) -> list[Transfer]:
+    def abandon(self) -> list[Copies]:
         """Write no more. What was handed to the device is there once the returned transfers are done."""
         with self._lock:
             self._is_abandoned = True

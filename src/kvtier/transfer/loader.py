@@ -19,7 +19,7 @@ from kvtier.latency_guard import give_way
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.tier import Tier
-from kvtier.transfer.copier import Copier, Transfer
+from kvtier.transfer.copier import Copier, Copies
 from kvtier.transfer.load import DISK, Load, Order
 
 _NUM_UNITS = 3
@@ -217,7 +217,7 @@ class _Unit:
     """What it takes of a server's memory, if it is read there from a disk of this host."""
     stage: Reservation | None = None
     num_arrived: int = 0
-    transfer: Transfer | None = None
+    transfer: Copies | None = None
 
     @property
     def is_there(self) -> bool:

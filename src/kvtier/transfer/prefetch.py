@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.transfer.copier import Transfer as Copies
+from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import Load, LoadPlan, Order
 from kvtier.transfer.match_budget import MatchBudget

@@ -15,7 +15,7 @@ from kvtier.errors import CapacityError
 from kvtier.memory.lease import Reservation
 from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.hierarchy import Guard
-from kvtier.transfer.copier import Copier, Mark, Transfer
+from kvtier.transfer.copier import Copier, Copies, Mark
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +31,7 @@ class SlotCopies:
     """Slots that are being written: for each reservation the numbers of its slots."""
 
     slots: list[tuple[_Slots, list[int]]] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[Copies] = field(default_factory=list)
     started_at: float = 0.0
 
 

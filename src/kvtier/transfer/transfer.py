@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from prometheus_client import CollectorRegistry
 
 from kvtier.tiers.explanation import Explanation
-from kvtier.transfer.copier import Transfer as Copies
+from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.match_budget import PIECE_BLOCKS, MatchBudget
 from kvtier.transfer.prefetch import NoPrefetch, Prefetch, PromptBlocks, SharedState, State

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.memory.lease import EmptyLease
-from kvtier.transfer.copier import Transfer
+from kvtier.transfer.copier import Copies
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
 from tests.support.host_device import Past
 
@@ -187,7 +187,7 @@ def test_two_threads_bring_every_block_once(seed: int, is_abandoned: bool, unit:
     num_after: list[int] = []
     abandoned = threading.Event()
 
-    def begin(block_ids: Sequence[int]) -> Transfer:
+    def begin(block_ids: Sequence[int]) -> Copies:
         num_after.append(abandoned.is_set())
         written.extend(block_id - 100 for block_id in block_ids)
         return _Arrived(block_ids)

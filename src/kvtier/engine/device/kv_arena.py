@@ -21,10 +21,6 @@ class KvArena:
         self.layers = [self.blocks[:, layer] for layer in range(layout.layers)]
 
     @property
-    def address(self) -> int:
-        return int(self.blocks.data_ptr())
-
-    @property
     def nbytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.engine.schedule.request import Request
-from kvtier.transfer.copier import Transfer
+from kvtier.transfer.copier import Copies
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Step:
     rows: list[StepRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     num_tokens: int = 0
-    arrivals: list[Transfer] = field(default_factory=list)
+    arrivals: list[Copies] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

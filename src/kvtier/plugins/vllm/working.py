@@ -27,8 +27,10 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Loaded, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
+from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.copiers.own_threads import own_threads
-from kvtier.transfer.copiers.page_copier import Mark, PageCopier, page_copier
+from kvtier.transfer.copiers.page_copier import page_copier
+from kvtier.transfer.places import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class _Piece:
     """Blocks of one request to be saved together, once the device is past `after`."""
 
     save: Save
-    after: Mark | None
+    after: Mark
     is_copying: bool = False
     is_dropped: bool = False
 
@@ -54,7 +56,7 @@ class WorkerSide:
         self._client = client
         self._identity = identity
         self._rank = rank
-        self._copier: PageCopier | None = None
+        self._copier: Copier | None = None
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._unit_blocks = max(1, _UNIT_BYTES // identity.layout.slot_bytes)
         self._condition = threading.Condition()
@@ -154,7 +156,7 @@ class WorkerSide:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def _guarded_load(self, load: Load, after: Mark | None) -> None:
+    def _guarded_load(self, load: Load, after: Mark) -> None:
         num_loaded = 0
         loaded: list[Loaded] = []
         try:
@@ -175,7 +177,7 @@ class WorkerSide:
                 first_bad = (load.first_block + num_loaded) * BLOCK_TOKENS // self._identity.page_tokens
                 self._bad_pages.update(load.pages[first_bad:])
 
-    def _load(self, load: Load, after: Mark | None) -> Iterator[Loaded]:
+    def _load(self, load: Load, after: Mark) -> Iterator[Loaded]:
         """Bring the blocks from the first on, by parts, until they are all there, or one is missing, or time is up."""
         hashes = [BlockHash(one) for one in load.hashes]
         deadline = time.monotonic() + load.timeout_s
@@ -183,9 +185,7 @@ class WorkerSide:
             return self._load_here(load, hashes, after, deadline)
         return self._load_over_tcp(load, hashes, after, deadline)
 
-    def _load_here(
-        self, load: Load, hashes: Sequence[BlockHash], after: Mark | None, deadline: float
-    ) -> Iterator[Loaded]:
+    def _load_here(self, load: Load, hashes: Sequence[BlockHash], after: Mark, deadline: float) -> Iterator[Loaded]:
         """Straight out of the server's memory, into which it reads what is on disk."""
         started_at = time.monotonic()
         with self._client.match(hashes, timeout_s=load.timeout_s) as lease:
@@ -202,9 +202,7 @@ class WorkerSide:
                 yield self._part("server" if is_in_memory else "disk", end - position, now - started_at)
                 position, started_at = end, now
 
-    def _load_over_tcp(
-        self, load: Load, hashes: Sequence[BlockHash], after: Mark | None, deadline: float
-    ) -> Iterator[Loaded]:
+    def _load_over_tcp(self, load: Load, hashes: Sequence[BlockHash], after: Mark, deadline: float) -> Iterator[Loaded]:
         block_bytes, slot_bytes = self._identity.layout.block_bytes, self._identity.layout.slot_bytes
         with self._bounces.lent() as arena:
             for position in range(0, len(hashes), self._piece_blocks):
@@ -222,13 +220,17 @@ class WorkerSide:
                     return
 
     def _into_pages(
-        self, load: Load, first: int, end: int, arena: MappedArena, offsets: Sequence[int], after: Mark | None
+        self, load: Load, first: int, end: int, arena: MappedArena, offsets: Sequence[int], after: Mark
     ) -> None:
         assert self._copier is not None
         self._copier.adopt(arena)
-        blocks = range(load.first_block + first, load.first_block + end)
+        places = self._places(load.pages, range(load.first_block + first, load.first_block + end))
         with arena.in_use():
-            self._copier.load(load.pages, blocks, arena, offsets, after)
+            self._copier.load(arena, offsets, places, after).wait()
+
+    def _places(self, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        page_tokens, block_tokens = self._identity.page_tokens, self._identity.layout.block_tokens
+        return places_of(pages, blocks, page_tokens=page_tokens, block_tokens=block_tokens)
 
     def _part(self, tier: str, num_blocks: int, seconds: float) -> Loaded:
         return Loaded(tier, num_blocks * self._identity.layout.block_bytes, seconds)
@@ -356,9 +358,9 @@ class WorkerSide:
             piece.is_copying = True
         try:
             self._copier.adopt(arena)
-            blocks = [piece.save.first_block + number for number in numbers]
+            places = self._places(piece.save.pages, [piece.save.first_block + number for number in numbers])
             with arena.in_use():
-                self._copier.store(piece.save.pages, blocks, arena, offsets, piece.after)
+                self._copier.store(places, arena, offsets, piece.after).wait()
         finally:
             with self._condition:
                 piece.is_copying = False

@@ -1,30 +1,37 @@
-"""The copier of a CUDA device: whole blocks by DMA, in batches, on streams beside compute.
+"""The copier of a CUDA device: blocks by DMA, in batches, on streams beside compute.
 
-Loads and stores have a stream each. A large load goes in groups of layers, so that a step may begin on the first while
-the rest arrives. Any thread may copy; a thread of the copier's own gives back what copies hold, whether or not somebody
-waits for them.
+Loads and stores have a stream each. Where a block lies on the device as a few long runs, the device copies those
+itself; a large load goes in groups of layers, so that a step may begin on the first while the rest arrives. Else blocks
+are brought together first (see `staging`). Any thread may copy; a thread of the copier's own gives back what copies
+hold, whether or not somebody waits for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import importlib
 import itertools
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvtier.blocks.layout import KvLayout
-from kvtier.errors import TierUnavailable
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.latency_guard import give_way, yield_to
 from kvtier.memory.cuda import PIECE_BYTES, Direction, Registration, load_cudart
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas
-from kvtier.transfer.copier import DeviceArena, Mark, Transfer
+from kvtier.transfer.copier import Copies, Mark
+from kvtier.transfer.copiers.geometry import Geometry, Run
+
+if TYPE_CHECKING:
+    from kvtier.transfer.copiers.staging import Staging
 
 NUM_GROUPS = 4
 """A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
@@ -43,15 +50,25 @@ twice as many each time, since a thread that has to wait for the interpreter bet
 _SWITCH_INTERVAL_S = 0.0005
 """By default a thread that computes keeps the interpreter for ten times as long from those that hand copies over."""
 
+_CHUNK_BYTES = 16 << 20
+
+
+class Way(enum.Enum):
+    """How blocks go: as the runs that they are on the device, or brought together first."""
+
+    DIRECT = enum.auto()
+    STAGED = enum.auto()
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a block that are copied together: `nbytes` from byte `first_byte` of it."""
+    """Layers of a block that are copied together: `nbytes` from byte `first_byte` of it, as `runs` on the device."""
 
     first_layer: int
     num_layers: int
     first_byte: int
     nbytes: int
+    runs: Sequence[Run] = ()
 
 
 def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGroup]:
@@ -65,18 +82,12 @@ def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGr
     ]
 
 
-class CudaArena(DeviceArena, Protocol):
-    """A device's arena as a tensor."""
-
-    blocks: torch.Tensor
-
-
-class _CudaTransfer:
+class _CudaCopies:
     """Copies under way. Their arena stays mapped until somebody sees that they are done; the copier's thread does."""
 
     def __init__(self, arena: MappedArena, groups: Sequence[LayerGroup], num_blocks: int, device: torch.device) -> None:
         """Raises `LeaseError` when the arena is closed."""
-        self._groups = groups
+        self.groups = groups
         self._num_blocks = num_blocks
         self._device = device
         self._arrivals: list[torch.cuda.Event] = []
@@ -106,7 +117,7 @@ class _CudaTransfer:
         """Groups count as a whole."""
         if self.is_done:
             return 0
-        pairs = zip(self._groups, self._arrivals, strict=True)
+        pairs = zip(self.groups, self._arrivals, strict=True)
         return self._num_blocks * sum(group.nbytes for group, arrival in pairs if not arrival.query())
 
     def wait(self) -> None:
@@ -120,7 +131,7 @@ class _CudaTransfer:
             self.end_use()
 
     def precede(self, layer: int) -> None:
-        number = next(i for i, group in enumerate(self._groups) if layer < group.first_layer + group.num_layers)
+        number = next(i for i, group in enumerate(self.groups) if layer < group.first_layer + group.num_layers)
         torch.cuda.current_stream(self._device).wait_event(self._arrivals[number])
 
     def end_use(self) -> None:
@@ -128,54 +139,90 @@ class _CudaTransfer:
             self._use.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction: its stream of copies, and the staging through which blocks go, unless they go directly."""
+
+    direction: Direction
+    stream: torch.cuda.Stream
+    staging: Staging | None
+
+    def settle(self) -> None:
+        """What was handed over still uses the memory."""
+        with contextlib.suppress(RuntimeError):
+            self.stream.synchronize()
+            if self.staging is not None:
+                self.staging.kernels.synchronize()
+
+
 class CudaCopier:
-    """A `Copier` for an arena on a GPU. Closed after all who copy, and before the arenas that it adopted."""
+    """A `Copier` for KV on a GPU, in rows. Closed after all who copy, and before the arenas that it adopted."""
 
     def __init__(
         self,
-        kv: CudaArena,
+        geometry: Geometry,
         num_groups: int = NUM_GROUPS,
+        *,
+        way: Way | None = None,
+        chunk_bytes: int = _CHUNK_BYTES,
         piece_bytes: int = PIECE_BYTES,
         min_grouped_bytes: int = MIN_GROUPED_BYTES,
+        switch_interval_s: float | None = _SWITCH_INTERVAL_S,
         let_pass: Callable[[], None] | None = None,
     ) -> None:
-        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found.
+        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found, and `ConfigError` when the tensors of
+        layers have different strides, or when blocks have to be brought together and Triton is missing.
 
-        Threads of this process take turns more often from now on. The copier's own does `let_pass` where it can.
+        `way` is chosen from how the blocks lie, unless given. No engine may use the device's KV meanwhile.
+        Threads of this process take turns at least every `switch_interval_s` from now on. The copier's own does
+        `let_pass` where it can.
         """
-        self._kv = kv
-        self._device = kv.blocks.device
-        self._base = kv.address
-        self._block_bytes = kv.layout.block_bytes
-        self._groups = layer_groups(kv.layout, num_groups)
-        self._whole = layer_groups(kv.layout, 1)
+        if not geometry.can_run:
+            raise ConfigError("the KV tensors of layers have different strides")
+        layout = geometry.layout
+        self._geometry = geometry
+        self._device = geometry.device
+        self._groups, self._whole = (
+            [
+                replace(group, runs=geometry.runs(range(group.first_layer, group.first_layer + group.num_layers)))
+                for group in layer_groups(layout, count)
+            ]
+            for count in (num_groups, 1)
+        )
+        has_long_runs = min(run.nbytes for run in self._whole[0].runs) >= _MIN_PART_BYTES
+        self.way = way or (Way.DIRECT if geometry.is_one_run or has_long_runs else Way.STAGED)
         self._min_grouped_bytes = min_grouped_bytes
-        self._cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
-        self._loads = torch.cuda.Stream(self._device, priority=-1)  # a request waits for them; for stores nobody does
-        self._stores = torch.cuda.Stream(self._device, priority=0)
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._condition = threading.Condition()
         self._is_closed = False
         self._num_submitting = 0
-        self._to_end: queue.SimpleQueue[_CudaTransfer | Registration | None] = queue.SimpleQueue()
-        self._arenas = RegisteredArenas(
-            self._cudart, self._device.index, kv.layout.slot_bytes, self._to_end.put, piece_bytes
-        )
+        self._to_end: queue.SimpleQueue[_CudaCopies | Registration | None] = queue.SimpleQueue()
+        self._arenas = RegisteredArenas(cudart, self._device.index, layout.slot_bytes, self._to_end.put, piece_bytes)
+        with torch.cuda.device(self._device):
+            # A request waits for loads; for stores nobody does.
+            self._loads = self._new_lane(Direction.TO_DEVICE, -1, chunk_bytes)
+            self._stores = self._new_lane(Direction.TO_HOST, 0, chunk_bytes)
+        if switch_interval_s is not None:
+            sys.setswitchinterval(min(sys.getswitchinterval(), switch_interval_s))
         self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-copies", daemon=True)
         self._thread.start()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._geometry.is_whole
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def load(self, arena: MappedArena, offsets: Sequence[int], block_ids: Sequence[int], after: Mark) -> Transfer:
-        is_large = len(block_ids) * self._block_bytes >= self._min_grouped_bytes
-        groups = self._groups if is_large else self._whole
-        return self._begin(Direction.TO_DEVICE, self._loads, groups, arena, offsets, block_ids, after)
+    def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
+        is_large = len(offsets) * self._geometry.layout.block_bytes >= self._min_grouped_bytes
+        groups = self._groups if is_large and self.way is Way.DIRECT else self._whole
+        return self._begin(self._loads, groups, arena, offsets, places, after)
 
-    def store(self, block_ids: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Transfer:
-        return self._begin(Direction.TO_HOST, self._stores, self._whole, arena, offsets, block_ids, after)
+    def store(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Copies:
+        return self._begin(self._stores, self._whole, arena, offsets, places, after)
 
     def adopt(self, arena: MappedArena) -> None:
         """Register it in the background. Until then, and if that fails, copies are right but slow: their call waits.
@@ -202,55 +249,55 @@ class CudaCopier:
 
     def _begin(
         self,
-        direction: Direction,
-        stream: torch.cuda.Stream,
+        lane: _Lane,
         groups: Sequence[LayerGroup],
         arena: MappedArena,
         offsets: Sequence[int],
-        block_ids: Sequence[int],
+        places: Sequence[int],
         after: Mark,
-    ) -> _CudaTransfer:
-        assert len(block_ids) == len(offsets)
-        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._kv.num_blocks
-        assert not offsets or 0 <= min(offsets) <= max(offsets) <= arena.nbytes - self._block_bytes
+    ) -> _CudaCopies:
+        self._geometry.check(places, arena, offsets)
         with self._submitting():
-            transfer = _CudaTransfer(arena, groups, len(block_ids), self._device)
+            copies = _CudaCopies(arena, groups, len(offsets), self._device)
             try:
                 with torch.cuda.device(self._device):
-                    stream.wait_event(after)
-                    num_blocks = _FIRST_CALL_BLOCKS
-                    for group in groups:
-                        first = 0
-                        while first < len(block_ids):
-                            part = slice(first, first + num_blocks)
-                            self._submit(direction, stream, group, arena, offsets[part], block_ids[part])
-                            first += num_blocks
-                            num_blocks = min(2 * num_blocks, _MAX_CALL_BLOCKS)
-                        transfer.submitted(stream)
+                    if lane.staging is None:
+                        lane.stream.wait_event(after)
+                        self._submit_runs(lane, copies, arena, offsets, places)
+                    else:
+                        act = lane.staging.load if lane is self._loads else lane.staging.store
+                        with lane.staging.lock:
+                            copies.submitted(act(arena, offsets, places, after))
             except BaseException as error:
-                with contextlib.suppress(RuntimeError):
-                    stream.synchronize()  # what was handed over still uses the memory
-                transfer.end_use()
+                lane.settle()
+                copies.end_use()
                 if isinstance(error, RuntimeError):
                     raise TierUnavailable(f"the device failed: {error}") from error
                 raise
-            self._to_end.put(transfer)
-        return transfer
+            self._to_end.put(copies)
+        return copies
 
-    def _submit(
+    def _submit_runs(
         self,
-        direction: Direction,
-        stream: torch.cuda.Stream,
-        group: LayerGroup,
+        lane: _Lane,
+        copies: _CudaCopies,
         arena: MappedArena,
         offsets: Sequence[int],
-        block_ids: Sequence[int],
+        places: Sequence[int],
     ) -> None:
-        """Hand over one group of some blocks."""
-        start, block_bytes, nbytes = self._base + group.first_byte, self._block_bytes, group.nbytes
-        device = [start + block_id * block_bytes for block_id in block_ids]
-        offsets = [offset + group.first_byte for offset in offsets]
-        self._arenas.copy(device, arena, offsets, nbytes, direction, stream.cuda_stream)
+        """Hand over one group of layers after the other."""
+        geometry, parts, num_blocks = self._geometry, self._geometry.parts_per_block, _FIRST_CALL_BLOCKS
+        for group in copies.groups:
+            first = 0
+            while first < len(offsets):
+                end = first + num_blocks
+                for run in group.runs:
+                    device = geometry.addresses(places[first * parts : end * parts], run.device_bytes)
+                    host = geometry.part_offsets(offsets[first:end], run.block_bytes)
+                    self._arenas.copy(device, arena, host, run.nbytes, lane.direction, lane.stream.cuda_stream)
+                first = end
+                num_blocks = min(2 * num_blocks, _MAX_CALL_BLOCKS)
+            copies.submitted(lane.stream)
 
     @contextlib.contextmanager
     def _submitting(self) -> Iterator[None]:
@@ -264,6 +311,17 @@ class CudaCopier:
             with self._condition:
                 self._num_submitting -= 1
                 self._condition.notify_all()
+
+    def _new_lane(self, direction: Direction, priority: int, chunk_bytes: int) -> _Lane:
+        stream = torch.cuda.Stream(self._device, priority=priority)
+        if self.way is Way.DIRECT:
+            return _Lane(direction, stream, None)
+        # Not above: it needs Triton, which machines may lack whose blocks go directly.
+        try:
+            module = importlib.import_module("kvtier.transfer.copiers.staging")
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"pages on a GPU need {error.name}: pip install {error.name}") from error
+        return _Lane(direction, stream, module.Staging(self._geometry, self._arenas, stream, priority, chunk_bytes))
 
     # --- the copier's own thread -----------------------------------------------------------------------------------
 

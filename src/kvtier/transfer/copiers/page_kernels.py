@@ -1,4 +1,4 @@
-"""Brings blocks together from an engine's pages on a GPU, and spreads them again. `PagedKv` is the twin.
+"""Brings blocks together from an engine's pages on a GPU, and spreads them again.
 
 The other side of a copy is *staging*: the blocks side by side in the block format, of the heads that the pages have.
 """
@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvtier.transfer.copiers.geometry import INTEGERS, Geometry
+
 _TILE_TOKENS = 16
 _NUM_WARPS = 4
 _MAX_UNIT = 16
@@ -22,87 +24,64 @@ _MAX_UNIT = 16
 
 
 class PageMoves:
-    """The kernels for one engine's tensors, one for each layer: `(pages, heads, page_tokens, width)`, of any strides
-    that are the same for all.
+    """The kernels for one engine's tensors. Calls wait for nothing, and run in the order of the current stream."""
 
-    Calls wait for nothing, and run in the order of the current stream.
-    """
+    def __init__(self, geometry: Geometry) -> None:
+        """Requires `can_run` of `geometry`."""
+        layout = geometry.layout
+        self._geometry = geometry
+        self._pages = geometry.tensors[0].view(INTEGERS[layout.itemsize])
+        page_stride, _, token_stride, _ = self._pages.stride()
+        layers = [(tensor.data_ptr() - geometry.address) // layout.itemsize for tensor in geometry.tensors]
+        self._unit = math.gcd(_MAX_UNIT, page_stride, token_stride, *layers)
+        self._layers = torch.tensor([layer // self._unit for layer in layers], device=geometry.device)
+        self._block_shape = (layout.layers, geometry.num_heads, layout.block_tokens, 2 * layout.head_dim)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], block_tokens: int) -> None:
-        """`tensors` hold whole numbers."""
-        first = tensors[0]
-        self._first = first
-        self.num_heads, self.page_tokens, self.width = first.shape[1:]
-        self.num_layers = len(tensors)
-        self.block_tokens = block_tokens
-        self.part_tokens = min(block_tokens, self.page_tokens)
-        self._page_stride, self._head_stride, self._token_stride, self._dim_stride = first.stride()
-        layers = [(tensor.data_ptr() - first.data_ptr()) // first.itemsize for tensor in tensors]
-        self._unit = math.gcd(_MAX_UNIT, self._page_stride, self._token_stride, *layers)
-        self._layers = torch.tensor([layer // self._unit for layer in layers], device=first.device)
-        self._tensors = tensors  # keeps the memory
+    def new_staging(self, num_blocks: int) -> torch.Tensor:
+        return torch.empty((num_blocks, *self._block_shape), dtype=self._pages.dtype, device=self._pages.device)
 
-    @property
-    def block_shape(self) -> tuple[int, int, int, int]:
-        """Of a block in staging."""
-        return (self.num_layers, self.num_heads, self.block_tokens, self.width)
+    def table(self, places: Sequence[int]) -> torch.Tensor:
+        """Where the parts lie, for the kernels, in the order of the current stream."""
+        unit_bytes = self._unit * self._pages.itemsize
+        distances = self._geometry.addresses(places, -self._geometry.address)
+        table = torch.tensor(
+            [distance // unit_bytes for distance in distances], dtype=torch.int64, pin_memory=self._pages.is_cuda
+        )
+        return table.to(self._pages.device, non_blocking=True)
 
-    def places(self, pages: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
-        """Where the parts of each block of a sequence lie, whose pages, from its start, are `pages`; for the kernels.
+    def gather(self, table: torch.Tensor, staging: torch.Tensor) -> None:
+        """Fill as many blocks of `staging`, which is dense, as `table` has, with what lies in the pages."""
+        self._move(table, staging, is_scatter=False)
 
-        A part is what lies in one page.
-        """
-        page_step, token_step = self._page_stride // self._unit, self._token_stride // self._unit
-        places = []
-        for block in blocks:
-            first = block * self.block_tokens
-            tokens = range(first, first + self.block_tokens, self.part_tokens)
-            places.append(
-                [
-                    pages[token // self.page_tokens] * page_step + token % self.page_tokens * token_step
-                    for token in tokens
-                ]
-            )
-        return places
-
-    def address_of(self, place: int) -> int:
-        """Of one of `places`, in the first layer and head."""
-        address: int = self._first.data_ptr() + place * self._unit * self._first.itemsize
-        return address
-
-    def gather(self, places: torch.Tensor, staging: torch.Tensor) -> None:
-        """Fill as many blocks of `staging`, which is dense, as `places` has, with what lies in the pages."""
-        self._move(places, staging, is_scatter=False)
-
-    def scatter(self, places: torch.Tensor, staging: torch.Tensor) -> None:
+    def scatter(self, table: torch.Tensor, staging: torch.Tensor) -> None:
         """The other way round."""
-        self._move(places, staging, is_scatter=True)
+        self._move(table, staging, is_scatter=True)
 
-    def _move(self, places: torch.Tensor, staging: torch.Tensor, *, is_scatter: bool) -> None:
-        num_blocks = places.shape[0]
-        assert places.dtype is torch.int64
-        assert places.is_contiguous()
+    def _move(self, table: torch.Tensor, staging: torch.Tensor, *, is_scatter: bool) -> None:
+        num_layers, num_heads, block_tokens, width = self._block_shape
+        num_blocks = table.numel() // self._geometry.parts_per_block
         assert staging.is_contiguous()
-        assert staging.numel() >= num_blocks * math.prod(self.block_shape)
+        assert staging.numel() >= num_blocks * math.prod(self._block_shape)
         if num_blocks == 0:
             return
-        tile_tokens = min(_TILE_TOKENS, triton.next_power_of_2(self.block_tokens))
-        grid = (self.num_layers * self.num_heads, num_blocks, triton.cdiv(self.block_tokens, tile_tokens))
+        _, head_stride, token_stride, dim_stride = self._pages.stride()
+        tile_tokens = min(_TILE_TOKENS, triton.next_power_of_2(block_tokens))
+        grid = (num_layers * num_heads, num_blocks, triton.cdiv(block_tokens, tile_tokens))
         _move_kernel[grid](
-            self._first,
+            self._pages,
             staging,
             self._layers,
-            places,
-            self._head_stride,
-            self._token_stride,
-            self._dim_stride,
-            LAYERS=self.num_layers,
-            HEADS=self.num_heads,
-            TOKENS=self.block_tokens,
-            PART_TOKENS=self.part_tokens,
-            WIDTH=self.width,
+            table,
+            head_stride,
+            token_stride,
+            dim_stride,
+            LAYERS=num_layers,
+            HEADS=num_heads,
+            TOKENS=block_tokens,
+            PART_TOKENS=self._geometry.part_tokens,
+            WIDTH=width,
             TILE_TOKENS=tile_tokens,
-            TILE_WIDTH=triton.next_power_of_2(self.width),
+            TILE_WIDTH=triton.next_power_of_2(width),
             UNIT=self._unit,
             IS_SCATTER=is_scatter,
             num_warps=_NUM_WARPS,

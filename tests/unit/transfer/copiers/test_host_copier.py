@@ -1,4 +1,4 @@
-"""A copier of pages in the host's memory moves what a loop over tokens moves, and nothing else, from any thread."""
+"""A copier of KV in the host's memory moves what a loop over tokens moves, and nothing else, from any thread."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError, LeaseError, TierUnavailable
 from kvtier.memory.mapped import MappedArena
-from kvtier.transfer.copiers import page_copier as module
-from kvtier.transfer.copiers.page_copier import HostPageCopier, neighbours, page_copier
-from kvtier.transfer.copiers.paged_kv import PageOrder
-from tests.support.pages import NUM_PAGES, STRIDES, Case, random_tensors, token_of
+from kvtier.transfer.copiers import host_copier as module
+from kvtier.transfer.copiers.geometry import Geometry, PageOrder
+from kvtier.transfer.copiers.host_copier import HostCopier, neighbours
+from kvtier.transfer.copiers.page_copier import page_copier
+from tests.support.pages import NUM_PAGES, STRIDES, Case, places_in, random_tensors, token_of
 
 SLOTS = ("side by side", "every other", "backwards", "scattered")
 
@@ -45,6 +46,10 @@ class _Move:
     @property
     def num_slots(self) -> int:
         return max(self.slots) + 2
+
+    @property
+    def places(self) -> list[int]:
+        return places_in(self.case, self.pages, self.blocks)
 
     @property
     def offsets(self) -> list[int]:
@@ -114,6 +119,10 @@ def _arena(num_slots: int, layout: KvLayout, seed: int = 0) -> Iterator[MappedAr
         yield arena
 
 
+def _transposed(tensors: Sequence[torch.Tensor], layout: KvLayout) -> HostCopier:
+    return HostCopier(Geometry(tensors, layout, PageOrder.TRANSPOSED_K))
+
+
 def _bytes_of(arena: MappedArena) -> torch.Tensor:
     return torch.frombuffer(bytearray(ctypes.string_at(arena.address, arena.nbytes)), dtype=torch.uint8)
 
@@ -143,18 +152,18 @@ def test_loads_and_stores_move_what_a_loop_over_tokens_moves(move: _Move, run_by
     tensors = random_tensors(move.case, move.num_heads, seed)
     with pytest.MonkeyPatch.context() as patch, _arena(move.num_slots, move.layout, seed) as arena:
         patch.setattr(module, "_RUN_BYTES", run_bytes)
-        copier = HostPageCopier(tensors, move.layout, move.case.order, first_head=move.first_head)
-        with contextlib.closing(copier):
+        geometry = Geometry(tensors, move.layout, move.case.order, first_head=move.first_head)
+        with contextlib.closing(HostCopier(geometry)) as copier:
             expected = _bytes_of(arena)
             _naive(move, tensors, expected, is_load=False)
-            copier.store(move.pages, move.blocks, arena, move.offsets, None)
+            copier.store(move.places, arena, move.offsets, copier.mark()).wait()
             assert torch.equal(_bytes_of(arena), expected)
 
             expected_tensors = random_tensors(move.case, move.num_heads, seed + 1)
             for tensor, other in zip(tensors, expected_tensors, strict=True):
                 tensor.copy_(other)
             _naive(move, expected_tensors, expected, is_load=True)
-            copier.load(move.pages, move.blocks, arena, move.offsets, None)
+            copier.load(arena, move.offsets, move.places, copier.mark()).wait()
             assert _same(tensors, expected_tensors)
             assert torch.equal(_bytes_of(arena), expected), "a load changes no block"
 
@@ -169,26 +178,27 @@ def test_what_two_ranks_store_one_loads_and_the_other_way_round(page_tokens: int
     whole = random_tensors(case, 4, 1)
     halves = [[tensor[:, first : first + 2].contiguous() for tensor in whole] for first in (0, 2)]
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(contextlib.closing(HostPageCopier(whole, layout, order)))
+        one = stack.enter_context(contextlib.closing(HostCopier(Geometry(whole, layout, order))))
         ranks = [
-            stack.enter_context(contextlib.closing(HostPageCopier(half, layout, order, first_head=first)))
+            stack.enter_context(contextlib.closing(HostCopier(Geometry(half, layout, order, first_head=first))))
             for half, first in zip(halves, (0, 2), strict=True)
         ]
         ones, theirs = (stack.enter_context(_arena(5, layout, 3)) for _ in range(2))
         assert one.is_whole
         assert not any(rank.is_whole for rank in ranks)
 
-        one.store(pages, blocks, ones, offsets, None)
+        places = places_in(case, pages, blocks)
+        one.store(places, ones, offsets, one.mark()).wait()
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda rank: rank.store(pages, blocks, theirs, offsets, None), ranks))
+            list(threads.map(lambda rank: rank.store(places, theirs, offsets, rank.mark()).wait(), ranks))
         assert torch.equal(_bytes_of(ones), _bytes_of(theirs))
 
         before = [tensor.clone() for tensor in whole]
         for tensor in (*whole, *halves[0], *halves[1]):
             tensor[pages] = 0
-        one.load(pages, blocks, theirs, offsets, None)
+        one.load(theirs, offsets, places, one.mark()).wait()
         for rank in ranks:
-            rank.load(pages, blocks, ones, offsets, None)
+            rank.load(ones, offsets, places, rank.mark()).wait()
         num_tokens = 4 * layout.block_tokens
         assert num_tokens == len(pages) * page_tokens or page_tokens == 128
         if page_tokens < 128:
@@ -202,17 +212,18 @@ def test_threads_move_different_pages_at_once() -> None:
     tensors = random_tensors(case, 2, 5)
     before = [tensor.clone() for tensor in tensors]
     barrier = threading.Barrier(num_threads)
-    with contextlib.closing(HostPageCopier(tensors, layout)) as copier, _arena(4 * num_threads, layout) as arena:
+    with contextlib.closing(_transposed(tensors, layout)) as copier, _arena(4 * num_threads, layout) as arena:
 
         def work(number: int) -> None:
             pages, blocks = [2 * number, 2 * number + 1], [0, 1, 2, 3]
             offsets = [(4 * number + block) * layout.slot_bytes for block in blocks]
+            places = places_in(case, pages, blocks)
             barrier.wait(10)
             for _ in range(10):
-                copier.store(pages, blocks, arena, offsets, None)
+                copier.store(places, arena, offsets, copier.mark()).wait()
                 for tensor in tensors:
                     tensor[pages] = 0
-                copier.load(pages, blocks, arena, offsets, None)
+                copier.load(arena, offsets, places, copier.mark()).wait()
 
         with ThreadPoolExecutor(num_threads) as threads:
             list(threads.map(work, range(num_threads)))
@@ -224,41 +235,41 @@ def test_a_copy_of_many_blocks_lets_go_of_the_gil_once(monkeypatch: pytest.Monke
     copy_all = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: (calls.append(len(lists[0])), copy_all(*lists)))
     tensors = random_tensors(LARGE.case, 2, 1)
-    with contextlib.closing(HostPageCopier(tensors, LARGE.layout)) as copier, _arena(40, LARGE.layout) as arena:
-        copier.load(LARGE.pages, LARGE.blocks, arena, LARGE.offsets, None)
+    with contextlib.closing(_transposed(tensors, LARGE.layout)) as copier, _arena(40, LARGE.layout) as arena:
+        copier.load(arena, LARGE.offsets, LARGE.places, copier.mark()).wait()
 
     assert calls == [2 * 3], "K and V of what lies in each of three pages"
 
 
 def test_no_blocks_are_nothing() -> None:
     tensors = random_tensors(LARGE.case, 2, 1)
-    with contextlib.closing(HostPageCopier(tensors, LARGE.layout)) as copier, _arena(1, LARGE.layout) as arena:
-        copier.load([], [], arena, [], copier.mark())
-        copier.store([3], [], arena, [], copier.mark())
+    with contextlib.closing(_transposed(tensors, LARGE.layout)) as copier, _arena(1, LARGE.layout) as arena:
+        copier.load(arena, [], [], copier.mark()).wait()
+        copier.store([], arena, [], copier.mark()).wait()
     assert _same(tensors, random_tensors(LARGE.case, 2, 1))
 
 
 def test_a_closed_arena_is_refused_and_stays_closed() -> None:
     tensors = random_tensors(LARGE.case, 2, 1)
-    with contextlib.closing(HostPageCopier(tensors, LARGE.layout)) as copier:
+    with contextlib.closing(_transposed(tensors, LARGE.layout)) as copier:
         with _arena(2, LARGE.layout) as arena:
-            copier.store([1], [0], arena, [0], None)
+            copier.store([8], arena, [0], copier.mark())
         with pytest.raises(LeaseError):
-            copier.load([1], [0], arena, [0], None)
+            copier.load(arena, [0], [8], copier.mark())
 
 
 def test_a_closed_copier_is_refused() -> None:
-    copier = HostPageCopier(random_tensors(LARGE.case, 2, 1), LARGE.layout)
+    copier = _transposed(random_tensors(LARGE.case, 2, 1), LARGE.layout)
     copier.close()
     with _arena(2, LARGE.layout) as arena, pytest.raises(TierUnavailable, match="closed"):
-        copier.load([1], [0], arena, [0], None)
+        copier.load(arena, [0], [8], copier.mark())
 
 
 def test_tensors_of_inference_may_be_filled_by_any_thread() -> None:
     with torch.inference_mode():
         tensors = random_tensors(LARGE.case, 2, 1)
-    with contextlib.closing(HostPageCopier(tensors, LARGE.layout)) as copier, _arena(40, LARGE.layout) as arena:
-        copier.load(LARGE.pages, LARGE.blocks, arena, LARGE.offsets, None)
+    with contextlib.closing(_transposed(tensors, LARGE.layout)) as copier, _arena(40, LARGE.layout) as arena:
+        copier.load(arena, LARGE.offsets, LARGE.places, copier.mark()).wait()
     assert not _same(tensors, random_tensors(LARGE.case, 2, 1))
 
 
@@ -276,24 +287,42 @@ def test_what_lies_outside_is_not_touched(
     pages: list[int], blocks: list[int], offsets: list[int], sentence: str
 ) -> None:
     tensors = random_tensors(LARGE.case, 2, 1)
-    with contextlib.closing(HostPageCopier(tensors, LARGE.layout)) as copier, _arena(2, LARGE.layout) as arena:
+    with contextlib.closing(_transposed(tensors, LARGE.layout)) as copier, _arena(2, LARGE.layout) as arena:
         with pytest.raises(AssertionError, match=sentence):
-            copier.store(pages, blocks, arena, offsets, None)
+            copier.store(places_in(LARGE.case, pages, blocks), arena, offsets, copier.mark())
 
 
 def test_the_copier_of_a_cpu_expects_k_transposed() -> None:
     tensors = random_tensors(LARGE.case, 2, 1)
     with contextlib.closing(page_copier(tensors, LARGE.layout, first_head=1)) as copier:
-        assert isinstance(copier, HostPageCopier)
-        assert copier.mark() is None
+        assert isinstance(copier, HostCopier)
+        assert copier.mark().query()
         with _arena(40, LARGE.layout) as arena:
             expected = _bytes_of(arena)
             _naive(LARGE, tensors, expected, is_load=False)
             copier.adopt(arena)
-            copier.store(LARGE.pages, LARGE.blocks, arena, LARGE.offsets, None)
+            copier.store(LARGE.places, arena, LARGE.offsets, copier.mark()).wait()
             assert torch.equal(_bytes_of(arena), expected)
     with pytest.raises(ConfigError, match="layers"):
         page_copier(tensors[:1], LARGE.layout)
+
+
+def test_whole_blocks_are_moved_by_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KvLayout(layers=3, kv_heads=2, head_dim=8)
+    blocks = torch.randn(NUM_PAGES, *layout.shape).bfloat16()
+    before = blocks.clone()
+    monkeypatch.setattr(module, "own_threads", lambda *arguments: pytest.fail("a thread for a move"))
+    copier = HostCopier(Geometry([blocks[:, layer] for layer in range(layout.layers)], layout))
+    with _arena(4, layout) as arena:
+        offsets = [slot * layout.slot_bytes for slot in (2, 0, 3)]
+
+        copier.store([7, 1, 8], arena, offsets, copier.mark()).wait()
+        copier.load(arena, offsets, [1, 7, 4], copier.mark()).wait()
+
+    before[[1, 7, 4]] = before[[7, 1, 8]]
+    assert torch.equal(blocks, before)
+    assert copier.is_whole
+    copier.close()
 
 
 @given(st.lists(st.integers(0, 30), unique=True))

@@ -1,6 +1,12 @@
-"""Pages of any size, order and strides hold the same tokens as blocks; ranks fill their own heads of them."""
+"""Pages of any size, order and strides hold the same tokens as blocks; ranks fill their own heads of them.
+
+Also: the runs of bytes as which a block lies in them.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import random
 
 import pytest
 import torch
@@ -9,8 +15,19 @@ from hypothesis import strategies as st
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
-from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
-from tests.support.pages import STRIDES, Case, empty_tensors, expected_block, put, sequence
+from kvtier.transfer.copiers.geometry import Geometry, PageOrder, Run
+from tests.support.paged_kv import PagedKv
+from tests.support.pages import (
+    NUM_PAGES,
+    STRIDES,
+    Case,
+    empty_tensors,
+    expected_block,
+    places_in,
+    put,
+    random_tensors,
+    sequence,
+)
 
 
 @st.composite
@@ -64,7 +81,7 @@ def test_what_two_ranks_write_together_one_reads_and_the_other_way_round(case: C
         tensors = empty_tensors(case, half)
         put(case, tensors, pages, key[:, first : first + half], value[:, first : first + half])
         rank = PagedKv(tensors, layout, case.order, first_head=first)
-        assert not rank.is_whole
+        assert not Geometry(tensors, layout, case.order, first_head=first).is_whole
         rank.read(pages, 0, [block])
 
     assert block == expected_block(layout, key, value, 0)
@@ -92,7 +109,7 @@ def test_later_blocks_of_a_sequence_begin_inside_its_pages() -> None:
 def test_layers_of_one_storage_are_copied_with_one_call_a_half() -> None:
     case = Case(KvLayout(layers=3, kv_heads=1, head_dim=2, dtype="float32"), 16, PageOrder.ROWS, "BLHNC")
 
-    assert len(PagedKv(empty_tensors(case, 1), case.layout, case.order).keys) == 1
+    assert [len(stack) for stack in Geometry(empty_tensors(case, 1), case.layout, case.order).halves()] == [1, 1]
 
 
 LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=4, dtype="float32")
@@ -114,4 +131,63 @@ def test_tensors_that_are_not_those_of_such_blocks_are_refused(
     tensors: list[torch.Tensor], order: PageOrder, first_head: int, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        PagedKv(tensors, LAYOUT, order, first_head=first_head)
+        Geometry(tensors, LAYOUT, order, first_head=first_head)
+
+
+# --- runs ---------------------------------------
+
+WHOLE = KvLayout(layers=28, kv_heads=4, head_dim=128)
+ROW_BYTES = 512
+
+
+@pytest.mark.parametrize(
+    ("strides", "page_tokens", "num_heads", "count", "nbytes"),
+    [
+        ("BLHNC", 16, 4, 1, WHOLE.block_bytes),
+        ("BLHNC", 16, 2, 28, 2 * 16 * ROW_BYTES),
+        ("BLHNC", 32, 4, 28 * 4, 16 * ROW_BYTES),
+        ("BLHNC", 8, 4, 28 * 4, 8 * ROW_BYTES),
+        ("LBHNC", 16, 4, 28, 4 * 16 * ROW_BYTES),
+        ("LBNHC", 16, 4, 28 * 4 * 16, ROW_BYTES),
+        ("LBNHC", 16, 1, 28, 16 * ROW_BYTES),
+    ],
+)
+def test_runs_are_as_long_as_both_sides_allow(
+    strides: str, page_tokens: int, num_heads: int, count: int, nbytes: int
+) -> None:
+    tensors = empty_tensors(Case(WHOLE, page_tokens, PageOrder.ROWS, strides), num_heads)
+
+    runs = Geometry(tensors, WHOLE).runs(range(28))
+
+    assert len(runs) == count
+    assert {run.nbytes for run in runs} == {nbytes}
+
+
+def test_numbers_that_lie_apart_are_no_run() -> None:
+    layout = KvLayout(layers=1, kv_heads=2, head_dim=4, dtype="float32")
+    tensor = torch.zeros(3, 2, 8, 16).transpose(2, 3)
+
+    assert Geometry([tensor], layout).runs(range(1)) == [Run(0, 0, 4)]
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("page_tokens", [8, 16, 32])
+@pytest.mark.parametrize(("num_heads", "first_head"), [(4, 0), (2, 2)])
+def test_runs_lead_to_the_bytes_of_a_block(strides: str, page_tokens: int, num_heads: int, first_head: int) -> None:
+    layout = KvLayout(layers=3, kv_heads=4, head_dim=4, dtype="float16")
+    case = Case(layout, page_tokens, PageOrder.ROWS, strides)
+    tensors = random_tensors(case, num_heads, 1)
+    pages = random.Random(1).sample(range(NUM_PAGES), 4)
+    expected = bytearray(layout.block_bytes)
+    PagedKv(tensors, layout, PageOrder.ROWS, first_head=first_head).read(pages, 16, [expected])
+
+    found = bytearray(layout.block_bytes)
+    geometry = Geometry(tensors, layout, first_head=first_head)
+    places = places_in(case, pages, [1])
+    for layers in (range(2), range(2, 3)):
+        for run in geometry.runs(layers):
+            starts = geometry.part_offsets([0], run.block_bytes)
+            for address, at in zip(geometry.addresses(places, run.device_bytes), starts, strict=True):
+                found[at : at + run.nbytes] = ctypes.string_at(address, run.nbytes)
+
+    assert found == expected

@@ -1,0 +1,106 @@
+"""Blocks that lie in pages as many short runs: kernels bring them together in a little memory of the device.
+
+Whole blocks are copied from and to that memory: chunk after chunk, so that while one is copied the kernel works on the
+next. Needs Triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvtier.memory.cuda import Direction
+from kvtier.memory.mapped import MappedArena
+from kvtier.memory.registered import RegisteredArenas, RowShape
+from kvtier.transfer.copier import Mark
+from kvtier.transfer.copiers.geometry import Geometry
+from kvtier.transfer.copiers.page_kernels import PageMoves
+
+_NUM_CHUNKS = 2
+
+
+class _Chunk:
+    """Memory of the device for some blocks, and when it was last filled and let go."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.filled = torch.cuda.Event()
+        self.free = torch.cuda.Event()
+
+
+class Staging:
+    """Of one direction: a stream of copies, one of kernels, and chunks, used in turns by the thread that has `lock`."""
+
+    def __init__(
+        self, geometry: Geometry, arenas: RegisteredArenas, copies: torch.cuda.Stream, priority: int, chunk_bytes: int
+    ) -> None:
+        """Compiles the kernels: the first pages go to staging and come back as they were."""
+        layout = geometry.layout
+        head_bytes = layout.block_bytes // (layout.layers * layout.kv_heads)
+        self._geometry = geometry
+        self._arenas = arenas
+        self._rows = RowShape(geometry.num_heads * head_bytes, layout.layers, layout.kv_heads * head_bytes)
+        self._first_byte = geometry.first_head * head_bytes
+        self._chunk_blocks = max(1, chunk_bytes // (self._rows.nbytes * self._rows.count))
+        self._moves = PageMoves(geometry)
+        self.lock = threading.Lock()
+        self._copies = copies
+        self.kernels = torch.cuda.Stream(geometry.device, priority=priority)
+        chunks = [_Chunk(self._moves.new_staging(self._chunk_blocks)) for _ in range(_NUM_CHUNKS)]
+        self._chunks = itertools.cycle(chunks)
+        if geometry.parts_per_block <= geometry.num_pages * geometry.parts_per_page:
+            table = self._moves.table(range(geometry.parts_per_block))
+            self._moves.gather(table, chunks[0].memory)
+            self._moves.scatter(table, chunks[0].memory)
+        torch.cuda.current_stream(geometry.device).synchronize()
+
+    def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> torch.cuda.Stream:
+        """Hand over chunk after chunk. The last work is on the returned stream."""
+        with torch.cuda.stream(self.kernels):
+            self.kernels.wait_event(after)
+            for chunk, some_offsets, some_places in self._cut(offsets, places):
+                self._copies.wait_event(chunk.free)
+                self._copy(chunk, arena, some_offsets, Direction.TO_DEVICE)
+                chunk.filled.record(self._copies)
+                table = self._moves.table(some_places)
+                self.kernels.wait_event(chunk.filled)
+                self._moves.scatter(table, chunk.memory)
+                chunk.free.record(self.kernels)
+        return self.kernels
+
+    def store(
+        self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark
+    ) -> torch.cuda.Stream:
+        """As `load`."""
+        with torch.cuda.stream(self.kernels):
+            self.kernels.wait_event(after)
+            for chunk, some_offsets, some_places in self._cut(offsets, places):
+                table = self._moves.table(some_places)
+                self.kernels.wait_event(chunk.free)
+                self._moves.gather(table, chunk.memory)
+                chunk.filled.record(self.kernels)
+                self._copies.wait_event(chunk.filled)
+                self._copy(chunk, arena, some_offsets, Direction.TO_HOST)
+                chunk.free.record(self._copies)
+        return self._copies
+
+    def _cut(
+        self, offsets: Sequence[int], places: Sequence[int]
+    ) -> Iterator[tuple[_Chunk, Sequence[int], Sequence[int]]]:
+        count, parts = self._chunk_blocks, self._geometry.parts_per_block
+        for first in range(0, len(offsets), count):
+            end = first + count
+            yield next(self._chunks), offsets[first:end], places[first * parts : end * parts]
+
+    def _copy(self, chunk: _Chunk, arena: MappedArena, offsets: Sequence[int], direction: Direction) -> None:
+        rows, first, stream = self._rows, chunk.memory.data_ptr(), self._copies.cuda_stream
+        nbytes = rows.nbytes * rows.count
+        device = [first + number * nbytes for number in range(len(offsets))]
+        if self._geometry.is_whole:
+            self._arenas.copy(device, arena, offsets, nbytes, direction, stream)
+        else:
+            starts = [offset + self._first_byte for offset in offsets]
+            self._arenas.copy_rows(device, arena, starts, rows, direction, stream)
