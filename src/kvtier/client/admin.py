@@ -87,8 +87,9 @@ class NamespaceAdmin:
         flags: list[bool] = []
         try:
             for part in _parts(hashes):
-                request = functools.partial(wire.ContainsRequest, hashes=joined(part))
-                reply = self._endpoint.call_in_space(request, wire.Contained, deadline)
+                with self._endpoint.connection(deadline) as connection:
+                    request = wire.ContainsRequest(connection.space, joined(part))
+                    reply = connection.call(request, wire.Contained, deadline)
                 flags += map(bool, reply.flags.ljust(len(part), b"\0")[: len(part)])
         except TierError as error:
             self._endpoint.counts.failed(error)
@@ -107,7 +108,9 @@ class NamespaceAdmin:
         found: dict[BlockHash, int] = {}
         first = 0
         while True:
-            listed = self._endpoint.call_in_space(functools.partial(wire.ListRequest, first=first), wire.Listed)
+            deadline = self._endpoint.deadline()
+            with self._endpoint.connection(deadline) as connection:
+                listed = connection.call(wire.ListRequest(connection.space, first), wire.Listed, deadline)
             found.update(zip(split_hashes(listed.hashes), listed.flags, strict=True))
             if listed.next_first <= first:
                 return list(found.items())
@@ -115,8 +118,9 @@ class NamespaceAdmin:
 
     def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
         deadline = self._endpoint.deadline(None, len(hashes) * self._block_bytes)
-        request = functools.partial(wire.VerifyRequest, hashes=joined(hashes))
-        return list(map(bool, self._endpoint.call_in_space(request, wire.Contained, deadline).flags))
+        with self._endpoint.connection(deadline) as connection:
+            request = wire.VerifyRequest(connection.space, joined(hashes))
+            return list(map(bool, connection.call(request, wire.Contained, deadline).flags))
 
 
 def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:

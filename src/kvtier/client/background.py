@@ -32,13 +32,13 @@ class Background:
     ) -> None:
         self.num_returns = 0
         self.is_closed = False
+        self.chores: deque[Callable[[], object]] = deque()
         self._address = address
         self._breaker = breaker
         self._reconnect = reconnect
         self._failed = failed
         self._log = LogLimit(logger)
         self._condition = threading.Condition()
-        self._chores: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
@@ -52,17 +52,12 @@ class Background:
         """Run `chore` on this thread. A chore that raises `TierUnavailable` or `TierTimeout` is tried again."""
         with self._condition:
             if not self.is_closed:
-                self._chores.append(chore)
+                self.chores.append(chore)
                 self.wake()
 
     def forget(self, chore: Callable[[], object]) -> None:
         """As `do_later`, from the garbage collector: takes no lock; the chore is done with the next thing that is."""
-        self._chores.append(chore)
-
-    def wake_for_chores(self) -> None:
-        """Have what was forgotten done now."""
-        if self._chores:
-            self.wake()
+        self.chores.append(chore)
 
     def wake(self) -> None:
         with self._condition:
@@ -74,7 +69,7 @@ class Background:
     def wait_for_chores(self, deadline: float) -> None:
         """Until what was put off before is done. Raises `TierTimeout`, or `TierUnavailable` once the server is down."""
         self.check()
-        if not self._chores:
+        if not self.chores:
             return
         done = threading.Event()
         self.do_later(done.set)
@@ -96,16 +91,16 @@ class Background:
     def forget_parent(self) -> None:
         """In a forked child: the parent's thread, chores and locks are not ours."""
         self._condition = threading.Condition()
-        self._chores = deque()
+        self.chores = deque()
         self._thread = None
 
     def _run(self) -> None:
         retry_s = _FIRST_RETRY_S
         while True:
             with self._condition:
-                while not self.is_closed and not self._breaker.is_open and not self._chores:
+                while not self.is_closed and not self._breaker.is_open and not self.chores:
                     self._condition.wait()
-                if self.is_closed and (not self._chores or self._breaker.is_open):
+                if self.is_closed and (not self.chores or self._breaker.is_open):
                     return
             if not self._breaker.is_open:
                 self._do_chore()
@@ -129,15 +124,15 @@ class Background:
         return True
 
     def _do_chore(self) -> None:
-        chore = self._chores[0]
+        chore = self.chores[0]
         try:
             chore()
         except (TierTimeout, TierUnavailable):
             if self.is_closed:
-                self._chores.popleft()
+                self.chores.popleft()
             return
         except (TierError, ProtocolError, TierFull) as error:
             self._failed(error)
         except Exception:
             logger.exception("deferred work failed")
-        self._chores.popleft()
+        self.chores.popleft()

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 from kvtier.client.background import Background
@@ -106,15 +106,9 @@ class Endpoint:
         return time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
     def call(self, request: wire.Request, reply_type: type[_Reply], deadline: float | None = None) -> _Reply:
-        return self.call_in_space(lambda space: request, reply_type, deadline)
-
-    def call_in_space(
-        self, request: Callable[[int], wire.Request], reply_type: type[_Reply], deadline: float | None = None
-    ) -> _Reply:
-        """As `call`; `request` makes the message for a namespace as it is opened on a connection."""
         deadline = self.deadline() if deadline is None else deadline
         with self.connection(deadline) as connection:
-            return connection.call(request(connection.space), reply_type, deadline)
+            return connection.call(request, reply_type, deadline)
 
     @contextlib.contextmanager
     def connection(self, deadline: float) -> Iterator[ServerConnection]:
@@ -143,7 +137,8 @@ class Endpoint:
         finally:
             if connection is not None:
                 self._pool.give_back(connection, is_usable)
-                self.background.wake_for_chores()
+                if self.background.chores:  # forgotten ones are not begun by themselves
+                    self.background.wake()
 
     def close(self) -> None:
         """Finish what was put off, give everything back and disconnect. Safe to call twice."""
