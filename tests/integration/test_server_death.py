@@ -327,7 +327,7 @@ def test_a_flush_that_waits_for_deferred_work_ends_when_the_server_dies() -> Non
 
         thread = threading.Thread(target=flush)
         with hung(server):
-            client._endpoint.do_later(client.ping)  # stuck, as a deferred commit would be
+            client._endpoint.background.do_later(client.ping)  # stuck, as a deferred commit would be
             thread.start()
             time.sleep(0.3)
             server.kill()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
-from kvtier.client.client import (
-    DEFAULT_TRANSFER_CONNECTIONS,
-    CacheClient,
-    ClientOptions,
-    SingleClient,
-    fields_text,
-    namespace_of,
-)
+from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.options import DEFAULT_TRANSFER_CONNECTIONS, ClientOptions
 from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.observe.metrics import TierMetrics
 from kvtier.transport.address import parse_address
+from kvtier.wire.messages import MAX_FIELDS_CHARS
 
 
 @overload
@@ -89,9 +85,8 @@ def connect(
     addresses = [address] if isinstance(address, str) else list(address)
     if not addresses:
         raise ConfigError("connect() needs at least one address")
-    digest = namespace_of(namespace, layout)
+    digest = _namespace_of(namespace, layout)
     metrics = TierMetrics() if metrics is None else metrics
-    fields = fields_text(namespace)
     clients = [
         SingleClient(
             parse_address(text),
@@ -100,7 +95,7 @@ def connect(
             name=name,
             options=options,
             metrics=metrics,
-            fields=fields,
+            fields=_fields_text(namespace),
         )
         for text in addresses
     ]
@@ -119,15 +114,38 @@ def connect(
 
 def _check_answers(clients: Sequence[SingleClient], must_answer: bool) -> None:
     """One refusal, or silence from everyone, is an error."""
-    silence: TierError | None = None
-    num_answers = 0
+    silence: list[TierError] = []
     for client in clients:
         try:
             client.ping()
-            num_answers += 1
         except TierRefused:
             raise
         except TierError as error:
-            silence = error
-    if silence is not None and must_answer and not num_answers:
-        raise silence
+            silence.append(error)
+    if must_answer and len(silence) == len(clients):
+        raise silence[-1]
+
+
+def _namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout | None) -> Namespace | None:
+    """The digest to use. Raises `ConfigError` where layout and namespace do not belong together."""
+    if layout is None:
+        if fields is not None:
+            raise ConfigError("a namespace needs a layout: pass layout= too")
+        return None
+    if fields is None:
+        raise ConfigError("blocks need a namespace: pass namespace=NamespaceFields(layout=..., weights=...)")
+    if isinstance(fields, NamespaceFields):
+        if fields.layout != layout:
+            raise ConfigError("the namespace was made for another layout")
+        return fields.digest()
+    if len(fields) != 32:
+        raise ConfigError(f"a namespace is a digest of 32 bytes, not {len(fields)}")
+    return fields
+
+
+def _fields_text(fields: Namespace | NamespaceFields | None) -> str:
+    """What to tell a server of a namespace: nothing where only its digest is known, or where it would be too much."""
+    if not isinstance(fields, NamespaceFields):
+        return ""
+    text = json.dumps(fields.document(), separators=(",", ":"))
+    return text if len(text) <= MAX_FIELDS_CHARS else ""

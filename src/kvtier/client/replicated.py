@@ -8,18 +8,17 @@ client of the same servers must name them by the same addresses.
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Self, TypeVar
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd, most_telling
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import Note, SingleClient
+from kvtier.client.client import CacheClient, Note, SingleClient
 from kvtier.client.known_namespace import KnownNamespace
+from kvtier.client.placement import Placement
 from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer
@@ -27,23 +26,18 @@ from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.wire.messages import LISTED_CACHED, LISTED_DOWN, match_end_of
 
-_NUM_BUCKETS = 4096
+_Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-class ReplicatedClient:
+class ReplicatedClient(CacheClient):
     """A `CacheClient` of several servers."""
 
     def __init__(self, clients: Sequence[SingleClient], replicas: int, metrics: TierMetrics) -> None:
-        if not 1 <= replicas <= len(clients):
-            raise ConfigError(f"replicas must be from 1 to the number of servers, {len(clients)}, not {replicas}")
-        if len({str(client.address) for client in clients}) < len(clients):
-            raise ConfigError("a server is named twice")
         self.clients = list(clients)
         self.metrics = metrics
-        self._replicas = replicas
+        self._placement = Placement([str(client.address) for client in clients], replicas)
         self._workers = Workers(len(clients), "kvtier-replicas")
-        self._orders: list[tuple[int, ...] | None] = [None] * _NUM_BUCKETS
 
     @property
     def layout(self) -> KvLayout:
@@ -209,38 +203,11 @@ class ReplicatedClient:
         for client in self.clients:
             client.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # --- private ---------------------------------------------------------------------------------------------------
-
-    def _order(self, block_hash: BlockHash) -> tuple[int, ...]:
-        """The servers in this block's order: those with the highest score for its bucket first."""
-        bucket = block_hash[0] << 4 | block_hash[1] >> 4
-        order = self._orders[bucket]
-        if order is None:
-            scores = [hashlib.sha256(f"{bucket} {client.address}".encode()).digest() for client in self.clients]
-            order = tuple(sorted(range(len(self.clients)), key=lambda server: scores[server], reverse=True))
-            self._orders[bucket] = order
-        return order
-
-    def _homes(self, block_hash: BlockHash, is_up: list[bool]) -> list[int]:
-        """The servers that should hold the block now: the first `replicas` of its order that are up."""
-        return [server for server in self._order(block_hash) if is_up[server]][: self._replicas]
 
     def _all_replicas(self, hashes: Sequence[BlockHash]) -> dict[int, list[int]]:
         """Positions by server, each position with all of its servers."""
-        is_up = [client.is_up for client in self.clients]
-        groups: dict[int, list[int]] = {}
-        for position, block_hash in enumerate(hashes):
-            for server in self._homes(block_hash, is_up):
-                groups.setdefault(server, []).append(position)
-        return groups
+        return self._placement.by_server(hashes, [client.is_up for client in self.clients])
 
     def _holders(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> tuple[list[list[int]], MatchEnd]:
         """For each leading block that is there the servers that have it, those that should have had it when all were
@@ -257,7 +224,8 @@ class ReplicatedClient:
                 flags_of[position][server] = flags
         found: list[list[int]] = []
         for block_hash, by_server in zip(hashes, flags_of, strict=True):
-            holders = [server for server in self._homes(block_hash, is_up) if by_server[server] & LISTED_CACHED]
+            homes = self._placement.homes(block_hash, is_up)
+            holders = [server for server in homes if by_server[server] & LISTED_CACHED]
             if not holders:
                 return found, self._ending(block_hash, by_server)
             found.append(holders)
@@ -265,16 +233,13 @@ class ReplicatedClient:
 
     def _ending(self, block_hash: BlockHash, flags: Mapping[int, int]) -> MatchEnd:
         """What a lease says of a block that none of its servers has, by what each of them said."""
-        homes = self._order(block_hash)[: self._replicas]
+        homes = self._placement.homes(block_hash)
         is_down = any(server not in flags or flags[server] & LISTED_DOWN for server in homes)
         seen = functools.reduce(operator.or_, flags.values(), LISTED_DOWN if is_down else 0)
         return match_end_of(seen)
 
     def _ask_holders(
-        self,
-        hashes: Sequence[BlockHash],
-        ask: Callable[[SingleClient, list[int]], int],
-        timeout_s: float | None,
+        self, hashes: Sequence[BlockHash], ask: Callable[[SingleClient, list[int]], int], timeout_s: float | None
     ) -> tuple[list[bool], MatchEnd]:
         """Ask one server that has it for each block of the longest prefix that is there. True where it came.
 
@@ -296,47 +261,43 @@ class ReplicatedClient:
 
     def _on_each(self, act: Callable[[int], object], servers: Sequence[int] | None = None) -> list[int]:
         """Act on every server, also when one fails; then raise what failed."""
-        results: list[int] = []
-        failures: list[TierError] = []
-        for server in range(len(self.clients)) if servers is None else servers:
-            try:
-                result = act(server)
-                results.append(result if isinstance(result, int) else 0)
-            except TierError as error:
-                failures.append(error)
+        outcomes = _outcomes(act, range(len(self.clients)) if servers is None else servers)
+        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, TierError)]
         if failures:
-            raise TierUnavailable("; ".join(map(str, failures)))
-        return results
+            raise TierUnavailable("; ".join(failures))
+        return [outcome if isinstance(outcome, int) else 0 for outcome in outcomes]
 
     def _of_those_that_answer(self, ask: Callable[[SingleClient], _Answer]) -> list[_Answer]:
         """Raises what failed when no server answers."""
-        answers: list[_Answer] = []
-        failures: list[TierError] = []
-        for client in self.clients:
-            try:
-                answers.append(ask(client))
-            except TierError as error:
-                failures.append(error)
+        outcomes = _outcomes(ask, self.clients)
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, TierError)]
         if not answers:
-            raise TierUnavailable("; ".join(map(str, failures)))
+            raise TierUnavailable("; ".join(map(str, outcomes)))
         return answers
 
     def _documents(self, ask: Callable[[SingleClient], dict[str, object]]) -> dict[str, object]:
-        documents: dict[str, object] = {}
-        for client in self.clients:
-            try:
-                documents[str(client.address)] = ask(client)
-            except TierError as error:
-                documents[str(client.address)] = {"error": str(error)}
-        return documents
+        return {
+            str(client.address): {"error": str(outcome)} if isinstance(outcome, TierError) else outcome
+            for client, outcome in zip(self.clients, _outcomes(ask, self.clients), strict=True)
+        }
 
 
-class _Part:
+def _outcomes(ask: Callable[[_Item], _Answer], items: Iterable[_Item]) -> list[_Answer | TierError]:
+    """What each answers, or how it failed."""
+    outcomes: list[_Answer | TierError] = []
+    for item in items:
+        try:
+            outcomes.append(ask(item))
+        except TierError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+class _Part(NamedTuple):
     """One server's share of a match."""
 
-    def __init__(self, lease: Lease, positions: list[int]) -> None:
-        self.lease = lease
-        self.positions = positions
+    lease: Lease
+    positions: list[int]
 
 
 class ReplicatedLease:
@@ -398,9 +359,7 @@ class ReplicatedLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _check(self) -> None:

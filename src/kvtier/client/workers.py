@@ -19,7 +19,7 @@ class Workers:
     """At most `count` threads. Thread-safe. Raises `TierUnavailable` once it is closed."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = count
+        self.count = count
         self._name = name
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -58,7 +58,7 @@ class Workers:
             if self._is_closed:
                 raise TierUnavailable("this client is closed")
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = ThreadPoolExecutor(self._count, self._name), os.getpid()
+                self._pool, self._pid = ThreadPoolExecutor(self.count, self._name), os.getpid()
             return self._pool
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
-from kvtier.client.connection import Connection
+from kvtier.client.server_connection import ServerConnection
 from kvtier.errors import ConfigError, KvtierError, TierRefused, TierTimeout, TierUnavailable
 from kvtier.plugins.runtime_folder import remove_dead, server_folder, try_lock
 from kvtier.sizes import format_size
@@ -121,7 +121,7 @@ class EmbeddedServer:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._connection: ServerConnection | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = threading.Event()
         self._lock_fds: set[int] = set()
@@ -197,14 +197,14 @@ class EmbeddedServer:
 
     # --- finding or starting it --------------------------------------------------------------------------------------
 
-    def _reach(self) -> Connection:
+    def _reach(self) -> ServerConnection:
         """A connection to the server, which is started if need be. Raises `ConfigError`."""
         try:
             return self._find_or_start()
         except OSError as error:
             raise ConfigError(f"cannot use {self._place.path} for a cache server: {error.strerror or error}") from error
 
-    def _find_or_start(self) -> Connection:
+    def _find_or_start(self) -> ServerConnection:
         started_at = time.monotonic()
         deadline = started_at + self._start_timeout_s
         has_started = False
@@ -254,7 +254,7 @@ class EmbeddedServer:
                 f"see {self._place.log}"
             )
 
-    def _connect(self, deadline: float, is_patient: bool) -> Connection | None:
+    def _connect(self, deadline: float, is_patient: bool) -> ServerConnection | None:
         """None while no server answers, or while one with other settings, which nobody uses, is ending.
 
         With `is_patient`, also while somebody uses it: who has just gone may still be counted.
@@ -262,7 +262,9 @@ class EmbeddedServer:
         deadline = min(deadline, time.monotonic() + _TRY_S)
         with contextlib.ExitStack() as stack:
             try:
-                connection = Connection(self._address, secrets.token_bytes(wire.HOLDER_BYTES), None, None, deadline)
+                connection = ServerConnection(
+                    self._address, secrets.token_bytes(wire.HOLDER_BYTES), None, None, deadline
+                )
                 stack.callback(connection.close)
                 os.close(connection.take_arena_fd())
                 text = connection.call(wire.InfoRequest(), wire.Document, deadline).text

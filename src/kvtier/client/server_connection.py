@@ -9,14 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvtier.errors import (
-    LocalProtocolError,
-    RemoteProtocolError,
-    TierFull,
-    TierRefused,
-    TierTimeout,
-    TierUnavailable,
-)
+from kvtier.blocks.hashing import HASH_BYTES, BlockHash, join_hashes
+from kvtier.errors import ConfigError, RemoteProtocolError, TierFull, TierRefused, TierTimeout, TierUnavailable
 from kvtier.transport.address import Address, UnixAddress
 from kvtier.transport.stream import Stream
 from kvtier.wire import messages as wire
@@ -28,16 +22,11 @@ Place = Callable[[wire.Blocks], BufferList]
 Taste = Callable[[wire.Blocks, memoryview, bool], None]
 
 
-class Connection:
+class ServerConnection:
     """Open from construction on. Any error on it means that it must be closed."""
 
     def __init__(
-        self,
-        address: Address,
-        holder: bytes,
-        token: bytes | None,
-        tls: ssl.SSLContext | None,
-        deadline: float,
+        self, address: Address, holder: bytes, token: bytes | None, tls: ssl.SSLContext | None, deadline: float
     ) -> None:
         self._requests = 0
         self._place: Place | None = None
@@ -137,24 +126,30 @@ class Connection:
             self._taste(self._arriving, piece, is_end)
 
 
+def joined(hashes: Sequence[BlockHash]) -> bytes:
+    """Hashes as requests carry them. Raises `ConfigError` for anything else than hashes."""
+    try:
+        if all(len(block_hash) == HASH_BYTES for block_hash in hashes):
+            return join_hashes(hashes)
+    except TypeError:
+        pass
+    raise ConfigError("block hashes are bytes of length 32, as `hashes()` makes them")
+
+
 def _connect(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
     timeout_s = deadline - time.monotonic()
     if timeout_s <= 0:
         raise TierTimeout(f"no connection to {address} within the deadline")
     try:
         if isinstance(address, UnixAddress):
-            if tls is not None:
-                raise LocalProtocolError("TLS is for TCP")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+        else:
+            sock = socket.create_connection((address.host, address.port), timeout_s)
+        try:
+            if isinstance(address, UnixAddress):
                 sock.settimeout(timeout_s)
                 sock.connect(address.path)
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-        sock = socket.create_connection((address.host, address.port), timeout_s)
-        try:
+                return sock
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
         except BaseException:

@@ -1,0 +1,128 @@
+"""Questions and orders about what a server holds; no block's bytes are moved. Thread-safe."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from kvtier.blocks.hashing import BlockHash, split_hashes
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.endpoint import Endpoint
+from kvtier.client.server_connection import joined
+from kvtier.errors import ConfigError, TierError, TierRefused, TierUnavailable
+from kvtier.wire import messages as wire
+from kvtier.wire.frames import MAX_HASHES
+
+_MAX_NOTES_WAITING = 256
+
+
+class Note(Protocol):
+    """Something to be said of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+class ServerAdmin:
+    """About a server, any of its namespaces, and the requests that it keeps notes on."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._note_places = threading.Semaphore(_MAX_NOTES_WAITING)
+
+    def document(self, request: wire.InfoRequest | wire.StatsRequest) -> dict[str, object]:
+        document = json.loads(self._endpoint.call(request, wire.Document).text)
+        if not isinstance(document, dict):
+            raise TierUnavailable("the server answered with something else than a document")
+        return document
+
+    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash], timeout_s: float | None = None) -> list[int]:
+        deadline = self._endpoint.deadline(timeout_s)
+        flags: list[int] = []
+        for part in _parts(hashes):
+            reply = self._endpoint.call(wire.PresenceRequest(namespace, joined(part)), wire.Contained, deadline)
+            if len(reply.flags) != len(part):
+                raise TierUnavailable("the server answered for other blocks than it was asked for")
+            flags += reply.flags
+        return flags
+
+    def note(self, note: Note) -> None:
+        try:
+            request = wire.NoteRequest(note.request_id, note.to_json())
+        except ValueError as error:
+            self._endpoint.counts.failed(TierRefused(str(error)))
+            return
+        if not self._endpoint.breaker.is_open and self._note_places.acquire(blocking=False):
+            self._endpoint.background.do_later(functools.partial(self._send_note, request))
+
+    def noted(self, request_id: str) -> str | None:
+        try:
+            request = wire.NotedRequest(request_id)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return self._endpoint.call(request, wire.Document).text or None
+
+    def _send_note(self, request: wire.NoteRequest) -> None:
+        self._note_places.release()
+        try:
+            self._endpoint.call(request, wire.Done)
+        except TierError as error:  # lost: nobody waits for it
+            self._endpoint.counts.failed(error)
+
+
+class NamespaceAdmin:
+    """About the blocks of one namespace, which `endpoint` opens."""
+
+    def __init__(self, endpoint: Endpoint, block_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._block_bytes = block_bytes
+
+    def contains(self, hashes: Sequence[BlockHash], timeout_s: float | None) -> list[bool]:
+        deadline = self._endpoint.deadline(timeout_s)
+        flags: list[bool] = []
+        try:
+            for part in _parts(hashes):
+                with self._endpoint.connection(deadline) as connection:
+                    request = wire.ContainsRequest(connection.space, joined(part))
+                    reply = connection.call(request, wire.Contained, deadline)
+                flags += map(bool, reply.flags.ljust(len(part), b"\0")[: len(part)])
+        except TierError as error:
+            self._endpoint.counts.failed(error)
+        return flags + [False] * (len(hashes) - len(flags))
+
+    def change(self, order: Callable[[int, bytes], wire.Request], hashes: Sequence[BlockHash]) -> int:
+        """Give an order about `hashes`, made of a space and a run of hashes. Returns how many blocks it changed."""
+        deadline = self._endpoint.deadline()
+        total = 0
+        for part in _parts(hashes) if hashes else [hashes]:
+            with self._endpoint.connection(deadline) as connection:
+                total += connection.call(order(connection.space, joined(part)), wire.Counted, deadline).count
+        return total
+
+    def list_blocks(self) -> list[tuple[BlockHash, int]]:
+        found: dict[BlockHash, int] = {}
+        first = 0
+        while True:
+            deadline = self._endpoint.deadline()
+            with self._endpoint.connection(deadline) as connection:
+                listed = connection.call(wire.ListRequest(connection.space, first), wire.Listed, deadline)
+            found.update(zip(split_hashes(listed.hashes), listed.flags, strict=True))
+            if listed.next_first <= first:
+                return list(found.items())
+            first = listed.next_first
+
+    def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        deadline = self._endpoint.deadline(None, len(hashes) * self._block_bytes)
+        with self._endpoint.connection(deadline) as connection:
+            request = wire.VerifyRequest(connection.space, joined(hashes))
+            return list(map(bool, connection.call(request, wire.Contained, deadline).flags))
+
+
+def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+    """As many as a request may carry."""
+    return (hashes[first : first + MAX_HASHES] for first in range(0, len(hashes), MAX_HASHES))

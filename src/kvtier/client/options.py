@@ -1,0 +1,42 @@
+"""How a client talks to cache servers."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """How to talk to cache servers; the same for each of several.
+
+    `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
+    transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who
+    signed the server's certificate.
+    """
+
+    token: bytes | None = None
+    ca_file: Path | None = None
+    timeout_s: float = 1.0
+    max_connections: int = 8
+    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}")
+        if self.max_connections <= 0 or not 0 < self.transfer_connections <= self.max_connections:
+            raise ConfigError("max_connections must be positive and not less than transfer_connections")
+
+    def tls(self) -> ssl.SSLContext | None:
+        if self.ca_file is None:
+            return None
+        try:
+            return ssl.create_default_context(cafile=str(self.ca_file))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"cannot use the certificates in {self.ca_file}: {error}") from error
