@@ -60,7 +60,6 @@ class HostCopier:
         return _DONE
 
     def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
-        self._geometry.check(places, arena, offsets)
         with arena.in_use():
             if self._strided is None:
                 device = self._geometry.addresses(places)
@@ -70,7 +69,6 @@ class HostCopier:
         return _DONE
 
     def store(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Copies:
-        self._geometry.check(places, arena, offsets)
         with arena.in_use():
             if self._strided is None:
                 for offset in offsets:
@@ -110,6 +108,7 @@ class _StridedCopies:
     def copy(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], *, is_load: bool) -> None:
         """Raises `TierUnavailable` when this is closed."""
         layout = self._geometry.layout
+        self._geometry.check(places, arena, offsets)
         assert not any(offset % layout.itemsize for offset in offsets), "numbers begin at multiples of their size"
         runs = list(_runs(self._parts(places, offsets), self._max_run_parts))
         num_shares = min(self._num_threads, len(runs), -(-len(offsets) * layout.block_bytes // _RUN_BYTES))
