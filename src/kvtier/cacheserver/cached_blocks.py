@@ -15,6 +15,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
+from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED
 
 _ROOM_S = 0.5
@@ -40,7 +41,7 @@ class CachedBlocks:
         self._changed = threading.Condition(lock)
         self._clock = clock
         self._keeps_stored = keeps_stored
-        self._num_loading = 0
+        self.num_loading = 0
         self._num_dropping = 0
         self._awaited: dict[Block, list[threading.Event]] = {}
         """Blocks that are being read, and who waits for just them."""
@@ -54,7 +55,8 @@ class CachedBlocks:
         self._disk.note_reused(space, blocks)
         num_in_memory = len(blocks)
         while ended is Presence.MISS and len(blocks) < max_blocks:
-            loading = self._load(space, hashes, len(blocks), max_blocks)
+            found = self._disk.match(space, hashes, len(blocks), max_blocks)
+            loading = None if found is None else self._load(space, *found)
             if not loading:
                 break
             blocks += loading
@@ -90,12 +92,8 @@ class CachedBlocks:
 
     def num_ready(self, blocks: Sequence[Block]) -> int:
         """How many of the blocks just found are in memory, up to the first that is not."""
-        if self._num_loading:
-            ready = BlockState.READY
-            for position, block in enumerate(blocks):
-                if block.state is not ready:
-                    return position
-        return len(blocks)
+        ready = BlockState.READY
+        return next((position for position, block in enumerate(blocks) if block.state is not ready), len(blocks))
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
@@ -135,15 +133,11 @@ class CachedBlocks:
             return "evicted"
         return "down" if flags & LISTED_DOWN else "miss"
 
-    def _load(self, space: MemorySpace, hashes: Hashes, first: int, end: int) -> list[Block]:
-        """Slots for the leading ones of `hashes[first:end]` that are on disk only, referenced and being filled."""
-        found = self._disk.match(space, hashes, first, end)
-        if found is None:
-            return []
-        store, stored = found
+    def _load(self, space: MemorySpace, store: DiskStore, stored: Sequence[StoredBlock]) -> list[Block]:
+        """Slots for the leading ones of `stored`, as far as there is memory, referenced and being filled."""
         blocks = self.pool.reserve(space.index, [each.hash for each in stored], state=BlockState.LOADING).blocks
         self.pool.reference(blocks)  # one for whoever asked, one for the reader
-        self._num_loading += len(blocks)
+        self.num_loading += len(blocks)
         self._disk.load(store, stored, blocks)
         return blocks
 
@@ -188,7 +182,7 @@ class CachedBlocks:
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
         """Forget `hashes` in memory. Waits for what is being written: it has to be on disk to be dropped there."""
-        found = [block for block_hash in hashes if (block := space.index.blocks.get(block_hash)) is not None]
+        found = list(filter(None, map(space.index.blocks.get, hashes)))
         num_dropped = self.pool.drop(space.index, hashes)
         for block_hash in hashes:
             self.ghosts.discard(block_hash)
@@ -201,8 +195,7 @@ class CachedBlocks:
 
     def store_again(self, space: MemorySpace, hashes: Hashes) -> None:
         """After `hashes` were dropped on disk: those of them that were set again meanwhile are wanted there."""
-        for block_hash in hashes:
-            block = space.index.blocks.get(block_hash)
+        for block in filter(None, map(space.index.blocks.get, hashes)):
             if isinstance(block, MemoryBlock) and block.is_stored and block.is_ready and not block.is_queued:
                 block.is_stored = False
                 self._disk.queue(space, [block])
@@ -245,7 +238,7 @@ class CachedBlocks:
 
     def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
         with self._lock:
-            self._num_loading -= len(blocks)
+            self.num_loading -= len(blocks)
             for block, has_arrived in zip(blocks, arrived, strict=True):
                 if has_arrived:
                     block.is_stored = True

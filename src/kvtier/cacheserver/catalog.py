@@ -120,7 +120,7 @@ class Catalog:
                 blocks, ended = self.blocks.find(space, hashes, max_blocks)
             if ended == "all" and len(blocks) + num_stored < len(hashes):
                 ended = "limit"
-            num_ready = self.blocks.num_ready(blocks)
+            num_ready = self.blocks.num_ready(blocks) if self.blocks.num_loading else len(blocks)
             self._claim(client, client.leases, number, space, blocks)
             return LeaseOutcome(blocks, ended, num_ready, num_stored)
 
@@ -153,11 +153,9 @@ class Catalog:
 
     def contains(self, space: MemorySpace, hashes: Hashes) -> bytes:
         with self._lock:
-            presence = space.index.presence
+            presence, ready = space.index.presence, Presence.READY
             stored = self._disk.contains(space, hashes)
-            return bytes(
-                [there or presence(each) is Presence.READY for each, there in zip(hashes, stored, strict=True)]
-            )
+            return bytes([there or presence(each) is ready for each, there in zip(hashes, stored, strict=True)])
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> bytes:
         """Where each of `hashes` is, or why it is not there: LISTED_ flags. Uses nothing, opens nothing."""
@@ -258,14 +256,14 @@ class Catalog:
         What comes or goes between two calls may be missed by who lists part by part.
         """
         with self._lock:
-            blocks = space.index.blocks
-            stored = dict(self._disk.blocks(space))
-            only_stored = [block_hash for block_hash in stored if block_hash not in blocks]
-            listed = itertools.islice(itertools.chain(blocks, only_stored), first, first + count)
-            flags = {each: _listed(blocks.get(each)) | _listed_on_disk(stored.get(each)) for each in listed}
-            num_listed = len(blocks) + len(only_stored)
+            blocks = space.index.blocks.copy()
+            stored = self._disk.blocks(space)
+        pinned = dict(stored)
+        only_stored = [block_hash for block_hash in pinned if block_hash not in blocks]
+        listed = itertools.islice(itertools.chain(blocks, only_stored), first, first + count)
+        flags = {each: _listed(blocks.get(each)) | _listed_on_disk(pinned.get(each)) for each in listed}
         found = {block_hash: each for block_hash, each in flags.items() if each}
-        return list(found), bytes(found.values()), first + count >= num_listed
+        return list(found), bytes(found.values()), first + count >= len(blocks) + len(only_stored)
 
     # --- time and numbers ------------------------------------------------------------------------------------------
 
@@ -316,7 +314,8 @@ class Catalog:
         """As `spaces`, each with what its namespace covers, or None if unknown."""
         with self._lock:
             found = self._namespaces.describe(self._disk.spaces())
-            return [{**each, "fields": self._namespaces.fields(namespace)} for namespace, each in found.items()]
+            fields = self._namespaces.descriptions
+            return [{**each, "fields": fields.get(namespace)} for namespace, each in found.items()]
 
     # --- private, under the lock -----------------------------------------------------------------------------------
 

@@ -181,12 +181,10 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         return not self._unwritten or next(iter(self._unwritten)) > last
 
     def _carry_out(self, batch: Sequence[_Write | _Order]) -> None:
-        writes = [task for task in batch if isinstance(task, _Write)]
-        if writes:
-            self._write_when_up(writes)
-        for task in batch:
-            if isinstance(task, _Order):
-                self._put_in_order(task)
+        if isinstance(batch[0], _Order):  # alone
+            self._put_in_order(batch[0])
+        else:
+            self._write_when_up([task for task in batch if isinstance(task, _Write)])
 
     def _write_when_up(self, batch: Sequence[_Write]) -> None:
         """Holds on to the blocks while the disk is down."""
@@ -244,7 +242,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 failures["no room"] += len(refused)
             if refused:
                 self._store.log.warning(
-                    "full", "disk store %s has no room: all of it is in use or pinned", self._store.folder
+                    "full", "disk store %s has no room: all of it is in use or pinned", store.folder
                 )
                 self._owner.refuse(refused)
         except OSError as error:

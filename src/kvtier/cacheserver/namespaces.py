@@ -54,7 +54,7 @@ class Namespaces:
         self._memory_bytes = memory_bytes
         self._numbers = itertools.count(1)
         self._spaces: dict[Namespace, MemorySpace] = {}
-        self._descriptions = NamespaceDescriptions()
+        self.descriptions = NamespaceDescriptions()
 
     def __len__(self) -> int:
         return len(self._spaces)
@@ -82,7 +82,7 @@ class Namespaces:
             )
         space.num_users += 1
         if fields:
-            self._descriptions.keep(namespace, fields)
+            self.descriptions.keep(namespace, fields)
         return space
 
     def forget_if_empty(self, space: MemorySpace) -> None:
@@ -93,11 +93,7 @@ class Namespaces:
         """Forget what is neither in memory, nor in use, nor among the `stored`."""
         for space in list(self._spaces.values()):
             self.forget_if_empty(space)
-        self._descriptions.forget_all_but({*self._spaces, *(space.namespace for space in stored)})
-
-    def fields(self, namespace: Namespace) -> dict[str, object] | None:
-        """What a namespace covers; None if unknown."""
-        return self._descriptions.get(namespace)
+        self.descriptions.forget_all_but({*self._spaces, *(space.namespace for space in stored)})
 
     def describe(self, stored: Sequence[StoreSpace]) -> dict[Namespace, dict[str, object]]:
         """Every namespace in memory or among the `stored`, for people."""

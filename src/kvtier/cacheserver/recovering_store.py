@@ -129,9 +129,8 @@ class RecoveringStore:
         return dict(+(self._losses_before + self.failures + (store.losses if store is not None else Counter())))
 
     def close(self) -> None:
-        for store in (self.current, self._failed):
-            if store is not None:
-                store.close()
+        for store in filter(None, (self.current, self._failed)):
+            store.close()
 
     def _opened(self) -> DiskStore:
         """Open the store and say what came back."""

@@ -24,10 +24,6 @@ class Claim:
     touched_at: float
     num_ready: int = 0
 
-    @property
-    def units(self) -> int:
-        return len(self.blocks) * self.space.index.block_units
-
     def part(self, first: int, count: int) -> list[Block]:
         if first + count > len(self.blocks):
             raise TierRefused(f"blocks {first}..{first + count} are outside the reservation of {len(self.blocks)}")
@@ -66,7 +62,7 @@ class ServedClient:
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False when its end came first, so that it has to be ended at once."""
         claims[number] = claim
-        self.held_units += claim.units
+        self.held_units += len(claim.blocks) * claim.space.index.block_units
         if number in self.ended_numbers:
             del self.ended_numbers[number]
             return False
@@ -76,7 +72,7 @@ class ServedClient:
         """End a claim; the caller frees its blocks."""
         claim = claims.pop(number, None)
         if claim is not None:
-            self.held_units -= claim.units
+            self.held_units -= len(claim.blocks) * claim.space.index.block_units
         else:
             self.ended_numbers[number] = None
             if len(self.ended_numbers) > _MAX_ENDED_NUMBERS:

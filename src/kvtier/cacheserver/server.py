@@ -25,6 +25,7 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
 from kvtier.stores.files import Files
+from kvtier.transport.address import TcpAddress
 from kvtier.transport.listening import UnixListener, listen_tcp
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class CacheServer:
             )
             self._metrics = ServerMetrics(self.catalog.levels, self._disk.losses)
             if config.metrics is not None:
-                self._metrics_server = self._serve_metrics()
+                self._metrics_server = self._serve_metrics(config.metrics)
             undo.pop_all()
         self._disk.start(self.catalog.blocks)
         self._watch = ProcessWatch(self.catalog, config.gone_grace_s)
@@ -157,19 +158,12 @@ class CacheServer:
         }
 
     def _count_up(self) -> dict[str, object]:
-        metrics = self._metrics
-        counters = {
-            "hit_blocks": metrics.hit_blocks,
-            "missed_blocks": metrics.missed_blocks,
-            "stored_blocks": metrics.stored_blocks,
-            "sent_bytes": metrics.sent_bytes,
-            "received_bytes": metrics.received_bytes,
-        }
-        counted = {name: int(next(iter(counter.collect())).samples[0].value) for name, counter in counters.items()}
+        names = ("hit_blocks", "missed_blocks", "stored_blocks", "sent_bytes", "received_bytes")
+        counters = {name: next(iter(getattr(self._metrics, name).collect())) for name in names}
         return {
             "uptime_s": time.time() - self._started_at,
             **self.catalog.levels(),
-            **counted,
+            **{name: int(counter.samples[0].value) for name, counter in counters.items()},
             "connections": len(self._connections),
             "disk_losses": self._disk.losses(),
             "namespaces": self.catalog.spaces(),
@@ -229,9 +223,7 @@ class CacheServer:
             self._arena.populate(offset, min(_TOUCH_STEP_BYTES, self._arena.nbytes - offset))
         logger.info("all of the arena's %s is resident", format_size(self._arena.nbytes))
 
-    def _serve_metrics(self) -> tuple[WSGIServer, threading.Thread]:
-        address = self._config.metrics
-        assert address is not None
+    def _serve_metrics(self, address: TcpAddress) -> tuple[WSGIServer, threading.Thread]:
         try:
             return start_http_server(address.port, address.host, self._metrics.registry)
         except OSError as error:
