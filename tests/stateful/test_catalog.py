@@ -24,7 +24,9 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, Presence
-from kvtier.cacheserver.catalog import Catalog, Holder, Space
+from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.cacheserver.served_client import ServedClient
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import match_end_of
 
@@ -53,7 +55,7 @@ class Hold:
 class Client:
     """One holder, as the model knows it."""
 
-    holder: Holder
+    holder: ServedClient
     is_local: bool
     num_connections: int = 1
     is_gone: bool = False
@@ -94,7 +96,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
             clock=lambda: self.now_s,
         )
         self.everyone: list[Client] = []
-        self.opened: dict[Namespace, tuple[Space, int]] = {}
+        self.opened: dict[Namespace, tuple[MemorySpace, int]] = {}
         self.loans: Counter[Block] = Counter()
         self.ready: set[tuple[int, BlockHash]] = set()
         self.evicted: set[BlockHash] = set()
@@ -284,7 +286,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
     @rule(blocks=consumes(filling))
     def commit_filled(self, blocks: list[Block]) -> None:
-        space = Space(0, Namespace(bytes(32)), "", 4096, 16)  # only a disk would ask for it
+        space = MemorySpace(0, Namespace(bytes(32)), "", 4096, 16)  # only a disk would ask for it
         assert self.catalog.commit_filled(space, blocks) <= len(blocks)
         self.loans.subtract(blocks)
 
@@ -339,7 +341,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
         assert self.catalog.expire() == num_late
 
-        for space in self.catalog._spaces.values():
+        for space in self.catalog._namespaces:
             assert space.num_users or len(space.index), "a namespace that is empty and unused is still listed"
 
     @invariant()
@@ -348,7 +350,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         before = self.ready
         self.ready = {
             (space.number, block.hash)
-            for space in self.catalog._spaces.values()
+            for space in self.catalog._namespaces
             for block in space.index.blocks.values()
             if block.is_ready
         }
@@ -383,7 +385,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
     def levels_add_up(self) -> None:
         levels = self.catalog.levels()
         present = [client for client in self.everyone if not client.is_gone]
-        indexed = [block for space in self.catalog._spaces.values() for block in space.index.blocks.values()]
+        indexed = [block for space in self.catalog._namespaces for block in space.index.blocks.values()]
 
         assert levels["used_bytes"] + levels["free_bytes"] == levels["memory_bytes"] == NUM_UNITS * SLOT_ALIGN_BYTES
         assert levels["pinned_bytes"] == sum(block.size for block in indexed if block.is_pinned) * SLOT_ALIGN_BYTES
@@ -398,17 +400,17 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         listed = self._listed()
         for namespace, (space, num_users) in self.opened.items():
             assert listed[namespace.hex()] == num_users == space.num_users
-            assert self.catalog._spaces[space.number] is space
+            assert self.catalog._namespaces.get(namespace) is space
         cached = {
             region.index
             for region in self.catalog._pool._space.regions()
             if isinstance(region, Block) and region.index.blocks.get(region.hash) is region
         }
-        assert cached <= {space.index for space in self.catalog._spaces.values()}
+        assert cached <= {space.index for space in self.catalog._namespaces}
 
     # --- the model -------------------------------------------------------------------------------------------------
 
-    def _space(self, data: st.DataObject) -> Space:
+    def _space(self, data: st.DataObject) -> MemorySpace:
         return self.opened[data.draw(st.sampled_from(sorted(self.opened)))][0]
 
     def _number(self, data: st.DataObject, holds: dict[int, Hold]) -> int:
@@ -418,7 +420,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
     def _listed(self) -> dict[object, object]:
         return {entry["namespace"]: entry["connections"] for entry in self.catalog.spaces()}
 
-    def _leading(self, space: Space, hashes: list[BlockHash]) -> int:
+    def _leading(self, space: MemorySpace, hashes: list[BlockHash]) -> int:
         return (self.catalog.contains(space, hashes) + b"\0").index(0)
 
     def _granted(self, client: Client, holds: dict[int, Hold], number: int, blocks: list[Block]) -> None:

@@ -82,13 +82,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("max_leased_bytes must be positive")
         if not 0 <= self.max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share must be between 0 and 1, not {self.max_pinned_share}")
-        for name in (
-            "max_connections",
-            "max_payload_bytes",
-            "lease_timeout_s",
-            "gone_grace_s",
-            "stall_timeout_s",
-        ):
+        for name in ("max_connections", "max_payload_bytes", "lease_timeout_s", "gone_grace_s", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
 

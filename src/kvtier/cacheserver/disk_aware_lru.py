@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import Block
-from kvtier.cacheserver.persistence import MemoryBlock
+from kvtier.cacheserver.namespaces import MemoryBlock
 
 _MAX_PASSED_OVER = 256
 

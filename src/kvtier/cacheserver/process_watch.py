@@ -12,7 +12,8 @@ import select
 import threading
 import time
 
-from kvtier.cacheserver.catalog import Catalog, Holder
+from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.served_client import ServedClient
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class ProcessWatch:
         self._catalog = catalog
         self._gone_grace_s = gone_grace_s
         self._lock = threading.Lock()
-        self._watched: dict[int, Holder] = {}
+        self._watched: dict[int, ServedClient] = {}
         self._is_closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -34,13 +35,13 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._run, name="kvtier-process-watch", daemon=True)
         self._thread.start()
 
-    def watch(self, holder: Holder, pidfd: int) -> None:
-        """Watch the process behind `holder`; takes over `pidfd`. A second pidfd of the same holder is not needed."""
+    def watch(self, client: ServedClient, pidfd: int) -> None:
+        """Watch the process behind `client`; takes over `pidfd`. A second pidfd of the same client is not needed."""
         with self._lock:
-            if self._is_closing or holder in self._watched.values():
+            if self._is_closing or client in self._watched.values():
                 os.close(pidfd)
                 return
-            self._watched[pidfd] = holder
+            self._watched[pidfd] = client
             self._poll.register(pidfd, select.POLLIN)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -54,7 +55,7 @@ class ProcessWatch:
         os.close(self._wake_fd)
 
     def _run(self) -> None:
-        gone: list[tuple[float, Holder]] = []
+        gone: list[tuple[float, ServedClient]] = []
         expire_at = time.monotonic() + _EXPIRY_INTERVAL_S
         while not self._is_closing:
             next_at = min([expire_at, *(due_at for due_at, _ in gone)])
@@ -64,35 +65,31 @@ class ProcessWatch:
                     continue
                 gone.append((time.monotonic() + self._gone_grace_s, self._unwatch(fd)))
             now = time.monotonic()
-            for due_at, holder in list(gone):
+            for due_at, client in list(gone):
                 if due_at <= now:
-                    gone.remove((due_at, holder))
-                    self._end(holder)
+                    gone.remove((due_at, client))
+                    self._end(client)
             if expire_at <= now:
                 expire_at = now + _EXPIRY_INTERVAL_S
                 self._catalog.expire()
                 self._unwatch_left()
 
-    def _end(self, holder: Holder) -> None:
-        if holder.leases or holder.reservations:
-            logger.info(
-                "client gone pid=%s leases=%d reservations=%d",
-                holder.pid,
-                len(holder.leases),
-                len(holder.reservations),
-            )
-        self._catalog.end(holder)
+    def _end(self, client: ServedClient) -> None:
+        if client.leases or client.reservations:
+            num_leases, num_reservations = len(client.leases), len(client.reservations)
+            logger.info("client gone pid=%s leases=%d reservations=%d", client.pid, num_leases, num_reservations)
+        self._catalog.end(client)
 
-    def _unwatch(self, pidfd: int) -> Holder:
+    def _unwatch(self, pidfd: int) -> ServedClient:
         with self._lock:
             self._poll.unregister(pidfd)
-            holder = self._watched.pop(pidfd)
+            client = self._watched.pop(pidfd)
         os.close(pidfd)
-        return holder
+        return client
 
     def _unwatch_left(self) -> None:
         """Clients that said good-bye hold nothing any more."""
         with self._lock:
-            left = [pidfd for pidfd, holder in self._watched.items() if holder.is_gone]
+            left = [pidfd for pidfd, client in self._watched.items() if client.is_gone]
         for pidfd in left:
             self._unwatch(pidfd)

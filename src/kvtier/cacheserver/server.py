@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import secrets
 import socket
 import ssl
 import threading
@@ -17,14 +16,16 @@ from prometheus_client import start_http_server
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.cacheserver.connection import Connection, Services
-from kvtier.cacheserver.persistence import Persistence
+from kvtier.cacheserver.connection import ConnectionContext, ServedConnection
+from kvtier.cacheserver.persistence import NO_DISK, Disk, Persistence
 from kvtier.cacheserver.process_watch import ProcessWatch
+from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
 from kvtier.stores.files import Files
+from kvtier.transport.address import TcpAddress
 from kvtier.transport.listening import UnixListener, listen_tcp
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,9 @@ class CacheServer:
         `files` is what the disk store works on, unless it is the operating system's.
         """
         self._config = config
-        self._files = files
         self._started_at = time.time()
         self._lock = threading.Lock()
-        self._connections: set[Connection] = set()
+        self._connections: set[ServedConnection] = set()
         self._threads: list[threading.Thread] = []
         self._unix: UnixListener | None = None
         self._tcp: socket.socket | None = None
@@ -60,35 +60,24 @@ class CacheServer:
                 self._tcp = listen_tcp(config.tcp)
             self._arena = MappedArena.create(memory_bytes)
             undo.callback(self._arena.close)
-            self._persistence = self._open_disk()
-            if self._persistence is not None:
-                undo.callback(self._persistence.close)
-            catalog = Catalog(
+            self._disk = self._open_disk(files)
+            undo.callback(self._disk.close)
+            self.catalog = Catalog(
                 memory_bytes,
                 leased_bytes_per_client=config.leased_bytes_per_client,
                 pinned_bytes=int(memory_bytes * config.max_pinned_share),
                 lease_timeout_s=config.lease_timeout_s,
-                persistence=self._persistence,
-                stores_on=config.stores_on,
+                disk=self._disk,
                 keeps_stored=config.keeps_memory,
             )
-            self._metrics = ServerMetrics(catalog.levels, self._losses)
+            self._metrics = ServerMetrics(self.catalog.levels, self._disk.losses)
             if config.metrics is not None:
-                self._metrics_server = self._serve_metrics()
+                self._metrics_server = self._serve_metrics(config.metrics)
             undo.pop_all()
-        self._catalog = catalog
-        if self._persistence is not None:
-            self._persistence.start(catalog)
-        self._watch = ProcessWatch(catalog, config.gone_grace_s)
-        self._services = Services(
-            config,
-            catalog,
-            self._arena,
-            self._watch,
-            self._metrics,
-            secrets.token_bytes(16),
-            self._describe,
-            self._count_up,
+        self._disk.start(self.catalog.blocks)
+        self._watch = ProcessWatch(self.catalog, config.gone_grace_s)
+        self._context = ConnectionContext(
+            config, self.catalog, self._disk, self._arena, self._watch, self._metrics, self._describe, self._count_up
         )
         self._unused_since = time.monotonic()
         if self._unix is not None:
@@ -109,10 +98,6 @@ class CacheServer:
         return None if self._metrics_server is None else self._metrics_server[0].server_port
 
     @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
     def unused_s(self) -> float:
         """For how long no client has been connected, from when one could: 0 while one is."""
         with self._lock:
@@ -120,7 +105,7 @@ class CacheServer:
 
     def close(self) -> None:
         """Stop accepting, let requests under way end, close every connection, remove the socket."""
-        self._services.is_stopping.set()
+        self._context.is_stopping.set()
         self._close_listeners()
         with self._lock:
             connections = list(self._connections)
@@ -135,29 +120,25 @@ class CacheServer:
         for thread in self._threads:
             thread.join()
         self._watch.close()
-        if self._persistence is not None:
-            self._persistence.close()
+        self._disk.close()
         try:
             self._arena.close()
         except LeaseError:
             logger.warning("a connection did not end in time; its memory goes with the process")
 
-    def _open_disk(self) -> Persistence | None:
+    def _open_disk(self, files: Files | None) -> Disk:
         config = self._config
         if config.folder is None or config.file_bytes is None:
-            return None
-        persistence = Persistence(config.folder, config.file_bytes, self._arena, fsync=config.fsync, files=self._files)
+            return NO_DISK
+        store = RecoveringStore(config.folder, config.file_bytes, files)
         try:
-            persistence.open()
+            store.open()
         except (ConfigError, OSError) as error:
             sentence = str(error) if isinstance(error, ConfigError) else f"{config.folder}: {error.strerror or error}"
             if config.needs_disk:
                 raise ConfigError(sentence) from error
             logger.warning("starting without the disk, it is tried again: %s", sentence)
-        return persistence
-
-    def _losses(self) -> dict[str, int]:
-        return {} if self._persistence is None else self._persistence.losses()
+        return Persistence(store, self._arena, fsync=config.fsync, stores_on=config.stores_on)
 
     def _describe(self) -> dict[str, object]:
         config = self._config
@@ -173,26 +154,19 @@ class CacheServer:
                 "payload_bytes": config.max_payload_bytes,
                 "leased_bytes_per_client": config.leased_bytes_per_client,
             },
-            "namespaces": self._catalog.spaces_with_fields(),
+            "namespaces": self.catalog.spaces_with_fields(),
         }
 
     def _count_up(self) -> dict[str, object]:
-        metrics = self._metrics
-        counters = {
-            "hit_blocks": metrics.hit_blocks,
-            "missed_blocks": metrics.missed_blocks,
-            "stored_blocks": metrics.stored_blocks,
-            "sent_bytes": metrics.sent_bytes,
-            "received_bytes": metrics.received_bytes,
-        }
-        counted = {name: int(next(iter(counter.collect())).samples[0].value) for name, counter in counters.items()}
+        names = ("hit_blocks", "missed_blocks", "stored_blocks", "sent_bytes", "received_bytes")
+        counters = {name: next(iter(getattr(self._metrics, name).collect())) for name in names}
         return {
             "uptime_s": time.time() - self._started_at,
-            **self._catalog.levels(),
-            **counted,
+            **self.catalog.levels(),
+            **{name: int(counter.samples[0].value) for name, counter in counters.items()},
             "connections": len(self._connections),
-            "disk_losses": self._losses(),
-            "namespaces": self._catalog.spaces(),
+            "disk_losses": self._disk.losses(),
+            "namespaces": self.catalog.spaces(),
         }
 
     def _spawn(self, name: str, target: object, *args: object) -> None:
@@ -201,11 +175,11 @@ class CacheServer:
         self._threads.append(thread)
 
     def _accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        while not self._services.is_stopping.is_set():
+        while not self._context.is_stopping.is_set():
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if self._services.is_stopping.is_set():
+                if self._context.is_stopping.is_set():
                     return
                 logger.warning("accept failed: %s", error)
                 time.sleep(0.1)
@@ -216,13 +190,13 @@ class CacheServer:
 
     def _serve(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         try:
-            connection = Connection(sock, tls, self._services, self._forget)
+            connection = ServedConnection(sock, tls, self._context, self._forget)
         except OSError as error:  # it has gone again
             logger.debug("connection ended before it began: %s", error)
             sock.close()
             return
         with self._lock:
-            if self._services.is_stopping.is_set():
+            if self._context.is_stopping.is_set():
                 connection.shut_down()
                 return
             is_full = len(self._connections) >= self._config.max_connections
@@ -232,11 +206,11 @@ class CacheServer:
         if is_full:
             self._metrics.refusals.labels(kind="connections").inc()
             sentence = f"{self._config.max_connections} connections are open, which is the limit"
-            self._services.log.warning("connections", "connection refused: %s", sentence)
+            self._context.log.warning("connections", "connection refused: %s", sentence)
             # In a thread of its own: whoever comes next must not wait until this peer has listened.
             threading.Thread(target=connection.refuse, args=(sentence,), name="kvtier-refusal", daemon=True).start()
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: ServedConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
             self._unused_since = time.monotonic()
@@ -244,14 +218,12 @@ class CacheServer:
     def _touch_memory(self) -> None:
         """Make every page resident, so that no first write pays for it."""
         for offset in range(0, self._arena.nbytes, _TOUCH_STEP_BYTES):
-            if self._services.is_stopping.is_set():
+            if self._context.is_stopping.is_set():
                 return
             self._arena.populate(offset, min(_TOUCH_STEP_BYTES, self._arena.nbytes - offset))
         logger.info("all of the arena's %s is resident", format_size(self._arena.nbytes))
 
-    def _serve_metrics(self) -> tuple[WSGIServer, threading.Thread]:
-        address = self._config.metrics
-        assert address is not None
+    def _serve_metrics(self, address: TcpAddress) -> tuple[WSGIServer, threading.Thread]:
         try:
             return start_http_server(address.port, address.host, self._metrics.registry)
         except OSError as error:

@@ -15,9 +15,12 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
-from kvtier.cacheserver.catalog import Catalog, Holder, Space
-from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence
+from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
+from kvtier.cacheserver.persistence import NoDisk
+from kvtier.cacheserver.served_client import ServedClient
 from kvtier.errors import TierRefused
+from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
 
 NAMESPACE = Namespace(bytes(range(32)))
@@ -54,17 +57,17 @@ def catalog(clock: Clock) -> Catalog:
 
 
 @pytest.fixture
-def space(catalog: Catalog) -> Space:
+def space(catalog: Catalog) -> MemorySpace:
     return catalog.open(NAMESPACE, "model", 4096, 16)
 
 
 @pytest.fixture
-def local(catalog: Catalog) -> Holder:
+def local(catalog: Catalog) -> ServedClient:
     return catalog.join(b"local".ljust(16), LOCAL_PID)
 
 
 @pytest.fixture
-def remote(catalog: Catalog) -> Holder:
+def remote(catalog: Catalog) -> ServedClient:
     return catalog.join(b"remote".ljust(16), None)
 
 
@@ -72,7 +75,7 @@ def names(*texts: str) -> list[BlockHash]:
     return [BlockHash(text.encode().ljust(32, b"\0")) for text in texts]
 
 
-def store(catalog: Catalog, space: Space, *texts: str) -> None:
+def store(catalog: Catalog, space: MemorySpace, *texts: str) -> None:
     writer = catalog.join(b"writer".ljust(16), None)
     grant, reason = catalog.reserve(writer, 1, space, names(*texts))
     assert reason == ""
@@ -80,17 +83,19 @@ def store(catalog: Catalog, space: Space, *texts: str) -> None:
     catalog.end(writer)
 
 
-def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local: Holder) -> None:
+def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local: ServedClient) -> None:
     assert catalog.join(local.id, LOCAL_PID) is local
     assert catalog.levels()["clients"] == 1
 
 
-def test_a_forked_child_cannot_use_its_parents_id(catalog: Catalog, local: Holder) -> None:
+def test_a_forked_child_cannot_use_its_parents_id(catalog: Catalog, local: ServedClient) -> None:
     with pytest.raises(TierRefused, match="connect anew after a fork"):
         catalog.join(local.id, LOCAL_PID + 1)
 
 
-def test_a_remote_client_is_gone_with_its_last_connection(catalog: Catalog, space: Space, remote: Holder) -> None:
+def test_a_remote_client_is_gone_with_its_last_connection(
+    catalog: Catalog, space: MemorySpace, remote: ServedClient
+) -> None:
     store(catalog, space, "a")
     catalog.join(remote.id, None)
     catalog.lease(remote, 1, space, names("a"))
@@ -101,7 +106,9 @@ def test_a_remote_client_is_gone_with_its_last_connection(catalog: Catalog, spac
     assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
 
 
-def test_a_local_client_is_gone_only_with_its_process(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_local_client_is_gone_only_with_its_process(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
     store(catalog, space, "a")
     catalog.lease(local, 1, space, names("a"))
 
@@ -111,7 +118,7 @@ def test_a_local_client_is_gone_only_with_its_process(catalog: Catalog, space: S
     assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
 
 
-def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     catalog.end(local)
 
     with pytest.raises(TierRefused, match="good-bye"):
@@ -120,7 +127,7 @@ def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: Space, 
         catalog.reserve(local, 1, space, names("a"))
 
 
-def test_a_number_in_use_is_refused(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_number_in_use_is_refused(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     store(catalog, space, "a")
     catalog.lease(local, 1, space, names("a"))
 
@@ -128,7 +135,7 @@ def test_a_number_in_use_is_refused(catalog: Catalog, space: Space, local: Holde
         catalog.reserve(local, 1, space, names("b"))
 
 
-def test_a_lease_whose_end_came_first_is_not_held(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_lease_whose_end_came_first_is_not_held(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     store(catalog, space, "a")
     catalog.release(local, 7)
     catalog.lease(local, 7, space, names("a"))
@@ -136,7 +143,9 @@ def test_a_lease_whose_end_came_first_is_not_held(catalog: Catalog, space: Space
     assert (catalog.levels()["leases"], catalog.levels()["held_bytes"]) == (0, 0)
 
 
-def test_a_reservation_whose_end_came_first_is_not_held(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_reservation_whose_end_came_first_is_not_held(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
     catalog.close_reservation(local, 7)
     catalog.reserve(local, 7, space, names("a"))
 
@@ -144,7 +153,7 @@ def test_a_reservation_whose_end_came_first_is_not_held(catalog: Catalog, space:
     assert catalog.contains(space, names("a")) == b"\0"
 
 
-def test_numbers_that_ended_too_early_are_not_kept_without_bound(catalog: Catalog, local: Holder) -> None:
+def test_numbers_that_ended_too_early_are_not_kept_without_bound(catalog: Catalog, local: ServedClient) -> None:
     for number in range(10_000):
         catalog.release(local, number)
 
@@ -152,7 +161,7 @@ def test_numbers_that_ended_too_early_are_not_kept_without_bound(catalog: Catalo
     assert 9_999 in local.ended_numbers
 
 
-def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     store(catalog, space, *"abcde")
     catalog.lease(local, 1, space, names(*"abcd"))
 
@@ -163,7 +172,9 @@ def test_a_client_holds_no_more_than_it_may(catalog: Catalog, space: Space, loca
     assert (grant.num_refused, reason) == (1, "this client may hold at most 24KiB at once")
 
 
-def test_a_server_without_room_says_so(catalog: Catalog, space: Space, local: Holder, remote: Holder) -> None:
+def test_a_server_without_room_says_so(
+    catalog: Catalog, space: MemorySpace, local: ServedClient, remote: ServedClient
+) -> None:
     catalog.reserve(local, 1, space, names(*"abcdef"))
 
     grant, reason = catalog.reserve(remote, 1, space, names(*"uvwx"))
@@ -173,7 +184,7 @@ def test_a_server_without_room_says_so(catalog: Catalog, space: Space, local: Ho
 
 
 def test_the_clock_ends_remote_holds_and_never_local_ones(
-    catalog: Catalog, space: Space, local: Holder, remote: Holder, clock: Clock
+    catalog: Catalog, space: MemorySpace, local: ServedClient, remote: ServedClient, clock: Clock
 ) -> None:
     store(catalog, space, "a")
     for holder in (local, remote):
@@ -190,7 +201,7 @@ def test_the_clock_ends_remote_holds_and_never_local_ones(
 
 
 def test_a_reservation_that_is_being_filled_lives_on(
-    catalog: Catalog, space: Space, remote: Holder, clock: Clock
+    catalog: Catalog, space: MemorySpace, remote: ServedClient, clock: Clock
 ) -> None:
     catalog.reserve(remote, 1, space, names("a", "b"))
     clock.now_s = 50.0
@@ -203,7 +214,7 @@ def test_a_reservation_that_is_being_filled_lives_on(
 
 
 def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
-    catalog: Catalog, space: Space, remote: Holder
+    catalog: Catalog, space: MemorySpace, remote: ServedClient
 ) -> None:
     catalog.reserve(remote, 1, space, names("a", "b"))
     filled = catalog.fill(remote, 1, 0, 1)
@@ -215,7 +226,7 @@ def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
 
 
 def test_what_is_not_committed_is_given_back_with_its_reservation(
-    catalog: Catalog, space: Space, local: Holder
+    catalog: Catalog, space: MemorySpace, local: ServedClient
 ) -> None:
     catalog.reserve(local, 1, space, names(*"abc"))
     catalog.commit(local, 1, 1, 1)
@@ -227,7 +238,9 @@ def test_what_is_not_committed_is_given_back_with_its_reservation(
 
 
 @pytest.mark.parametrize("act", [Catalog.fill, Catalog.commit])
-def test_blocks_outside_a_reservation_are_refused(catalog: Catalog, space: Space, local: Holder, act: object) -> None:
+def test_blocks_outside_a_reservation_are_refused(
+    catalog: Catalog, space: MemorySpace, local: ServedClient, act: object
+) -> None:
     catalog.reserve(local, 1, space, names("a", "b"))
 
     with pytest.raises(TierRefused, match=r"blocks 1\.\.3 are outside the reservation of 2"):
@@ -235,11 +248,11 @@ def test_blocks_outside_a_reservation_are_refused(catalog: Catalog, space: Space
 
 
 @pytest.mark.parametrize("act", [Catalog.fill, Catalog.commit])
-def test_a_reservation_that_has_ended_takes_nothing(catalog: Catalog, local: Holder, act: object) -> None:
+def test_a_reservation_that_has_ended_takes_nothing(catalog: Catalog, local: ServedClient, act: object) -> None:
     assert act(catalog, local, 1, 0, 1) is None  # type: ignore[operator]
 
 
-def test_the_share_for_pinned_blocks_is_a_limit(catalog: Catalog, space: Space) -> None:
+def test_the_share_for_pinned_blocks_is_a_limit(catalog: Catalog, space: MemorySpace) -> None:
     store(catalog, space, *"abc")
 
     with pytest.raises(TierRefused, match="pinned 2 of 3 blocks: at most 8KiB may be pinned"):
@@ -249,7 +262,7 @@ def test_the_share_for_pinned_blocks_is_a_limit(catalog: Catalog, space: Space) 
     assert catalog.unpin(space, names(*"abc")) == 2
 
 
-def test_dropping_no_hashes_drops_the_namespace(catalog: Catalog, space: Space) -> None:
+def test_dropping_no_hashes_drops_the_namespace(catalog: Catalog, space: MemorySpace) -> None:
     store(catalog, space, *"abc")
 
     assert catalog.drop(space, names("a")) == 1
@@ -257,14 +270,14 @@ def test_dropping_no_hashes_drops_the_namespace(catalog: Catalog, space: Space) 
     assert catalog.levels()["used_bytes"] == 0
 
 
-def test_namespaces_do_not_share_blocks(catalog: Catalog, space: Space) -> None:
+def test_namespaces_do_not_share_blocks(catalog: Catalog, space: MemorySpace) -> None:
     other = catalog.open(Namespace(bytes(32)), "other", 4096, 16)
     store(catalog, space, "a")
 
     assert catalog.contains(other, names("a")) == b"\0"
 
 
-def test_a_namespace_has_one_block_size(catalog: Catalog, space: Space) -> None:
+def test_a_namespace_has_one_block_size(catalog: Catalog, space: MemorySpace) -> None:
     with pytest.raises(TierRefused, match="has blocks of 4096 bytes here; this client says 8192"):
         catalog.open(NAMESPACE, "model", 8192, 16)
 
@@ -276,14 +289,14 @@ def test_a_block_larger_than_the_memory_is_refused(catalog: Catalog) -> None:
     assert catalog.spaces() == []
 
 
-def test_a_namespace_that_is_empty_and_unused_is_forgotten(catalog: Catalog, space: Space) -> None:
+def test_a_namespace_that_is_empty_and_unused_is_forgotten(catalog: Catalog, space: MemorySpace) -> None:
     catalog.close(space)
 
     assert catalog.spaces() == []
     assert catalog.open(NAMESPACE, "model", 8192, 16).block_bytes == 8192
 
 
-def test_a_namespace_with_blocks_outlives_its_users(catalog: Catalog, space: Space) -> None:
+def test_a_namespace_with_blocks_outlives_its_users(catalog: Catalog, space: MemorySpace) -> None:
     store(catalog, space, "a")
     catalog.close(space)
 
@@ -291,7 +304,7 @@ def test_a_namespace_with_blocks_outlives_its_users(catalog: Catalog, space: Spa
 
 
 def test_a_namespace_is_forgotten_with_the_last_unfinished_block_in_it(
-    catalog: Catalog, space: Space, local: Holder
+    catalog: Catalog, space: MemorySpace, local: ServedClient
 ) -> None:
     catalog.reserve(local, 1, space, names("a"))
     catalog.close(space)
@@ -315,7 +328,7 @@ def test_a_namespace_of_which_eviction_left_nothing_is_forgotten_in_time(clock: 
     assert catalog.levels()["evicted_blocks"] == 1
 
 
-def test_a_namespace_is_described_for_people(catalog: Catalog, space: Space) -> None:
+def test_a_namespace_is_described_for_people(catalog: Catalog, space: MemorySpace) -> None:
     store(catalog, space, "a", "b")
 
     assert catalog.spaces() == [
@@ -332,14 +345,14 @@ def test_a_namespace_is_described_for_people(catalog: Catalog, space: Space) -> 
     ]
 
 
-def ended(catalog: Catalog, holder: Holder, space: Space, *texts: str) -> MatchEnd:
+def ended(catalog: Catalog, holder: ServedClient, space: MemorySpace, *texts: str) -> MatchEnd:
     outcome = catalog.lease(holder, 99, space, names(*texts))
     catalog.release(holder, 99)
     return outcome.ended
 
 
 def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored(
-    catalog: Catalog, space: Space, local: Holder
+    catalog: Catalog, space: MemorySpace, local: ServedClient
 ) -> None:
     store(catalog, space, *"abcdef")
     store(catalog, space, *"ghij")
@@ -349,7 +362,9 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_never_stored(
     assert ended(catalog, local, space, "g", "e") is MatchEnd.EVICTED
 
 
-def test_a_block_that_is_stored_again_is_no_longer_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_a_block_that_is_stored_again_is_no_longer_evicted(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
     store(catalog, space, *"abcdef")
     store(catalog, space, *"ghij")
     store(catalog, space, "f")
@@ -359,7 +374,7 @@ def test_a_block_that_is_stored_again_is_no_longer_evicted(catalog: Catalog, spa
     assert ended(catalog, local, space, "f") is MatchEnd.NEVER_STORED
 
 
-def test_what_a_user_drops_is_not_evicted(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_what_a_user_drops_is_not_evicted(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     store(catalog, space, *"abcdef")
     catalog.drop(space, names("a"))
     assert ended(catalog, local, space, "a") is MatchEnd.NEVER_STORED
@@ -368,7 +383,9 @@ def test_what_a_user_drops_is_not_evicted(catalog: Catalog, space: Space, local:
     assert ended(catalog, local, space, "b") is MatchEnd.NEVER_STORED
 
 
-def test_presence_says_where_a_block_is_and_uses_nothing(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_presence_says_where_a_block_is_and_uses_nothing(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
     store(catalog, space, *"abcdef")
     store(catalog, space, *"ghij")
     catalog.pin(space, names("a"))
@@ -386,7 +403,9 @@ def test_presence_of_a_namespace_that_nobody_has_opened_opens_none(catalog: Cata
     assert catalog.levels()["namespaces"] == 0
 
 
-def test_an_evicted_block_is_known_after_its_namespace_is_gone(catalog: Catalog, space: Space, local: Holder) -> None:
+def test_an_evicted_block_is_known_after_its_namespace_is_gone(
+    catalog: Catalog, space: MemorySpace, local: ServedClient
+) -> None:
     other = catalog.open(Namespace(bytes(32)), "other", 4096, 16)
     store(catalog, other, "a")
     catalog.close(other)
@@ -424,26 +443,20 @@ def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local
 # --- waiting for the disk ---------------------------------------------------------------------------------------------
 
 
-class SlowDisk:
+class SlowDisk(NoDisk):
     """Has every block, and reads none before the test says so."""
 
     def __init__(self) -> None:
-        self.being_read: list[MemoryBlock] = []
+        self.being_read: list[Block] = []
 
-    def contains(self, space: Space, hashes: Sequence[BlockHash]) -> list[bool]:
-        return [True] * len(hashes)
+    def match(
+        self, space: MemorySpace, hashes: Sequence[BlockHash], first: int, end: int
+    ) -> tuple[DiskStore, list[StoredBlock]]:
+        stored = [SimpleNamespace(hash=block_hash) for block_hash in hashes[first:end]]
+        return cast(DiskStore, None), cast(list[StoredBlock], stored)
 
-    def match(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[SlowDisk, list[SimpleNamespace]]:
-        return self, [SimpleNamespace(hash=block_hash) for block_hash in hashes]
-
-    def free(self, stored: Sequence[object]) -> None:
-        pass
-
-    def load(self, loads: Sequence[Load]) -> None:
-        self.being_read += [load.block for load in loads]
-
-    def __getattr__(self, name: str) -> object:
-        return lambda *_: None
+    def load(self, store: DiskStore, stored: Sequence[StoredBlock], blocks: Sequence[Block]) -> None:
+        self.being_read += blocks
 
 
 class Awaiting:
@@ -456,7 +469,7 @@ class Awaiting:
             leased_bytes_per_client=8 * SLOT_ALIGN_BYTES,
             pinned_bytes=0,
             lease_timeout_s=60.0,
-            persistence=cast(Persistence, self.disk),
+            disk=self.disk,
         )
         space = self.catalog.open(NAMESPACE, "model", 4096, 16)
         holder = self.catalog.join(b"waiting".ljust(16), LOCAL_PID)
@@ -465,26 +478,28 @@ class Awaiting:
         assert outcome.num_ready == 0
         self.num_wakes = 0
         self.found: list[int | None] = []
-        wait_for = self.catalog._wait_for
+        wait_for = self.catalog.blocks._wait_for
 
         def counted(block: Block, deadline: float) -> bool:
             self.num_wakes += 1
             return wait_for(block, deadline)
 
-        self.catalog._wait_for = counted  # type: ignore[method-assign]
+        self.catalog.blocks._wait_for = counted  # type: ignore[method-assign]
         self._thread = threading.Thread(
             target=lambda: self.found.append(self.catalog.await_lease(holder, 1, wanted, timeout_s))
         )
         self._thread.start()
-        while not self.catalog._awaited and self._thread.is_alive():
+        while not self.catalog.blocks._awaited and self._thread.is_alive():
             time.sleep(0.001)
 
     def end(self, position: int, *, arrived: bool = True) -> None:
-        self.catalog.end_loading([self.disk.being_read[position]], [arrived])
+        block = self.disk.being_read[position]
+        assert isinstance(block, MemoryBlock)
+        self.catalog.blocks.end_loading([block], [arrived])
 
     def result(self) -> int | None:
         self._thread.join(30)
-        assert not self.catalog._awaited, "nobody waits any more"
+        assert not self.catalog.blocks._awaited, "nobody waits any more"
         (found,) = self.found
         return found
 

@@ -1,0 +1,266 @@
+"""The blocks of all namespaces: in memory, on disk, and on their way between the two. Under the catalog's lock.
+
+What the disk's threads call takes that lock itself, for a moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from kvtier.blocks.ghosts import Ghosts
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
+from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
+from kvtier.cacheserver.persistence import Disk
+from kvtier.stores.disk import DiskStore, StoredBlock
+from kvtier.wire.messages import LISTED_DISK, match_end_of
+
+_ROOM_S = 0.5
+
+Clock: TypeAlias = Callable[[], float]
+
+
+class CachedBlocks:
+    """One pool over the arena, and the disk behind it.
+
+    Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it.
+    """
+
+    def __init__(
+        self, num_units: int, disk: Disk, namespaces: Namespaces, lock: threading.Lock, clock: Clock, keeps_stored: bool
+    ) -> None:
+        self.ghosts = Ghosts()
+        policy = disk.eviction_policy(evicts_unsafe=keeps_stored)
+        self.pool = BlockPool(num_units, policy, make=MemoryBlock, on_evict=self._note_evicted)
+        self._disk = disk
+        self._namespaces = namespaces
+        self._lock = lock
+        self._changed = threading.Condition(lock)
+        self._clock = clock
+        self._keeps_stored = keeps_stored
+        self.num_loading = 0
+        self._num_dropping = 0
+        self._awaited: dict[Block, list[threading.Event]] = {}
+        """Blocks that are being read, and who waits for just them."""
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def find(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> tuple[list[Block], MatchEnd]:
+        """Reference the longest prefix in memory and on disk; what is on disk begins to load."""
+        match = self.pool.match(space.index, hashes, max_blocks)
+        blocks, ended = match.blocks, match.ended
+        self._disk.note_reused(space, blocks)
+        num_in_memory = len(blocks)
+        while ended is Presence.MISS and len(blocks) < max_blocks:
+            found = self._disk.match(space, hashes, len(blocks), max_blocks)
+            loading = None if found is None else self._load(space, *found)
+            if not loading:
+                break
+            blocks += loading
+            more = self.pool.match(space.index, hashes[len(blocks) :], max_blocks - len(blocks))
+            blocks += more.blocks
+            ended = more.ended
+        if num_in_memory or len(blocks) > 1:
+            # A block that is loaded counts as used on disk by itself, but several in no certain order.
+            self._disk.note_used(space, hashes, len(blocks))
+        if ended is Presence.MISS:
+            return blocks, self._why_absent(space, hashes[len(blocks)])
+        return blocks, ENDED[ended]
+
+    def find_lazily(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> tuple[list[Block], MatchEnd, int]:
+        """Reference the longest prefix in memory, and count what follows it on disk or in memory."""
+        match = self.pool.match(space.index, hashes, max_blocks)
+        self._disk.note_reused(space, match.blocks)
+        if match.blocks:
+            self._disk.note_used(space, hashes, len(match.blocks))
+        if match.ended is not Presence.MISS:
+            return match.blocks, ENDED[match.ended], 0
+        rest = hashes[len(match.blocks) :]
+        stored = self._disk.contains(space, rest)
+        num_stored = 0
+        for block_hash, is_stored in zip(rest, stored, strict=True):
+            presence = space.index.presence(block_hash)
+            if presence is Presence.PENDING:
+                return match.blocks, MatchEnd.PENDING, num_stored
+            if presence is Presence.MISS and not is_stored:
+                return match.blocks, self._why_absent(space, block_hash), num_stored
+            num_stored += 1
+        return match.blocks, MatchEnd.ALL, num_stored
+
+    def num_ready(self, blocks: Sequence[Block]) -> int:
+        """How many of the blocks just found are in memory, up to the first that is not."""
+        ready = BlockState.READY
+        return next((position for position, block in enumerate(blocks) if block.state is not ready), len(blocks))
+
+    def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
+        """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
+        deadline = self._clock() + timeout_s
+        end = min(count, len(blocks))
+        is_in_time = True
+        while True:
+            while num_ready < len(blocks) and blocks[num_ready].is_ready:
+                num_ready += 1
+            if num_ready >= end or blocks[num_ready].state is not BlockState.LOADING or not is_in_time:
+                return num_ready
+            # The last of them: woken for each, who waits would keep the disk's threads from their work.
+            last = next(block for block in reversed(blocks[num_ready:end]) if block.state is BlockState.LOADING)
+            is_in_time = self._wait_for(last, deadline)
+
+    def _wait_for(self, block: Block, deadline: float) -> bool:
+        """Until it was read, or could not be; False when that takes too long. Others have the lock meanwhile."""
+        event = threading.Event()
+        self._awaited.setdefault(block, []).append(event)
+        self._lock.release()
+        try:
+            return event.wait(max(0.0, deadline - self._clock()))
+        finally:
+            self._lock.acquire()
+            waiting = self._awaited.get(block)
+            if waiting is not None and event in waiting:
+                waiting.remove(event)
+                if not waiting:
+                    del self._awaited[block]
+
+    def _why_absent(self, space: MemorySpace, block_hash: BlockHash) -> MatchEnd:
+        """What a lease says of a hash that is not in memory."""
+        flags = self._disk.presence(space.namespace, [block_hash])[0]
+        if flags & LISTED_DISK:
+            return MatchEnd.LIMIT  # it is on disk, and there is no more memory to load it into
+        if block_hash in self.ghosts:
+            return MatchEnd.EVICTED  # before it was stored: a disk that is down does not have it either
+        return match_end_of(flags)
+
+    def _load(self, space: MemorySpace, store: DiskStore, stored: Sequence[StoredBlock]) -> list[Block]:
+        """Slots for the leading ones of `stored`, as far as there is memory, referenced and being filled."""
+        blocks = self.pool.reserve(space.index, [each.hash for each in stored], state=BlockState.LOADING).blocks
+        self.pool.reference(blocks)  # one for whoever asked, one for the reader
+        self.num_loading += len(blocks)
+        self._disk.load(store, stored, blocks)
+        return blocks
+
+    # --- writing and forgetting ------------------------------------------------------------------------------------
+
+    def reserve(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> Grant:
+        """Room for those that are neither in memory nor on disk."""
+        absent, positions = self._disk.to_write(space, hashes)
+        if not self._keeps_stored:
+            self._wait_for_room(min(len(absent), max_blocks) * space.index.block_units)
+        grant = self.pool.reserve(space.index, absent, max_blocks)
+        return replace(
+            grant,
+            positions=[positions[position] for position in grant.positions],
+            num_ready=grant.num_ready + len(hashes) - len(absent),
+        )
+
+    def _wait_for_room(self, units: int) -> None:
+        """Where memory is only a passage, whoever writes waits for the disk, a moment at a time."""
+        deadline = self._clock() + _ROOM_S
+        wanted = min(units, self.pool.num_units // 2)
+        while self.pool.free_units < wanted and self._changed.wait(max(0.0, deadline - self._clock())):
+            pass
+
+    def commit(self, space: MemorySpace, blocks: Sequence[Block]) -> int:
+        fresh = [block for block in blocks if isinstance(block, MemoryBlock) and not block.is_ready]
+        num_committed = self.pool.commit(blocks)
+        self._disk.note_committed(space, fresh)
+        return num_committed
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        self.pool.free(blocks)
+        self._leave_memory(blocks)
+
+    def _leave_memory(self, blocks: Sequence[Block]) -> None:
+        """Of a server that keeps nothing in memory: what is safe on disk and held by nobody goes."""
+        if self._keeps_stored:
+            return
+        for block in blocks:
+            if isinstance(block, MemoryBlock) and block.is_stored and block.is_ready and not block.num_refs:
+                self.pool.drop(block.index, [block.hash])
+
+    def drop(self, space: MemorySpace, hashes: Hashes) -> int:
+        """Forget `hashes` in memory. Waits for what is being written: it has to be on disk to be dropped there."""
+        found = list(filter(None, map(space.index.blocks.get, hashes)))
+        num_dropped = self.pool.drop(space.index, hashes)
+        for block_hash in hashes:
+            self.ghosts.discard(block_hash)
+        self._num_dropping += 1
+        try:
+            self._changed.wait_for(lambda: not any(block.is_held for block in found), _ROOM_S)
+        finally:
+            self._num_dropping -= 1
+        return num_dropped
+
+    def store_again(self, space: MemorySpace, hashes: Hashes) -> None:
+        """After `hashes` were dropped on disk: those of them that were set again meanwhile are wanted there."""
+        for block in filter(None, map(space.index.blocks.get, hashes)):
+            if isinstance(block, MemoryBlock) and block.is_stored and block.is_ready and not block.is_queued:
+                block.is_stored = False
+                self._disk.queue(space, [block])
+
+    def _note_evicted(self, block: Block) -> None:
+        assert isinstance(block, MemoryBlock)
+        if not block.is_stored:  # else the disk knows what becomes of it
+            self.ghosts.add(block.hash)
+
+    # --- the disk's threads, without the lock ----------------------------------------------------------------------
+
+    def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
+        with self._lock:
+            held = []
+            for block in blocks:
+                if block.is_ready:
+                    self.pool.hold(block)
+                    held.append(block)
+                else:
+                    block.is_queued = False
+            return held
+
+    def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
+        with self._lock:
+            if not self._keeps_stored:  # it would stay in memory for ever
+                for block in blocks:
+                    if block.is_ready:
+                        self.pool.drop(block.index, [block.hash])
+                        self.ghosts.add(block.hash)
+
+    def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
+        with self._lock:
+            for block, is_stored in zip(blocks, stored, strict=True):
+                block.is_queued = False  # not before: two writers must never hold one block
+                block.is_stored = block.is_stored or is_stored
+                self.pool.let_go(block)
+            self._leave_memory(blocks)
+            if not self._keeps_stored or self._num_dropping:
+                self._changed.notify_all()
+
+    def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
+        with self._lock:
+            self.num_loading -= len(blocks)
+            for block, has_arrived in zip(blocks, arrived, strict=True):
+                if has_arrived:
+                    block.is_stored = True
+                    self.pool.commit([block])
+                else:
+                    self.pool.fail(block)
+                    self.ghosts.discard(block.hash)  # it was stored again since, and is lost now
+            for block in blocks:
+                for event in self._awaited.pop(block, ()):
+                    event.set()
+            self.free(blocks)
+            self._changed.notify_all()
+
+    def unstored(self) -> list[tuple[MemorySpace, MemoryBlock]]:
+        with self._lock:
+            found = []
+            for space in self._namespaces:
+                for block in space.index.blocks.values():
+                    assert isinstance(block, MemoryBlock)
+                    is_wanted = block.is_wanted or block.is_stored
+                    block.is_stored = False
+                    if block.is_ready and is_wanted and not block.is_queued:
+                        found.append((space, block))
+            return found

@@ -1,0 +1,160 @@
+"""A folder's store that may fail: the server goes on in memory without it, and opens it anew once it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtier.cacheserver.namespaces import Hashes, MemorySpace
+from kvtier.errors import ConfigError, TierRefused, TierUnavailable
+from kvtier.observe.log_limit import LogLimit
+from kvtier.stores.disk import DiskStore, StoreSpace
+from kvtier.stores.files import Files
+
+logger = logging.getLogger(__name__)
+
+
+class RecoveringStore:
+    """`current` is the store, or None while it is down. `condition` guards it, and what the disk's threads share."""
+
+    def __init__(self, folder: Path, file_space: int, files: Files | None) -> None:
+        self.folder = folder
+        self.failures: Counter[str] = Counter()
+        self.condition = threading.Condition()
+        self.log = LogLimit(logger)
+        self.current: DiskStore | None = None
+        self.num_using = 0
+        self.is_closing = False
+        self._file_space = file_space
+        self._files = files
+        self._failed: DiskStore | None = None
+        self._losses_before: Counter[str] = Counter()
+        self._drops: list[tuple[MemorySpace, Hashes | None]] = []
+
+    def open(self) -> None:
+        """Raises `ConfigError` when the folder cannot be used and `OSError` when the device fails."""
+        self.current = self._opened()
+
+    def space_of(self, store: DiskStore, space: MemorySpace) -> StoreSpace | None:
+        """The namespace on disk; None when it has blocks of another size there."""
+        try:
+            return store.open(space.namespace, space.name, space.block_bytes, space.block_tokens)
+        except TierRefused as error:
+            self.log.warning("size", "disk store %s: %s; this namespace stays in memory", self.folder, error)
+            return None
+
+    def find(self, space: MemorySpace) -> tuple[DiskStore, StoreSpace] | None:
+        """The store and the namespace in it, or None if either is missing."""
+        store = self.current
+        stored_space = None if store is None else self.space_of(store, space)
+        return None if store is None or stored_space is None else (store, stored_space)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[DiskStore | None]:
+        """The store, kept open meanwhile; None when it is down. Turns an `OSError` into `TierUnavailable`."""
+        with self.condition:
+            store = self.current
+            self.num_using += 1
+        try:
+            yield store
+        except OSError as error:
+            assert store is not None
+            self.fail(store, error)
+            raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
+        finally:
+            with self.condition:
+                self.num_using -= 1
+
+    def drop(self, space: MemorySpace, hashes: Hashes | None) -> int:
+        """Drop blocks, all of the namespace without `hashes`; once the store is up again, while it is down."""
+        with contextlib.suppress(TierUnavailable), self.using() as store:
+            try:
+                if store is not None:
+                    stored_space = self.space_of(store, space)
+                    return 0 if stored_space is None else store.drop(stored_space, hashes)
+            except OSError:
+                self._drop_later(space, hashes)
+                raise
+            self._drop_later(space, hashes)
+        return 0
+
+    def _drop_later(self, space: MemorySpace, hashes: Hashes | None) -> None:
+        with self.condition:
+            self._drops.append((space, hashes))
+
+    def fail(self, store: DiskStore, error: OSError) -> None:
+        """The disk does not work: go on without it, and try again later."""
+        with self.condition:
+            self.failures["device"] += 1
+            if self.current is not store:
+                return
+            self.current, self._failed = None, store
+            self._losses_before += store.losses
+            logger.warning(
+                "disk store %s failed: %s; going on in memory, it is tried again", self.folder, error.strerror or error
+            )
+            self.condition.notify_all()
+
+    def come_back(self, queue_unstored: Callable[[], None]) -> bool:
+        """Open the store again, after a failure; False if that cannot be yet.
+
+        `queue_unstored` queues all that should be on disk before the store is seen to be up: a flush then waits for it.
+        """
+        with self.condition:
+            if self.num_using:
+                return False  # a descriptor must not be closed under a thread that uses it
+            failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.close()
+        try:
+            store = self._opened()
+            self._drop_outstanding(store)
+        except (ConfigError, OSError) as error:
+            self.log.warning("down", "disk store is still down: %s", error)
+            return False
+        queue_unstored()
+        with self.condition:
+            self.current = store
+            self.condition.notify_all()
+        logger.info("disk store %s is up again", self.folder)
+        return True
+
+    def losses(self) -> dict[str, int]:
+        """Blocks lost and failures, by kind."""
+        store = self.current
+        return dict(+(self._losses_before + self.failures + (store.losses if store is not None else Counter())))
+
+    def close(self) -> None:
+        for store in filter(None, (self.current, self._failed)):
+            store.close()
+
+    def _opened(self) -> DiskStore:
+        """Open the store and say what came back."""
+        store = DiskStore(self.folder, self._file_space, files=self._files)
+        spaces = [space for space in store.spaces() if len(space.index)]
+        for space in spaces:
+            logger.info("recover %d blocks. info: %s", len(space.index), store.info(space))
+        if not spaces:
+            logger.info("recover 0 blocks. info: {'folder': '%s'}", self.folder)
+        if store.losses:
+            logger.warning("disk store %s lost: %s", self.folder, dict(store.losses))
+        return store
+
+    def _drop_outstanding(self, store: DiskStore) -> None:
+        """Drop what was to be while the store was down, before anything on it can be seen; if that fails, close it."""
+        with self.condition:
+            drops, self._drops = self._drops, []
+        try:
+            for space, hashes in drops:
+                stored_space = self.space_of(store, space)
+                if stored_space is not None:
+                    store.drop(stored_space, hashes)
+        except OSError:
+            with self.condition:
+                self._drops = drops + self._drops
+            store.close()
+            raise

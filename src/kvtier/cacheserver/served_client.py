@@ -1,0 +1,80 @@
+"""A client of the server, whatever number of connections it has: what it leases and reserves.
+
+What a local client leases lies in memory it has mapped, so only the client itself, or the end of its process, gives it
+back; a remote client only names what it leases, so a clock may end it. Under the catalog's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.blocks.pool import Block
+from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.errors import TierRefused
+
+_MAX_ENDED_NUMBERS = 4096
+
+
+@dataclass(slots=True)
+class Claim:
+    """One lease or reservation."""
+
+    blocks: list[Block]
+    space: MemorySpace
+    touched_at: float
+    num_ready: int = 0
+
+    def part(self, first: int, count: int) -> list[Block]:
+        if first + count > len(self.blocks):
+            raise TierRefused(f"blocks {first}..{first + count} are outside the reservation of {len(self.blocks)}")
+        return self.blocks[first : first + count]
+
+
+@dataclass(slots=True, eq=False)
+class ServedClient:
+    """Makes claims under numbers of its own choice.
+
+    The end of a claim may overtake it on another connection: `ended_numbers` remembers the last of those.
+    """
+
+    id: bytes
+    pid: int | None
+    max_held_units: int
+    num_connections: int = 0
+    leases: dict[int, Claim] = field(default_factory=dict)
+    reservations: dict[int, Claim] = field(default_factory=dict)
+    held_units: int = 0
+    ended_numbers: dict[int, None] = field(default_factory=dict)
+    is_gone: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        return self.pid is not None
+
+    def blocks_left(self, number: int, space: MemorySpace) -> int:
+        """How many more blocks it may hold, under a new `number`. Raises `TierRefused` if that is not one."""
+        if self.is_gone:
+            raise TierRefused("this client has said good-bye")
+        if number in self.leases or number in self.reservations:
+            raise TierRefused(f"number {number} is in use")
+        return max(0, self.max_held_units - self.held_units) // space.index.block_units
+
+    def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
+        """Make a claim; False when its end came first, so that it has to be ended at once."""
+        claims[number] = claim
+        self.held_units += len(claim.blocks) * claim.space.index.block_units
+        if number in self.ended_numbers:
+            del self.ended_numbers[number]
+            return False
+        return True
+
+    def take(self, claims: dict[int, Claim], number: int) -> Claim | None:
+        """End a claim; the caller frees its blocks."""
+        claim = claims.pop(number, None)
+        if claim is not None:
+            self.held_units -= len(claim.blocks) * claim.space.index.block_units
+        else:
+            self.ended_numbers[number] = None
+            if len(self.ended_numbers) > _MAX_ENDED_NUMBERS:
+                del self.ended_numbers[next(iter(self.ended_numbers))]
+        return claim
