@@ -359,7 +359,9 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
     try:
         service, end = started.result(10)
         there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
-        wait_until(lambda: sum(link.hello is not None for link in service.engines.links) >= len(there))
+        wait_until(
+            lambda: sum(connection.hello is not None for connection in service.engines.connections) >= len(there)
+        )
         try:
             yield Running(f"http://{address[0]}:{address[1]}", address, service)
         finally:

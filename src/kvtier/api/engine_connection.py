@@ -60,10 +60,10 @@ class Answers:
     Iterating ends when all answers are complete. It raises `EngineAway` when the engine dies meanwhile.
     """
 
-    def __init__(self, link: EngineConnection, number: int, request_id: str, num_answers: int) -> None:
+    def __init__(self, connection: EngineConnection, number: int, request_id: str, num_answers: int) -> None:
         self.request_id = request_id
         self.prompt_tokens = 0
-        self._link = link
+        self._connection = connection
         self._number = number
         self._num_left = num_answers
         self._came: asyncio.Queue[Accepted | Piece | KvtierError] = asyncio.Queue()
@@ -78,7 +78,7 @@ class Answers:
 
     def close(self) -> None:
         """Nobody wants more: the engine stops computing, unless it is done, and frees the blocks."""
-        self._link.forget(self._number, is_over=not self._num_left)
+        self._connection.forget(self._number, is_over=not self._num_left)
         self._num_left = 0
 
     def put(self, news: Accepted | Piece | KvtierError) -> None:
@@ -123,7 +123,7 @@ class EngineConnection:
 
     def start(self) -> None:
         """Connect, now and whenever the connection is lost."""
-        self._task = asyncio.create_task(self._run(), name=f"kvtier-link-{self.name}")
+        self._task = asyncio.create_task(self._run(), name=f"kvtier-connection-{self.name}")
 
     async def close(self) -> None:
         if self._task is not None:

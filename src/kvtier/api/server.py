@@ -96,11 +96,11 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
 
 
 def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
-    """With links to the engines that are not started yet."""
+    """With connections to the engines that are not started yet."""
     models = [
         ServedModel(
             names=model.names,
-            links=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
+            connections=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
         )
         for model in config.models
@@ -169,10 +169,10 @@ class _Counted:
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
     try:
-        from kvtier.api.client_connection import Connection  # noqa: PLC0415 - needs httptools
+        from kvtier.api.client_connection import ClientConnection  # noqa: PLC0415 - needs httptools
     except ImportError:
         return "auto"
-    return Connection
+    return ClientConnection
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

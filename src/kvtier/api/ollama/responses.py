@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from kvtier.api.access import Tenant
 from kvtier.api.engine_connection import Answers
-from kvtier.api.ollama.requests import Ask, Kind, Load
+from kvtier.api.ollama.requests import Ask, Kind, LoadModel
 from kvtier.api.service import Service
 from kvtier.engine.process.messages import End, LikelyToken, Piece, TokenLogprobs
 from kvtier.errors import EngineStopped, KvtierError
@@ -61,7 +61,7 @@ class _Line(msgspec.Struct, kw_only=True):
     cached_tokens: dict[str, int] | UnsetType = UNSET
 
 
-def loaded(load: Load) -> bytes:
+def loaded(load: LoadModel) -> bytes:
     line = _line(load, "")
     line.done = True
     line.done_reason = load.done_reason
@@ -150,7 +150,7 @@ class Answering:
         return line
 
 
-def _line(asked: Ask | Load, text: str) -> _Line:
+def _line(asked: Ask | LoadModel, text: str) -> _Line:
     now = datetime.now(UTC)
     if asked.kind is Kind.CHAT:
         return _Line(model=asked.name, created_at=now, message=_Message("assistant", text))

@@ -18,10 +18,10 @@ from starlette.routing import Route
 from kvtier import __version__
 from kvtier.api.engines import Engines
 from kvtier.api.health import operation_routes
-from kvtier.api.http_error import HttpError, problem_of
-from kvtier.api.json_body import Fields, read_fields
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.json_body import JsonBody, read_body
 from kvtier.api.ollama.models import description, running, tags
-from kvtier.api.ollama.requests import Ask, Load, find_model, hello_of, read_chat, read_generate
+from kvtier.api.ollama.requests import Ask, LoadModel, find_model, hello_of, read_chat, read_generate
 from kvtier.api.ollama.responses import Answering, loaded
 from kvtier.api.service import Service, new_id
 from kvtier.api.streaming import ClientLeft, StreamedAnswer, while_connected
@@ -67,11 +67,11 @@ def ollama_app(service: Service) -> Starlette:
 
     async def show(request: Request) -> Response:
         service.tenant(request)
-        fields = await read_fields(request, service.config.max_body_bytes)
-        old_name = fields.text("name")  # as older clients say it
-        model = find_model(service.engines, fields.text("model") or old_name or fields.needed_text("model"))
-        fields.flag("verbose")
-        fields.refuse_rest()
+        body = await read_body(request, service.config.max_body_bytes)
+        old_name = body.text("name")  # as older clients say it
+        model = find_model(service.engines, body.text("model") or old_name or body.needed_text("model"))
+        body.flag("verbose")
+        body.refuse_rest()
         return _json(request, description(model, hello_of(model)))
 
     async def version(request: Request) -> Response:
@@ -111,11 +111,11 @@ def ollama_app(service: Service) -> Starlette:
     return app
 
 
-async def _answer(service: Service, request: Request, read: Callable[[Fields, Engines], Ask | Load]) -> Response:
+async def _answer(service: Service, request: Request, read: Callable[[JsonBody, Engines], Ask | LoadModel]) -> Response:
     request_id = request.state.id = new_id("ollama")
     tenant = service.tenant(request)
-    asked = read(await read_fields(request, service.config.max_body_bytes), service.engines)
-    if isinstance(asked, Load):
+    asked = read(await read_body(request, service.config.max_body_bytes), service.engines)
+    if isinstance(asked, LoadModel):
         return _json(request, loaded(asked))
     answering = Answering(service, asked, tenant, request_id)
     if not asked.is_streamed:
@@ -136,7 +136,7 @@ async def _on_problem(request: Request, error: Exception) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvtierError)
-    return await _on_problem(request, problem_of(error))
+    return await _on_problem(request, http_error_of(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

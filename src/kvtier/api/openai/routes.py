@@ -23,8 +23,8 @@ from kvtier.api.access import Tenant
 from kvtier.api.engine_connection import Answers
 from kvtier.api.engines import ServedModel
 from kvtier.api.health import operation_routes
-from kvtier.api.http_error import HttpError, problem_of
-from kvtier.api.json_body import Fields, read_fields
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.json_body import JsonBody, read_body
 from kvtier.api.openai.requests import Asked, read_chat, read_completion
 from kvtier.api.openai.responses import (
     DONE,
@@ -79,7 +79,7 @@ class _Kind:
     """What completions and chats differ in."""
 
     prefix: str
-    read: Callable[[Fields, Mapping[str, object]], Asked]
+    read: Callable[[JsonBody, Mapping[str, object]], Asked]
     shape: Callable[[Heading, bool], Shape]
 
 
@@ -132,10 +132,10 @@ class _OpenAi:
     async def _answer(self, request: Request, kind: _Kind) -> Response:
         request.state.id = new_id(kind.prefix)
         tenant = self._service.tenant(request)
-        fields = await read_fields(request, self._service.config.max_body_bytes)
-        name = fields.needed_text("model")
+        body = await read_body(request, self._service.config.max_body_bytes)
+        name = body.needed_text("model")
         model = self._service.engines.find(name)
-        asked = kind.read(fields, model.options)
+        asked = kind.read(body, model.options)
         job = _Job(request.state.id, tenant, name, model, asked, kind)
         if not asked.is_streamed:
             return _json(await while_connected(request, self._whole(job)), job.id)
@@ -171,7 +171,7 @@ class _OpenAi:
                             if events:
                                 yield events
                 except KvtierError as error:
-                    yield error_event(problem_of(error))
+                    yield error_event(http_error_of(error))
                     return
                 yield shape.usage_chunk(usage) + DONE if job.asked.includes_usage else DONE
 
@@ -272,7 +272,7 @@ async def _on_problem(request: Request, problem: Exception) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvtierError)
-    return await _on_problem(request, problem_of(error))
+    return await _on_problem(request, http_error_of(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -8,8 +8,8 @@ import pytest
 from kvtier.api.engine_connection import EngineConnection
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import Fields
-from kvtier.api.ollama.requests import Ask, Kind, Load, find_model, read_chat, read_generate
+from kvtier.api.json_body import JsonBody
+from kvtier.api.ollama.requests import Ask, Kind, LoadModel, find_model, read_chat, read_generate
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
 from kvtier.errors import EngineAway
 from tests.support.fake_engine import HELLO, MODEL
@@ -19,20 +19,20 @@ USER = {"role": "user", "content": "hi"}
 
 
 def engines_of(hello: Hello | None = HELLO, *names: str) -> Engines:
-    link = EngineConnection("engine-0", "/nowhere")
-    link.hello = hello
-    return Engines([ServedModel(names or (MODEL,), [link])])
+    connection = EngineConnection("engine-0", "/nowhere")
+    connection.hello = hello
+    return Engines([ServedModel(names or (MODEL,), [connection])])
 
 
-def generate(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
-    return read_generate(Fields({"model": MODEL, **fields}), engines_of(hello))
+def generate(*, hello: Hello | None = HELLO, **fields: object) -> Ask | LoadModel:
+    return read_generate(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 
-def chat(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
-    return read_chat(Fields({"model": MODEL, **fields}), engines_of(hello))
+def chat(*, hello: Hello | None = HELLO, **fields: object) -> Ask | LoadModel:
+    return read_chat(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 
-def prompt_of(asked: Ask | Load) -> object:
+def prompt_of(asked: Ask | LoadModel) -> object:
     assert isinstance(asked, Ask)
     return asked.prompt
 
@@ -132,14 +132,14 @@ def test_logprobs_are_asked_for_with_as_many_others_as_wanted() -> None:
     "keep_alive", [None, 300, -1, 0.5, "5m", "-1", "1h30m", "1.5h", "300ms", "-5m", ".5s"], ids=repr
 )
 def test_without_a_prompt_there_is_only_the_model_to_load(keep_alive: object) -> None:
-    assert generate(keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "load")
-    assert chat(keep_alive=keep_alive, messages=[]) == Load(Kind.CHAT, MODEL, "load")
+    assert generate(keep_alive=keep_alive) == LoadModel(Kind.GENERATE, MODEL, "load")
+    assert chat(keep_alive=keep_alive, messages=[]) == LoadModel(Kind.CHAT, MODEL, "load")
 
 
 @pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0h0m", "-0"], ids=repr)
 def test_without_a_prompt_and_time_it_is_unloaded(keep_alive: object) -> None:
-    assert generate(prompt="", keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "unload")
-    assert chat(keep_alive=keep_alive) == Load(Kind.CHAT, MODEL, "unload")
+    assert generate(prompt="", keep_alive=keep_alive) == LoadModel(Kind.GENERATE, MODEL, "unload")
+    assert chat(keep_alive=keep_alive) == LoadModel(Kind.CHAT, MODEL, "unload")
 
 
 @pytest.mark.parametrize("keep_alive", ["soon", "", "5 m", "5x", "m", True, [], {}], ids=repr)

@@ -424,7 +424,7 @@ def test_a_number_that_no_engine_could_be_told_is_refused(http: httpx.Client) ->
 def test_a_bug_is_logged_and_told_without_its_details(
     http: httpx.Client, server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.service.engines.models[0].links[0].hello = msgspec.structs.replace(HELLO, architecture=None)  # type: ignore[arg-type]
+    server.service.engines.models[0].connections[0].hello = msgspec.structs.replace(HELLO, architecture=None)  # type: ignore[arg-type]
 
     sentence = error_of(http.post("/api/show", json={"model": MODEL}), 500)
 
