@@ -18,16 +18,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.api.application import Application
 from kvtier.api.config import ApiConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.ollama.routes import ollama_app
-from kvtier.api.openai.routes import openai_app
+from kvtier.api.ollama.routes import OllamaApplication
+from kvtier.api.openai.routes import OpenAiApplication
 from kvtier.api.service import Service
 
 logger = logging.getLogger(__name__)
 
-_APPS: Mapping[str, Callable[[Service], Starlette]] = {"openai": openai_app, "ollama": ollama_app}
+_APPLICATIONS: Mapping[str, type[Application]] = {"openai": OpenAiApplication, "ollama": OllamaApplication}
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _FEW_FILES = 4096
@@ -75,9 +76,9 @@ async def _serve(
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
     """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
-    app: ASGIApp = _Counted(_APPS[api](service), api, service)
+    app = _counted(api, service)
     if api != "openai":
-        app = _WithOpenAi(app, _Counted(openai_app(service), "openai", service))
+        app = _WithOpenAi(app, _counted("openai", service))
     return _Server(
         uvicorn.Config(
             app,
@@ -139,6 +140,10 @@ class _WithOpenAi:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_openai = f"{scope.get('path', '')}/".startswith("/v1/")
         await (self._openai if is_openai else self._app)(scope, receive, send)
+
+
+def _counted(api: str, service: Service) -> ASGIApp:
+    return _Counted(_APPLICATIONS[api](service).starlette(), api, service)
 
 
 class _Counted:

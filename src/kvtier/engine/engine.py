@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -20,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
-from kvtier.engine.answer import AnswerText, cached_tokens_of
+from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tokens_of, completion_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.device.decode_graphs import MAX_GRAPH_ROWS
@@ -61,18 +60,8 @@ _EXPLAINED_TOKENS = 64
 """So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
 
-@dataclass(slots=True)
-class Progress:
-    """What a step brought for one request: `text` to show, and whether it is over.
-
-    `logprobs` are those of `token_ids`, when they were asked for.
-    """
-
-    request: Request
-    token_ids: list[int]
-    text: str
-    logprobs: list[dict[int, float]] | None
-    is_finished: bool
+StepOutput = tuple[Request, StreamPiece]
+"""A request, and what a step brought for it."""
 
 
 class Engine:
@@ -261,10 +250,10 @@ class Engine:
         if self.traffic is not None:
             self.traffic.wake()
 
-    def abort(self, request_id: str) -> list[Progress]:
+    def abort(self, request_id: str) -> list[StepOutput]:
         """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
         news = [
-            self._end(request, FinishReason.ABORT)
+            (request, self._end(request, FinishReason.ABORT))
             for request in list(self._requests.get(request_id, ()))
             if request.status is not Status.FINISHED
         ]
@@ -275,10 +264,7 @@ class Engine:
         """The requests of a prompt, one for each answer, until it is forgotten."""
         return self._requests[request_id]
 
-    def text_of(self, request: Request) -> str:
-        return self._texts[request].text if request in self._texts else ""
-
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Prepare and hand over a step, then look at the results of one that is due, if any.
 
         If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
@@ -377,8 +363,8 @@ class Engine:
         while self._under_way:
             self._under_way.popleft().close()
 
-    def _step(self) -> list[Progress]:
-        news: list[Progress] = []
+    def _step(self) -> list[StepOutput]:
+        news: list[StepOutput] = []
         if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
             # The device has enough to do, and half as many launches in its queue as that holds: who waits for room in
             # it holds up copies, too. And tokens need not wait until another such step is handed over.
@@ -412,7 +398,7 @@ class Engine:
             news += self._look_at_oldest()
         return news
 
-    def _look_at_oldest(self) -> list[Progress]:
+    def _look_at_oldest(self) -> list[StepOutput]:
         """Give the tokens of the oldest step under way to their requests."""
         if not self._under_way[0].is_done:
             collect_young()
@@ -422,13 +408,13 @@ class Engine:
             request = row.request
             request.num_in_flight -= 1
             if request.status is not Status.FINISHED:
-                news.append(self._take(request, result))
+                news.append((request, self._take(request, result)))
         self._counts.output_tokens += len(news)
         if news:
             self._punctuality.note_handed_out()
         return news
 
-    def _take(self, request: Request, result: TokenResult) -> Progress:
+    def _take(self, request: Request, result: TokenResult) -> StreamPiece:
         token_id = result.token_id
         request.tokens.append(token_id)
         if result.logprobs is not None:
@@ -443,9 +429,9 @@ class Engine:
             return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
             return self._end(request, FinishReason.LENGTH, [token_id])
-        return _progress(request, [token_id], text.take(), is_finished=False)
+        return _piece(request, [token_id], text.take())
 
-    def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> Progress:
+    def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> StreamPiece:
         self.scheduler.finish(request, reason)
         self.runner.forget(request)
         request.times.finished_at = time.monotonic()
@@ -455,7 +441,7 @@ class Engine:
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
         self._count_end(request)
-        return _progress(request, list(token_ids), text.take(), is_finished=True)
+        return _piece(request, list(token_ids), text.take(), completion_of(request, text.text))
 
     def explain(self, request_id: str) -> Explanation:
         """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
@@ -526,11 +512,11 @@ class Engine:
         return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
 
 
-def _progress(request: Request, token_ids: list[int], text: str, *, is_finished: bool) -> Progress:
+def _piece(request: Request, token_ids: list[int], text: str, completion: Completion | None = None) -> StreamPiece:
     logprobs = None
     if request.params.logprobs is not None:
         logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
-    return Progress(request, token_ids, text, logprobs, is_finished)
+    return StreamPiece(request.index, token_ids, text, logprobs, completion)
 
 
 def _make_current(device: torch.device) -> None:

@@ -1,13 +1,13 @@
-"""The bodies of `/api/generate` and `/api/chat`, read into what the engine is asked."""
+"""The bodies of Ollama's API, read into what the engine is asked. A field that would be ignored is refused instead."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import re
 from dataclasses import dataclass
 
 from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.options import sampling_params
@@ -38,28 +38,10 @@ _REFUSED = {
 }
 
 
-class Kind(enum.Enum):
-    GENERATE = enum.auto()
-    CHAT = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A prompt to answer. `name` is what the client calls the model."""
-
-    kind: Kind
-    name: str
-    model: ServedModel
-    prompt: Prompt
-    params: SamplingParams
-    is_streamed: bool
-
-
 @dataclass(frozen=True, slots=True)
 class LoadModel:
     """Nothing to answer: Ollama would load or unload the model, which here is there as long as the deployment."""
 
-    kind: Kind
     name: str
     done_reason: str
 
@@ -81,7 +63,7 @@ def hello_of(model: ServedModel) -> Hello:
     return hello
 
 
-def read_generate(body: JsonBody, engines: Engines) -> Ask | LoadModel:
+def read_generate(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
     """Raises a `HttpError` for a body that cannot be served as asked, `EngineAway` while the model is away."""
     text = body.text("prompt") or ""
     system = body.text("system") or ""
@@ -89,7 +71,7 @@ def read_generate(body: JsonBody, engines: Engines) -> Ask | LoadModel:
     if is_raw and system:
         raise body.refuse("raw", "does not go with system")
     _refuse(body, "suffix", "template", "context", "images")
-    rest = _read_rest(body, engines, Kind.GENERATE)
+    rest = _read_rest(body, engines)
     if not text:
         return rest.load()
     hello = hello_of(rest.model)
@@ -99,12 +81,12 @@ def read_generate(body: JsonBody, engines: Engines) -> Ask | LoadModel:
     return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
 
 
-def read_chat(body: JsonBody, engines: Engines) -> Ask | LoadModel:
+def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
     """As `read_generate`."""
     given = body.items("messages") or []
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     _refuse(body, "tools")
-    rest = _read_rest(body, engines, Kind.CHAT)
+    rest = _read_rest(body, engines)
     if not messages:
         return rest.load()
     if messages[-1].role == "assistant":
@@ -116,7 +98,6 @@ def read_chat(body: JsonBody, engines: Engines) -> Ask | LoadModel:
 class _Rest:
     """What both endpoints take."""
 
-    kind: Kind
     name: str
     model: ServedModel
     options: JsonBody
@@ -127,13 +108,13 @@ class _Rest:
 
     def load(self) -> LoadModel:
         if self.is_unload:
-            return LoadModel(self.kind, self.name, "unload")
+            return LoadModel(self.name, "unload")
         hello_of(self.model)
         self._params()  # whoever loads a model with options asks with them later
-        return LoadModel(self.kind, self.name, "load")
+        return LoadModel(self.name, "load")
 
-    def ask(self, prompt: Prompt) -> Ask:
-        return Ask(self.kind, self.name, self.model, prompt, self._params(), self.is_streamed)
+    def ask(self, prompt: Prompt) -> GenerationRequest:
+        return GenerationRequest(self.name, self.model, [prompt], self._params(), self.is_streamed)
 
     def template_values(self, hello: Hello) -> dict[str, object]:
         """Only names that the model's template knows."""
@@ -143,12 +124,11 @@ class _Rest:
         return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
 
 
-def _read_rest(body: JsonBody, engines: Engines, kind: Kind) -> _Rest:
+def _read_rest(body: JsonBody, engines: Engines) -> _Rest:
     name = body.needed_text("model")
     model = find_model(engines, name)
     _refuse(body, "format", "think", "truncate", "shift")
     rest = _Rest(
-        kind=kind,
         name=name,
         model=model,
         options=body.inner("options") or JsonBody({}),

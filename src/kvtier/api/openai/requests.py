@@ -1,14 +1,15 @@
-"""Bodies of OpenAI's API as prompts and sampling parameters. A field that would be ignored is refused instead.
+"""The bodies of OpenAI's API, read into what the engine is asked. A field that would be ignored is refused instead.
 
-No engine and no HTTP here. What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
+What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.json_body import JsonBody, shown
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -58,19 +59,9 @@ _NEUTRAL_IN_MESSAGES: _Neutral = {
 _NEUTRAL_IN_STREAM_OPTIONS: _Neutral = {"include_obfuscation": (False,)}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A body that can be served. Each of `prompts` gets `params.n` answers."""
-
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    is_streamed: bool
-    includes_usage: bool
-    cache_salt: str
-
-
-def read_chat(body: JsonBody, default_options: Mapping[str, object]) -> Asked:
-    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
+def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest:
+    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    name, model = _model(body, engines)
     prompt = ChatPrompt(_messages(body), _template_values(body))
     values, names = _sampling_values(body), {"logprobs": "top_logprobs"}
     values |= _chat_logprobs(body)
@@ -80,26 +71,36 @@ def read_chat(body: JsonBody, default_options: Mapping[str, object]) -> Asked:
         if values.setdefault("max_tokens", max_tokens) != max_tokens:
             raise _invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
     _refuse_others(body, _NEUTRAL_IN_CHAT)
-    return _asked(body, [prompt], _params({"max_tokens": None, **default_options, **values}, names))
+    params = _params({"max_tokens": None, **model.options, **values}, names)
+    return _generation_request(body, name, model, [prompt], params)
 
 
-def read_completion(body: JsonBody, default_options: Mapping[str, object]) -> Asked:
-    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
+def read_completion(body: JsonBody, engines: Engines) -> GenerationRequest:
+    """As `read_chat`."""
+    name, model = _model(body, engines)
     prompts = _prompts(body)
     values = _sampling_values(body)
     logprobs = body.whole("logprobs")
     if logprobs is not None:
         values["logprobs"] = logprobs
-    params = _params({**default_options, **values})
+    params = _params({**model.options, **values})
     best_of = body.whole("best_of")
     if best_of is not None and best_of != params.n:
         raise body.refuse("best_of", f"is not supported here, except if it equals n, which is {params.n}")
     _refuse_others(body, _NEUTRAL_IN_COMPLETIONS)
-    return _asked(body, prompts, params)
+    return _generation_request(body, name, model, prompts, params)
 
 
-def _asked(body: JsonBody, prompts: Sequence[Prompt], params: SamplingParams) -> Asked:
-    """What both bodies have, and the check that nothing was left unread."""
+def _model(body: JsonBody, engines: Engines) -> tuple[str, ServedModel]:
+    """What the client calls it, and the model, whose options stand for sampling fields that are absent."""
+    name = body.needed_text("model")
+    return name, engines.find(name)
+
+
+def _generation_request(
+    body: JsonBody, name: str, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams
+) -> GenerationRequest:
+    """With what both bodies have, and the check that nothing was left unread."""
     if len(prompts) * params.n > MAX_ANSWERS:
         raise _invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
     is_streamed = body.flag("stream") or False
@@ -116,7 +117,7 @@ def _asked(body: JsonBody, prompts: Sequence[Prompt], params: SamplingParams) ->
     _check_records(body)
     _refuse_others(body, _NEUTRAL)
     body.refuse_rest()
-    return Asked(prompts, params, is_streamed, includes_usage, cache_salt or "")
+    return GenerationRequest(name, model, prompts, params, is_streamed, includes_usage, cache_salt or "")
 
 
 def _check_records(body: JsonBody) -> None:
