@@ -40,6 +40,7 @@ from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTo
 from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress, load_model
 from kvtier.models.progress import terminal_progress
+from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
@@ -55,7 +56,6 @@ _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
 
 _MAX_EXPLANATIONS = 4096
-_MIN_BEGINNING = 4096
 _EXPLAINED_TOKENS = 64
 """So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
@@ -104,6 +104,7 @@ class Engine:
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
+        self.prompts = PromptEncoder(self.tokenizer, self.max_model_len)
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]]
         self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
         try:
@@ -168,32 +169,9 @@ class Engine:
         """Blocks that nobody needs are being copied away: a step, even an empty one, takes back those that are."""
         return self.traffic is not None and self.traffic.has_stores
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters.
-
-        And `PromptTooLong` for text that is far too long to be encoded.
-        """
-        if self.tokenizer is None:
-            raise InvalidParameter("this model has no tokenizer: pass token ids")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidParameter(f"the prompt is no valid text: {error.reason} at character {error.start}") from None
-        self._refuse_endless(text)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _refuse_endless(self, text: str) -> None:
-        """Text whose beginning alone is too long is not encoded to its end: that could take minutes and gigabytes."""
-        assert self.tokenizer is not None
-        num_characters = max(_MIN_BEGINNING, 8 * self.max_model_len)
-        while len(text) > num_characters:
-            count = len(self.tokenizer.encode(text[:num_characters], add_special_tokens=False))
-            if count > self.max_model_len:
-                raise PromptTooLong(
-                    f"the prompt has more than {count} tokens, "
-                    f"but at most {self.max_model_len - 1} leave room for an answer"
-                )
-            num_characters *= 8
+    def encode(self, text: str) -> list[int]:
+        """From any thread. Raises as `PromptEncoder.encode` does."""
+        return self.prompts.encode(text)
 
     def add(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = ""

@@ -12,9 +12,8 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -46,6 +45,7 @@ from kvtier.engine.process.messages import (
     encode,
 )
 from kvtier.errors import EngineStopped, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
+from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
 
@@ -55,32 +55,20 @@ _NUM_PROMPT_THREADS = 2
 _FLUSH_S = 2.0
 
 
-class Texts(Protocol):
-    """What a server needs of an engine's tokenizer: prompts to tokens, and the bytes of single tokens. Any thread."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]
-    ) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
 class EngineServer:
     """Listening from construction on. `close` first refuses what is new, lets what is under way end, then stops."""
 
     def __init__(
         self,
         client: EngineClient,
-        texts: Texts,
+        prompts: PromptEncoder,
         hello: Hello,
         socket_path: str,
         registries: Sequence[CollectorRegistry] = (),
     ) -> None:
         """Raises `ConfigError` when the socket cannot be used."""
         self.client = client
-        self.texts = texts
+        self.prompts = prompts
         self.hello = hello
         self.registries = registries
         self.is_refusing = False
@@ -232,7 +220,7 @@ class _ClientConnection:
             self._outbox.put(Refused(number, INVALID, sentence))
             return
         try:
-            tokens = _tokens(server.texts, request.prompt)
+            tokens = _tokens(server.prompts, request.prompt)
             submission = server.client.submit(
                 tokens, request.params, request_id=request.request_id, salt=request.salt, sink=self
             )
@@ -291,7 +279,7 @@ class _ClientConnection:
                     continue
                 if isinstance(news, StreamPiece):
                     for found in news.logprobs or ():
-                        token_bytes |= {token_id: self._server.texts.token_bytes(token_id) for token_id in found}
+                        token_bytes |= {token_id: self._server.prompts.token_bytes(token_id) for token_id in found}
                     if news.completion is None:
                         pieces.append((number, news))
                         continue
@@ -316,15 +304,15 @@ class _ClientConnection:
                 self._submissions.pop(number, None)
 
 
-def _tokens(texts: Texts, prompt: Prompt) -> list[int]:
+def _tokens(prompts: PromptEncoder, prompt: Prompt) -> list[int]:
     if isinstance(prompt, TextPrompt):
-        return texts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
+        return prompts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
     if isinstance(prompt, ChatPrompt):
         messages: list[dict[str, object]] = [
             {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}
             for one in prompt.messages
         ]
-        return texts.encode_chat(messages, prompt.template_values)
+        return prompts.encode_chat(messages, prompt.template_values)
     return prompt.token_ids
 
 

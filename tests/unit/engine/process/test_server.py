@@ -44,6 +44,7 @@ from kvtier.engine.process.messages import (
 from kvtier.engine.process.server import EngineServer
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.models.prompt_encoder import PromptEncoder
 
 _HELLO = Hello(
     engine="engine-0",
@@ -163,7 +164,11 @@ class _Bench:
         self.texts = _Texts()
         self.registry = CollectorRegistry()
         self.server = EngineServer(
-            cast(EngineClient, self.client), self.texts, _HELLO, str(path), registries=[self.registry]
+            cast(EngineClient, self.client),
+            cast(PromptEncoder, self.texts),
+            _HELLO,
+            str(path),
+            registries=[self.registry],
         )
         self._peers: list[_Peer] = []
         self._is_closed = False
