@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.deploy.plan.plan import EnginePart
+from kvtier.deploy.plan.parts import EnginePart
 from kvtier.deploy.run.reports import Ready, Reporter
 from kvtier.engine.client import EngineClient
 from kvtier.engine.engine import Engine
