@@ -127,7 +127,8 @@ class Generation:
                 async with contextlib.aclosing(_merged(submitted)) as pieces:
                     async for choice, piece in pieces:
                         answers = submitted[choice // self.asked.params.n]
-                        self._note_end(answers, piece, usage)
+                        if piece.completion is not None:
+                            self._note_end(answers, piece.completion, usage)
                         found[choice].add(piece, self._logprobs(answers, piece))
                 return self.shape.whole(found, usage)
 
@@ -144,8 +145,9 @@ class Generation:
                     async with contextlib.aclosing(_merged(submitted)) as pieces:
                         async for choice, piece in pieces:
                             answers = submitted[choice // self.asked.params.n]
-                            self._note_end(answers, piece, usage)
-                            logprobs = self._logprobs(answers, piece)
+                            if piece.completion is not None:
+                                self._note_end(answers, piece.completion, usage)
+                            logprobs = None if piece.logprobs is None else self._logprobs(answers, piece)
                             chunk = self.shape.chunk(choice, piece, logprobs, answers.prompt_tokens)
                             if chunk:
                                 yield chunk
@@ -180,14 +182,12 @@ class Generation:
                 if isinstance(outcome, Answers):
                     outcome.close()
 
-    def _note_end(self, answers: Answers, piece: StreamPiece, usage: Usage) -> None:
+    def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
         """Raises `EngineStopped` for an answer that ended and is not complete."""
-        completion = piece.completion
-        if completion is not None:
-            if completion.finish_reason not in _COMPLETE:
-                raise EngineStopped(self.shape.broken_off(completion.finish_reason))
-            usage.add_answer(answers.prompt_tokens, completion)
-            self.service.count(self.asked.model, answers.prompt_tokens, completion)
+        if completion.finish_reason not in _COMPLETE:
+            raise EngineStopped(self.shape.broken_off(completion.finish_reason))
+        usage.add_answer(answers.prompt_tokens, completion)
+        self.service.count(self.asked.model, answers.prompt_tokens, completion)
 
     def _logprobs(self, answers: Answers, piece: StreamPiece) -> list[SampledToken] | None:
         if piece.logprobs is None:

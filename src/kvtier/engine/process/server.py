@@ -280,13 +280,11 @@ class _ClientConnection:
                 if isinstance(news, StreamPiece):
                     for found in news.logprobs or ():
                         token_bytes |= {token_id: self._server.prompts.token_bytes(token_id) for token_id in found}
-                    if news.completion is None:
-                        pieces.append((number, news))
-                        continue
-                    pieces.append((number, _without_what_was_said(news, news.completion)))
-                    self._note_end(request_id, number)
-                    continue
-                if isinstance(news, Admitted):
+                    if news.completion is not None:
+                        self._note_end(request_id, number)
+                        news = _without_what_was_said(news, news.completion)
+                    pieces.append((number, news))
+                elif isinstance(news, Admitted):
                     yield Accepted(number, news.prompt_tokens)
                 else:
                     self._num_left[number] = 1
