@@ -127,11 +127,11 @@ class Job:
 
     def step(self) -> None:
         started_at = self._clock()
-        for news in self._engine.step():
-            if news.is_finished:
+        for request, piece in self._engine.step():
+            if piece.completion is not None:
                 self._num_left -= 1
-                self._cached_tokens += news.request.cached_tokens
-                self._engine.forget(news.request.group)
+                self._cached_tokens += request.cached_tokens
+                self._engine.forget(request.group)
         self.seconds += self._clock() - started_at
 
 

@@ -41,7 +41,8 @@ from benchmarks.tier_stand import (
     warm_up,
 )
 from kvtier import SamplingParams
-from kvtier.engine.engine import Progress
+from kvtier.engine.engine import StepOutput
+from kvtier.engine.schedule.request import Request
 from kvtier.testing.servers import cache_server
 
 GPU_SHAPE = "Qwen2.5-7B"
@@ -112,9 +113,9 @@ class Decoding:
                 begun_at = time.perf_counter()
                 long_name = self._add(next(self._long), 1)
                 is_plain = False
-            all_news = engine.step()
-            ended = next((news for news in all_news if news.request.id == long_name), None)
-            self._take(all_news, found, is_plain=is_plain and ended is None)
+            outputs = engine.step()
+            ended = next((request for request, _ in outputs if request.id == long_name), None)
+            self._take(outputs, found, is_plain=is_plain and ended is None)
             if ended is not None:
                 found.loads_s.append(time.perf_counter() - begun_at)
                 self._check(ended)
@@ -133,27 +134,25 @@ class Decoding:
         self._stand.llm.engine.add(name, prompt, params)
         return name
 
-    def _take(self, all_news: list[Progress], into: Gaps | None, *, is_plain: bool) -> None:
+    def _take(self, outputs: list[StepOutput], into: Gaps | None, *, is_plain: bool) -> None:
         """Note the times of tokens that decode."""
         now = time.perf_counter()
-        for news in all_news:
-            name = news.request.id
-            if news.request.prompt_tokens != self._size.context_tokens:
+        for request, piece in outputs:
+            name = request.id
+            if request.prompt_tokens != self._size.context_tokens:
                 continue
             if into is not None and name in self._last_at:
                 into.all_s.append(now - self._last_at[name])
                 if is_plain:
                     into.plain_s.append(now - self._last_at[name])
             self._last_at[name] = now
-            self._num_tokens[name] = self._num_tokens.get(name, 0) + len(news.token_ids)
+            self._num_tokens[name] = self._num_tokens.get(name, 0) + len(piece.token_ids)
 
-    def _check(self, news: Progress) -> None:
-        loaded_tokens = news.request.prefetch.loaded_tokens
+    def _check(self, request: Request) -> None:
+        loaded_tokens = request.prefetch.loaded_tokens
         loaded = loaded_tokens.get("disk", 0)
         if loaded < _LEAST_LOADED * full_share(self._size.long_tokens) * self._size.long_tokens:
-            raise RuntimeError(
-                f"only {loaded} tokens of the long prompt came from disk: {news.request.prefetch.loaded_tokens}"
-            )
+            raise RuntimeError(f"only {loaded} tokens of the long prompt came from disk: {loaded_tokens}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from benchmarks.serving.rounds import Load, Round
-from kvtier.engine.client import EngineClient, News, StreamPiece
+from kvtier.engine.answer import StreamPiece
+from kvtier.engine.client import EngineClient, News
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.sampling_params import SamplingParams

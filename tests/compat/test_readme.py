@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.plan.deployment import load_plan
 from tests.compat.conftest import Serving
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

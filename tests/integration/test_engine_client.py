@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.answer import Completion
-from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, StreamPiece, Submission
+from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, Submission
 from kvtier.engine.engine import Engine
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,25 +29,22 @@ from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfi
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
+from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.process.messages import (
     LENGTH_BYTES,
     Abort,
     Accepted,
     AskMetrics,
     ChatPrompt,
-    End,
+    FromEngine,
     Hello,
-    LikelyToken,
     MetricFamily,
     Metrics,
-    News,
-    Piece,
     Refused,
-    Reply,
     Sample,
+    StepOutputs,
     Submit,
     TextPrompt,
-    TokenLogprobs,
     body_length,
     decode_request,
     encode,
@@ -83,7 +82,7 @@ class _Death:
 DIE: Final = _Death()
 """In a script: the process is gone, with everything that was asked of it."""
 
-Step = Reply | threading.Event | _Death
+Step = FromEngine | threading.Event | _Death
 Script = Callable[[Submit], Iterator[Step]]
 
 
@@ -110,18 +109,54 @@ def accepted(submit: Submit) -> Accepted:
     return Accepted(submit.number, len(prompt_words(submit)))
 
 
-def pieces(submit: Submit, words: list[str], *, cached: dict[str, int] | None = None) -> Iterator[News]:
+def pieces(submit: Submit, words: list[str], *, cached: dict[str, int] | None = None) -> Iterator[StepOutputs]:
     """`words` as the answer, and its end; one message per token, in which all answers go on."""
     count = len(words) if submit.params.max_tokens is None else min(len(words), submit.params.max_tokens)
     reason = "stop" if count == len(words) else "length"
     for position in range(count):
         text = words[position] if position == 0 else " " + words[position]
-        end = _end(reason, count, cached) if position == count - 1 else None
-        yield News([_piece(submit, index, position, text, end) for index in range(submit.params.n)])
+        is_last = position == count - 1
+        yield said(submit, text, completion=ending(reason, count, cached=cached) if is_last else None)
     if not count:
-        yield News(
-            [Piece(submit.number, index, [], "", None, _end(reason, 0, cached)) for index in range(submit.params.n)]
+        yield said(submit, completion=ending(reason, 0, cached=cached))
+
+
+def said(submit: Submit, *texts: str, completion: Completion | None = None) -> StepOutputs:
+    """A token for each of `texts`, the same in every answer. The likeliest others are called `text1` and so on."""
+    likely = [{f"{text}{rank or ''}".encode(): -0.5 - rank for rank in reversed(range(20))} for text in texts]
+    return outputs(submit, "".join(texts), [text.encode() for text in texts], likely, completion)
+
+
+def outputs(
+    submit: Submit,
+    text: str,
+    tokens: Sequence[bytes],
+    likely: Sequence[Mapping[bytes, float]] = (),
+    completion: Completion | None = None,
+) -> StepOutputs:
+    """What a step brought for every answer to a prompt, with tokens that are named by their bytes."""
+    has_logprobs = submit.params.logprobs is not None
+    logprobs = [{zlib.crc32(raw): logprob for raw, logprob in found.items()} for found in likely]
+    pieces = [
+        StreamPiece(
+            index,
+            [zlib.crc32(raw) for raw in tokens],
+            text,
+            logprobs if has_logprobs else None,
+            None if completion is None else dataclasses.replace(completion, index=index),
         )
+        for index in range(submit.params.n)
+    ]
+    token_bytes = {zlib.crc32(raw): raw for found in likely for raw in found} if has_logprobs else {}
+    return StepOutputs([(submit.number, piece) for piece in pieces], token_bytes)
+
+
+def ending(
+    reason: str, count: int, *, cached: dict[str, int] | None = None, seconds_per_token: float = 0.02
+) -> Completion:
+    """Of an answer of `count` tokens."""
+    tiers = {"device": 0, "server": 0} if cached is None else cached
+    return Completion(0, [0] * count, "", reason, None, 0.01, seconds_per_token, tiers)
 
 
 def words_then(words: list[str], *, then: Step) -> Script:
@@ -129,8 +164,8 @@ def words_then(words: list[str], *, then: Step) -> Script:
 
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        for position, word in enumerate(words):
-            yield News([_piece(submit, index, position, word, None) for index in range(submit.params.n)])
+        for word in words:
+            yield said(submit, word)
         yield then
 
     return script
@@ -164,18 +199,6 @@ def refusing(reason: str, sentence: str) -> Script:
         yield Refused(submit.number, reason, sentence)
 
     return script
-
-
-def _piece(submit: Submit, index: int, position: int, text: str, end: End | None) -> Piece:
-    logprobs = None
-    if submit.params.logprobs is not None:
-        likely = [LikelyToken(f"{text}{rank or ''}", f"{text}{rank or ''}".encode(), -0.5 - rank) for rank in range(20)]
-        logprobs = [TokenLogprobs(likely[0], likely[: submit.params.logprobs])]
-    return Piece(submit.number, index, [position], text, logprobs, end)
-
-
-def _end(reason: str, count: int, cached: dict[str, int] | None) -> End:
-    return End(reason, count, {"device": 0, "server": 0} if cached is None else cached, 0.01, 0.02)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -359,7 +382,9 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
     try:
         service, end = started.result(10)
         there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
-        wait_until(lambda: sum(link.hello is not None for link in service.engines.links) >= len(there))
+        wait_until(
+            lambda: sum(connection.hello is not None for connection in service.engines.connections) >= len(there)
+        )
         try:
             yield Running(f"http://{address[0]}:{address[1]}", address, service)
         finally:

@@ -14,7 +14,7 @@ MAX_HEAD_BYTES = 64 << 10
 _HEADER_EXTRA_BYTES = len(": \r\n")
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """Answers a head of more than `MAX_HEAD_BYTES` with 431, and closes what sends no whole head in its time."""
 
     head_timeout_s = 30.0

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
+from kvtier.engine.answer import StreamPiece
 from kvtier.engine.process.messages import (
     INVALID,
     LENGTH_BYTES,
@@ -19,16 +20,15 @@ from kvtier.engine.process.messages import (
     Abort,
     Accepted,
     AskMetrics,
+    FromEngine,
     Hello,
     MetricFamily,
     Metrics,
-    News,
-    Piece,
     Prompt,
     Refused,
-    Reply,
-    Request,
+    StepOutputs,
     Submit,
+    ToEngine,
     body_length,
     decode_reply,
     encode,
@@ -55,51 +55,56 @@ DEFAULT_PATIENCE = Patience()
 
 
 class Answers:
-    """The answers to one prompt as they grow: iterate over their pieces, and `close` in any case.
+    """The answers to one prompt as they grow: iterate over `pieces`, and `close` in any case.
 
-    Iterating ends when all answers are complete. It raises `EngineAway` when the engine dies meanwhile.
+    `token_bytes` are those of all tokens in the logprobs of pieces that came.
     """
 
-    def __init__(self, link: EngineConnection, number: int, request_id: str, num_answers: int) -> None:
-        self.request_id = request_id
+    def __init__(self, connection: EngineConnection, number: int, num_answers: int) -> None:
+        self.num_answers = num_answers
         self.prompt_tokens = 0
-        self._link = link
+        self.token_bytes: Mapping[int, bytes] = connection.token_bytes
+        self._connection = connection
         self._number = number
         self._num_left = num_answers
-        self._came: asyncio.Queue[Accepted | Piece | KvtierError] = asyncio.Queue()
+        self._came: asyncio.Queue[Accepted | StreamPiece | KvtierError] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def pieces(self, first_choice: int = 0) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+        """Until all answers are complete, each piece with the number of its answer, counted from `first_choice`.
+
+        Raises `EngineAway` when the engine dies meanwhile.
+        """
         while self._num_left:
             piece = await self._next()
-            assert isinstance(piece, Piece)
-            if piece.end is not None:
+            assert isinstance(piece, StreamPiece)
+            if piece.completion is not None:
                 self._num_left -= 1
-            yield piece
+            yield first_choice + piece.index, piece
 
     def close(self) -> None:
         """Nobody wants more: the engine stops computing, unless it is done, and frees the blocks."""
-        self._link.forget(self._number, is_over=not self._num_left)
+        self._connection.forget(self._number, is_over=not self._num_left)
         self._num_left = 0
 
-    def put(self, news: Accepted | Piece | KvtierError) -> None:
-        self._came.put_nowait(news)
+    def put(self, reply: Accepted | StreamPiece | KvtierError) -> None:
+        self._came.put_nowait(reply)
 
     async def accepted(self) -> None:
         """Wait until the engine has the prompt in its queue. Raises what is wrong with it."""
-        news = await self._next()
-        assert isinstance(news, Accepted)
-        self.prompt_tokens = news.prompt_tokens
+        reply = await self._next()
+        assert isinstance(reply, Accepted)
+        self.prompt_tokens = reply.prompt_tokens
 
-    async def _next(self) -> Accepted | Piece:
-        news = await self._came.get()
-        if isinstance(news, KvtierError):
+    async def _next(self) -> Accepted | StreamPiece:
+        reply = await self._came.get()
+        if isinstance(reply, KvtierError):
             self._num_left = 0
-            raise news
-        return news
+            raise reply
+        return reply
 
 
 class EngineConnection:
-    """`hello` is what the engine said of itself, None while it is away.
+    """`hello` is what the engine said of itself, None while it is away. `token_bytes` are those of tokens it named.
 
     `is_hung` while it is there and says nothing, whatever it is asked: its process is stopped, or worse.
     """
@@ -107,6 +112,7 @@ class EngineConnection:
     def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.name = name
         self.hello: Hello | None = None
+        self.token_bytes: dict[int, bytes] = {}
         self.is_hung = False
         self._patience = patience
         self._heard = asyncio.Event()
@@ -123,7 +129,7 @@ class EngineConnection:
 
     def start(self) -> None:
         """Connect, now and whenever the connection is lost."""
-        self._task = asyncio.create_task(self._run(), name=f"kvtier-link-{self.name}")
+        self._task = asyncio.create_task(self._run(), name=f"kvtier-connection-{self.name}")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -137,7 +143,7 @@ class EngineConnection:
         Raises a `RequestError` when it cannot be served as asked, `EngineAway` when the engine is not there.
         """
         number = next(self._numbers)
-        answers = Answers(self, number, request_id, params.n)
+        answers = Answers(self, number, params.n)
         self._send(Submit(number, request_id, prompt, params, salt))
         self._answers[number] = answers
         try:
@@ -168,7 +174,7 @@ class EngineConnection:
         finally:
             del self._metrics[number]
 
-    def _send(self, message: Request) -> None:
+    def _send(self, message: ToEngine) -> None:
         if self._writer is None or self.hello is None or self._writer.is_closing():
             raise EngineAway(f"the engine {self.name} is starting")
         self._writer.write(encode(message))
@@ -217,10 +223,11 @@ class EngineConnection:
         self.is_hung = False
         logger.info("engine %s answers again", self.name)
 
-    def _take(self, reply: Reply) -> None:
-        if isinstance(reply, News):
-            for piece in reply.pieces:
-                self._put(piece.number, piece)
+    def _take(self, reply: FromEngine) -> None:
+        if isinstance(reply, StepOutputs):
+            self.token_bytes |= reply.token_bytes
+            for number, piece in reply.pieces:
+                self._put(number, piece)
         elif isinstance(reply, Accepted):
             self._put(reply.number, reply)
         elif isinstance(reply, Refused):
@@ -233,10 +240,10 @@ class EngineConnection:
             self.hello = reply
             logger.info("engine %s is there", self.name)
 
-    def _put(self, number: int, news: Accepted | Piece | KvtierError) -> None:
+    def _put(self, number: int, reply: Accepted | StreamPiece | KvtierError) -> None:
         answers = self._answers.get(number)
         if answers is not None:  # else nobody waits for it any more
-            answers.put(news)
+            answers.put(reply)
 
     def _lose(self) -> None:
         if self._writer is not None:

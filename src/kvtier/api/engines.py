@@ -26,7 +26,7 @@ class ServedModel:
     """
 
     names: Sequence[str]
-    links: Sequence[EngineConnection]
+    connections: Sequence[EngineConnection]
     default_options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -42,7 +42,7 @@ class ServedModel:
     @property
     def hello(self) -> Hello | None:
         """What its engines are; None while none of them is there."""
-        return next((link.hello for link in self.links if link.hello is not None), None)
+        return next((connection.hello for connection in self.connections if connection.hello is not None), None)
 
 
 class Engines:
@@ -53,20 +53,20 @@ class Engines:
         self._by_name = {name: model for model in models for name in model.names}
 
     @property
-    def links(self) -> list[EngineConnection]:
-        return [link for model in self.models for link in model.links]
+    def connections(self) -> list[EngineConnection]:
+        return [connection for model in self.models for connection in model.connections]
 
     @property
     def is_ready(self) -> bool:
-        return all(link.hello is not None and not link.is_hung for link in self.links)
+        return all(connection.hello is not None and not connection.is_hung for connection in self.connections)
 
     def start(self) -> None:
-        for link in self.links:
-            link.start()
+        for connection in self.connections:
+            connection.start()
 
     async def close(self) -> None:
-        for link in self.links:
-            await link.close()
+        for connection in self.connections:
+            await connection.close()
 
     def find(self, name: str) -> ServedModel:
         """Raises `UnknownModel` with the names there are."""
@@ -80,9 +80,9 @@ class Engines:
         self, model: ServedModel, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = ""
     ) -> Answers:
         """Hand a prompt to one of the model's engines. Raises as `EngineConnection.submit` does."""
-        is_hung = any(link.is_hung for link in model.links)
+        is_hung = any(connection.is_hung for connection in model.connections)
         error: EngineStopped = EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
-        left = list(model.links)
+        left = list(model.connections)
         while there := _in_order(left, prompt, salt):
             try:
                 return await there[0].submit(prompt, params, request_id=request_id, salt=salt)
@@ -92,18 +92,18 @@ class Engines:
         raise error
 
 
-def _in_order(links: Sequence[EngineConnection], prompt: Prompt, salt: str) -> list[EngineConnection]:
+def _in_order(connections: Sequence[EngineConnection], prompt: Prompt, salt: str) -> list[EngineConnection]:
     """Those that answer, the best one first: where prompts that begin alike went, unless it is much busier."""
-    there = [link for link in links if link.hello is not None and not link.is_hung]
+    there = [connection for connection in connections if connection.hello is not None and not connection.is_hung]
     if len(there) < 2:
         return there
-    idlest = min(link.num_requests for link in there)
+    idlest = min(connection.num_requests for connection in there)
     beginning = _beginning(prompt, salt)
 
-    def rank(link: EngineConnection) -> tuple[bool, int, bytes]:
-        is_busy = link.num_requests > idlest + _AFFINITY_SLACK
-        weight = hashlib.sha256(link.name.encode() + beginning).digest()
-        return is_busy, link.num_requests if is_busy else 0, weight
+    def rank(connection: EngineConnection) -> tuple[bool, int, bytes]:
+        is_busy = connection.num_requests > idlest + _AFFINITY_SLACK
+        weight = hashlib.sha256(connection.name.encode() + beginning).digest()
+        return is_busy, connection.num_requests if is_busy else 0, weight
 
     return sorted(there, key=rank)
 

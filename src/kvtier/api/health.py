@@ -30,7 +30,8 @@ def operation_routes(service: Service) -> list[Route]:
         document = {
             "status": _status(service),
             "models": {
-                model.name: {link.name: _state(link) for link in model.links} for model in service.engines.models
+                model.name: {connection.name: _state(connection) for connection in model.connections}
+                for model in service.engines.models
             },
         }
         if is_ready:
@@ -39,9 +40,9 @@ def operation_routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         """What this process counts, and what each engine counts, with its name as a label."""
-        links = service.engines.links
-        families = await asyncio.gather(*(link.metrics() for link in links))
-        found = [(link.name, own) for link, own in zip(links, families, strict=True)]
+        connections = service.engines.connections
+        families = await asyncio.gather(*(connection.metrics() for connection in connections))
+        found = [(connection.name, own) for connection, own in zip(connections, families, strict=True)]
         registry = CollectorRegistry()
         registry.register(_OfEngines(found))
         body = generate_latest(service.metrics.registry) + generate_latest(registry)
@@ -53,16 +54,16 @@ def operation_routes(service: Service) -> list[Route]:
 def _status(service: Service) -> str:
     if service.is_draining:
         return "stopping"
-    if any(link.is_hung for link in service.engines.links):
+    if any(connection.is_hung for connection in service.engines.connections):
         return "hung"
     return "ready" if service.engines.is_ready else "starting"
 
 
-def _state(link: EngineConnection) -> dict[str, object]:
+def _state(connection: EngineConnection) -> dict[str, object]:
     """`since` is when the engine was ready, in seconds of the epoch."""
-    if link.hello is None:
+    if connection.hello is None:
         return {"status": "starting"}
-    return {"status": "hung" if link.is_hung else "ready", "since": link.hello.started_at}
+    return {"status": "hung" if connection.is_hung else "ready", "since": connection.hello.started_at}
 
 
 class _OfEngines(Collector):

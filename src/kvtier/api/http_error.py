@@ -21,7 +21,7 @@ class HttpError(Exception):
         return self.sentence
 
 
-def problem_of(error: KvtierError) -> HttpError:
+def http_error_of(error: KvtierError) -> HttpError:
     """The caller's faults are 4xx; an engine that is away is 503, with a time to ask again."""
     if isinstance(error, UnknownModel):
         return HttpError(404, str(error), "model_not_found", "model")

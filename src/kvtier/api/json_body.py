@@ -22,7 +22,7 @@ _WHOLE_LOW, _WHOLE_HIGH = -(1 << 63), (1 << 64) - 1
 _SHOWN_CHARACTERS = 60
 
 
-async def read_fields(request: Request, max_bytes: int) -> Fields:
+async def read_body(request: Request, max_bytes: int) -> JsonBody:
     """The body of `request`. Raises a `HttpError` when it is too large, stalls, is no JSON, or no object."""
     body = bytearray()
     async for chunk in _chunks(request):
@@ -37,7 +37,7 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
         raise HttpError(400, "the body is nested too deeply", "invalid_json") from error
     if not isinstance(document, dict):
         raise HttpError(400, "the body must be a JSON object", "invalid_json")
-    return Fields(document)
+    return JsonBody(document)
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
@@ -54,7 +54,7 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-class Fields:
+class JsonBody:
     """A JSON object. A field that is null counts as absent. `path` is what its fields' names are preceded by."""
 
     def __init__(self, document: Mapping[str, object], path: str = "") -> None:
@@ -106,9 +106,9 @@ class Fields:
     def items(self, name: str) -> list[object] | None:
         return self._typed(name, list, "a list")
 
-    def inner(self, name: str) -> Fields | None:
+    def inner(self, name: str) -> JsonBody | None:
         found = self._typed(name, dict, "an object")
-        return None if found is None else Fields(found, f"{self._path}{name}.")
+        return None if found is None else JsonBody(found, f"{self._path}{name}.")
 
     def wrong(self, name: str, expected: str) -> HttpError:
         sentence = f"{self._path}{name} must be {expected}, not {shown(self._document.get(name))}"

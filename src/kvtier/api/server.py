@@ -18,16 +18,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.api.application import Application
 from kvtier.api.config import ApiConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.ollama.routes import ollama_app
-from kvtier.api.openai.routes import openai_app
+from kvtier.api.ollama.routes import OllamaApplication
+from kvtier.api.openai.routes import OpenAiApplication
 from kvtier.api.service import Service
 
 logger = logging.getLogger(__name__)
 
-_APPS: Mapping[str, Callable[[Service], Starlette]] = {"openai": openai_app, "ollama": ollama_app}
+_APPLICATIONS: Mapping[str, type[Application]] = {"openai": OpenAiApplication, "ollama": OllamaApplication}
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _FEW_FILES = 4096
@@ -75,9 +76,9 @@ async def _serve(
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
     """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
-    app: ASGIApp = _Counted(_APPS[api](service), api, service)
+    app = _counted(api, service)
     if api != "openai":
-        app = _WithOpenAi(app, _Counted(openai_app(service), "openai", service))
+        app = _WithOpenAi(app, _counted("openai", service))
     return _Server(
         uvicorn.Config(
             app,
@@ -96,11 +97,11 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
 
 
 def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
-    """With links to the engines that are not started yet."""
+    """With connections to the engines that are not started yet."""
     models = [
         ServedModel(
             names=model.names,
-            links=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
+            connections=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
         )
         for model in config.models
@@ -141,6 +142,10 @@ class _WithOpenAi:
         await (self._openai if is_openai else self._app)(scope, receive, send)
 
 
+def _counted(api: str, service: Service) -> ASGIApp:
+    return _Counted(_APPLICATIONS[api](service).starlette(), api, service)
+
+
 class _Counted:
     """Counts every request by its route and status; unknown paths together, so that nobody can make up series."""
 
@@ -169,10 +174,10 @@ class _Counted:
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
     try:
-        from kvtier.api.client_connection import Connection  # noqa: PLC0415 - needs httptools
+        from kvtier.api.client_connection import ClientConnection  # noqa: PLC0415 - needs httptools
     except ImportError:
         return "auto"
-    return Connection
+    return ClientConnection
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from kvtier.api.access import Access, Tenant, salt_of
+from kvtier.api.access import Access, Tenant
 from kvtier.api.config import ApiConfig
-from kvtier.api.engine_connection import Answers
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import unavailable
-from kvtier.engine.process.messages import End, Prompt
-from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
 
 
@@ -52,26 +50,13 @@ class Service:
         finally:
             self.num_requests -= 1
 
-    async def submit(
-        self,
-        model: ServedModel,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        tenant: Tenant,
-        cache_salt: str = "",
-    ) -> Answers:
-        """Hand a prompt to an engine. The caller closes what comes back. Raises a `KvtierError`."""
-        return await self.engines.submit(model, prompt, params, request_id=request_id, salt=salt_of(tenant, cache_salt))
-
-    def count(self, model: ServedModel, prompt_tokens: int, end: End) -> None:
+    def count(self, model: ServedModel, prompt_tokens: int, completion: Completion) -> None:
         """An answer is complete."""
         metrics, name = self.metrics, model.name
         metrics.prompt_tokens.labels(model=name).inc(prompt_tokens)
-        metrics.output_tokens.labels(model=name).inc(end.output_tokens)
-        metrics.ttft_seconds.labels(model=name).observe(end.ttft_s)
-        for tier, count in end.cached_tokens.items():
+        metrics.output_tokens.labels(model=name).inc(len(completion.token_ids))
+        metrics.ttft_seconds.labels(model=name).observe(completion.ttft_s)
+        for tier, count in completion.cached_tokens.items():
             metrics.cached_tokens.labels(model=name, tier=tier).inc(count)
 
 

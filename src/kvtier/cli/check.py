@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from kvtier.deploy.check.checking import CacheUse, EngineUse, Report, check_plan
 from kvtier.deploy.check.machine import this_machine
-from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.check.report import CacheUse, CheckReport, EngineUse, check_plan
+from kvtier.deploy.plan.deployment import load_plan
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 
@@ -40,7 +40,7 @@ def check_command(deployment: Path, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _text(report: Report) -> str:
+def _text(report: CheckReport) -> str:
     lines: list[str] = []
     if report.caches:
         lines += _table(("cache", "memory", "disk", "folder", "listens on"), [_cache_row(one) for one in report.caches])

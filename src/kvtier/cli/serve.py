@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from kvtier.deploy.plan.plan import Part
-from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.plan.deployment import load_plan
+from kvtier.deploy.plan.parts import DeploymentPart
 from kvtier.deploy.run.log import DeploymentLog
 from kvtier.deploy.run.supervisor import Supervisor
 from kvtier.errors import ConfigError
@@ -32,7 +32,7 @@ def serve(deployment: Path) -> None:
     folder = _runtime_folder()
     try:
         plan = load_plan(deployment, folder)
-        parts: list[Part] = [*plan.caches, *plan.engines, plan.http]
+        parts: list[DeploymentPart] = [*plan.caches, *plan.engines, plan.http]
         names = ["kvtier", *(part.name for part in parts)]
         supervisor = Supervisor(plan, DeploymentLog(sys.stderr, names), folder)
     except ConfigError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvtier.engine.schedule.request import Request
 
 
@@ -28,6 +30,20 @@ class Completion:
     ttft_s: float
     time_per_output_token_s: float
     cached_tokens: dict[str, int]
+
+
+class StreamPiece(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought for answer `index`: new tokens and text, and at its end the whole completion.
+
+    `logprobs[i]` are those of `token_ids[i]`, by token id, when they were asked for. `text` may be empty: a stop
+    string, or a character, is not complete. The engine makes a piece, and the HTTP server gets it as it is.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[int, float]] | None = None
+    completion: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, overload
 
-from kvtier.engine.answer import Completion, completion_of
-from kvtier.engine.engine import Engine, Progress
+from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.engine import Engine, StepOutput
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineStopped, RequestError
 
@@ -34,20 +34,6 @@ class Admitted:
     """The engine has taken a prompt in: it waits for its turn, or is being computed."""
 
     prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPiece:
-    """What came for answer `index`: new tokens and text, and at its end the whole completion.
-
-    `logprobs[i]` are those of `token_ids[i]`, by token id, when they were asked for.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    logprobs: list[dict[int, float]] | None
-    completion: Completion | None
 
 
 News = Admitted | StreamPiece | Exception
@@ -337,17 +323,13 @@ class EngineClient:
         self._served[request_id] = (arrival.submission, arrival.sink)
         self._put(arrival.sink, [(request_id, Admitted(requests[0].prompt_tokens))])
 
-    def _pass_on(self, progress: Iterable[Progress]) -> None:
+    def _pass_on(self, outputs: Iterable[StepOutput]) -> None:
         """To each sink what came for it; prompts whose answers are all complete are forgotten afterwards."""
         news: dict[PieceSink, list[tuple[str, News]]] = {}
         finished = set()
-        for one in progress:
-            request = one.request
-            completion = None
-            if one.is_finished:
-                completion = completion_of(request, self._engine.text_of(request))
+        for request, piece in outputs:
+            if piece.completion is not None:
                 finished.add(request.group)
-            piece = StreamPiece(request.index, one.token_ids, one.text, one.logprobs, completion)
             news.setdefault(self._served[request.group][1], []).append((request.group, piece))
         for sink, items in news.items():
             self._put(sink, items)

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -20,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
-from kvtier.engine.answer import AnswerText, cached_tokens_of
+from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tokens_of, completion_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS
 from kvtier.engine.device.decode_graphs import MAX_GRAPH_ROWS
@@ -40,6 +39,7 @@ from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTo
 from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress, load_model
 from kvtier.models.progress import terminal_progress
+from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.models.tokenizer import TextStream, Tokenizer
 from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
@@ -57,23 +57,12 @@ _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
 
 _MAX_EXPLANATIONS = 4096
-_MIN_BEGINNING = 4096
 _EXPLAINED_TOKENS = 64
 """So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
 
-@dataclass(slots=True)
-class Progress:
-    """What a step brought for one request: `text` to show, and whether it is over.
-
-    `logprobs` are those of `token_ids`, when they were asked for.
-    """
-
-    request: Request
-    token_ids: list[int]
-    text: str
-    logprobs: list[dict[int, float]] | None
-    is_finished: bool
+StepOutput = tuple[Request, StreamPiece]
+"""A request, and what a step brought for it."""
 
 
 class Engine:
@@ -116,6 +105,7 @@ class Engine:
         # A block is kept spare: yoco copies from one while its request has all others.
         capacity = (num_blocks - 1) * config.block_size
         self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
+        self.prompts = PromptEncoder(self.tokenizer, self.max_model_len)
         self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]]
         self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
         try:
@@ -180,32 +170,9 @@ class Engine:
         """Blocks that nobody needs are being copied away: a step, even an empty one, takes back those that are."""
         return self.transfer.has_stores
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """From any thread. Raises `InvalidParameter` when the model has no tokenizer, and for half characters.
-
-        And `PromptTooLong` for text that is far too long to be encoded.
-        """
-        if self.tokenizer is None:
-            raise InvalidParameter("this model has no tokenizer: pass token ids")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidParameter(f"the prompt is no valid text: {error.reason} at character {error.start}") from None
-        self._refuse_endless(text)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _refuse_endless(self, text: str) -> None:
-        """Text whose beginning alone is too long is not encoded to its end: that could take minutes and gigabytes."""
-        assert self.tokenizer is not None
-        num_characters = max(_MIN_BEGINNING, 8 * self.max_model_len)
-        while len(text) > num_characters:
-            count = len(self.tokenizer.encode(text[:num_characters], add_special_tokens=False))
-            if count > self.max_model_len:
-                raise PromptTooLong(
-                    f"the prompt has more than {count} tokens, "
-                    f"but at most {self.max_model_len - 1} leave room for an answer"
-                )
-            num_characters *= 8
+    def encode(self, text: str) -> list[int]:
+        """From any thread. Raises as `PromptEncoder.encode` does."""
+        return self.prompts.encode(text)
 
     def add(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = ""
@@ -261,10 +228,10 @@ class Engine:
         """From any thread: if a step waits for a tier, look for new requests first."""
         self.transfer.wake()
 
-    def abort(self, request_id: str) -> list[Progress]:
+    def abort(self, request_id: str) -> list[StepOutput]:
         """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
         news = [
-            self._end(request, FinishReason.ABORT)
+            (request, self._end(request, FinishReason.ABORT))
             for request in list(self._requests.get(request_id, ()))
             if request.status is not Status.FINISHED
         ]
@@ -275,10 +242,7 @@ class Engine:
         """The requests of a prompt, one for each answer, until it is forgotten."""
         return self._requests[request_id]
 
-    def text_of(self, request: Request) -> str:
-        return self._texts[request].text if request in self._texts else ""
-
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Prepare and hand over a step, then look at the results of one that is due, if any.
 
         If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
@@ -378,8 +342,8 @@ class Engine:
         while self._under_way:
             self._under_way.popleft().close()
 
-    def _step(self) -> list[Progress]:
-        news: list[Progress] = []
+    def _step(self) -> list[StepOutput]:
+        news: list[StepOutput] = []
         if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
             # The device has enough to do, and half as many launches in its queue as that holds: who waits for room in
             # it holds up copies, too. And tokens need not wait until another such step is handed over.
@@ -408,7 +372,7 @@ class Engine:
             news += self._look_at_oldest()
         return news
 
-    def _look_at_oldest(self) -> list[Progress]:
+    def _look_at_oldest(self) -> list[StepOutput]:
         """Give the tokens of the oldest step under way to their requests."""
         if not self._under_way[0].is_done:
             collect_young()
@@ -418,13 +382,13 @@ class Engine:
             request = row.request
             request.num_in_flight -= 1
             if request.status is not Status.FINISHED:
-                news.append(self._take(request, result))
+                news.append((request, self._take(request, result)))
         self._counts.output_tokens += len(news)
         if news:
             self._latency_guard.note_handed_out()
         return news
 
-    def _take(self, request: Request, result: TokenResult) -> Progress:
+    def _take(self, request: Request, result: TokenResult) -> StreamPiece:
         token_id = result.token_id
         request.tokens.append(token_id)
         if result.logprobs is not None:
@@ -439,9 +403,9 @@ class Engine:
             return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
             return self._end(request, FinishReason.LENGTH, [token_id])
-        return _progress(request, [token_id], text.take(), is_finished=False)
+        return _piece(request, [token_id], text.take())
 
-    def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> Progress:
+    def _end(self, request: Request, reason: FinishReason, token_ids: Sequence[int] = ()) -> StreamPiece:
         self.scheduler.finish(request, reason)
         self.runner.forget(request)
         request.times.finished_at = time.monotonic()
@@ -451,7 +415,7 @@ class Engine:
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
         self._count_end(request)
-        return _progress(request, list(token_ids), text.take(), is_finished=True)
+        return _piece(request, list(token_ids), text.take(), completion_of(request, text.text))
 
     def explain(self, request_id: str) -> Explanation:
         """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
@@ -522,11 +486,11 @@ class Engine:
         return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
 
 
-def _progress(request: Request, token_ids: list[int], text: str, *, is_finished: bool) -> Progress:
+def _piece(request: Request, token_ids: list[int], text: str, completion: Completion | None = None) -> StreamPiece:
     logprobs = None
     if request.params.logprobs is not None:
         logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
-    return Progress(request, token_ids, text, logprobs, is_finished)
+    return StreamPiece(request.index, token_ids, text, logprobs, completion)
 
 
 def _make_current(device: torch.device) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.engine.answer import RequestOutput, completion_of
+from kvtier.engine.answer import Completion, RequestOutput
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.engine import Engine
 from kvtier.engine.progress import prompt_progress
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.engine.schedule.request import Request
 from kvtier.errors import ConfigError, InvalidParameter, RequestError
 from kvtier.tiers.explanation import Explanation
 
@@ -104,19 +103,18 @@ class LLM:
         advance: Callable[[int], None],
     ) -> None:
         engine = self.engine
-        places: dict[str, tuple[int, list[Request]]] = {}
-        left: dict[str, int] = {}
+        places: dict[str, int] = {}
+        left: dict[str, list[Completion]] = {}  # of prompts under way, the answers that are complete
 
         def step() -> None:
-            for news in engine.step():
-                if not news.is_finished:
+            for request, piece in engine.step():
+                if piece.completion is None:
                     continue
-                group = news.request.group
-                left[group] -= 1
-                if not left[group]:
-                    del left[group]
-                    place, requests = places[group]
-                    outputs[place] = _output(engine, group, requests)
+                group = request.group
+                left[group].append(piece.completion)
+                if len(left[group]) == len(engine.requests_of(group)):
+                    answers = sorted(left.pop(group), key=lambda answer: answer.index)
+                    outputs[places[group]] = RequestOutput(group, request.tokens[: request.prompt_tokens], answers)
                     engine.forget(group)
                     advance(1)
 
@@ -132,8 +130,8 @@ class LLM:
                     outputs[place] = RequestOutput(request_id, ids, error=str(error))
                     advance(1)
                     continue
-                places[request_id] = (place, requests)
-                left[request_id] = len(requests)
+                places[request_id] = place
+                left[request_id] = []
                 num_tokens += requests[0].prompt_tokens
                 if not has_begun and num_tokens >= engine.config.max_num_batched_tokens:
                     prompt_s = (time.perf_counter() - started_at) / (place + 1)
@@ -147,15 +145,6 @@ class LLM:
                 engine.abort(request_id)
                 engine.forget(request_id)
             raise
-
-
-def _output(engine: Engine, request_id: str, requests: Sequence[Request]) -> RequestOutput:
-    first = requests[0]
-    return RequestOutput(
-        request_id,
-        first.tokens[: first.prompt_tokens],
-        [completion_of(request, engine.text_of(request)) for request in requests],
-    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtier.blocks.weights import read_safetensors_header
 from kvtier.errors import ConfigError
-from kvtier.models.json_fields import Fields, read_json_object
+from kvtier.models.json_object import JsonObject, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -88,7 +88,7 @@ def _single_file(folder: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = Fields(read_json_object(path), str(path)).inner("weight_map").values
+    weight_map = JsonObject(read_json_object(path), str(path)).inner("weight_map").values
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name or not file:
             raise ConfigError(f"{path}: the file of {name} must be a file name, not {file!r}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
 from kvtier.errors import ConfigError
-from kvtier.models.json_fields import Fields, read_json_object
+from kvtier.models.json_object import JsonObject, read_json_object
 from kvtier.models.quantization.config import GptqConfig, read_quantization
 from kvtier.models.rope_config import RopeConfig, read_rope
 
@@ -104,7 +104,7 @@ def read_config(source: Path | Mapping[str, Any]) -> ModelConfig:
     Raises `ConfigError`, naming file and field, when something is missing, malformed or not known.
     """
     if isinstance(source, Mapping):
-        return _parse(Fields(source, "the model config"), Fields({}, ""))
+        return _parse(JsonObject(source, "the model config"), JsonObject({}, ""))
     path = source / CONFIG_FILE
     if not source.is_dir():
         raise ConfigError(f"there is no model folder {source}")
@@ -112,12 +112,12 @@ def read_config(source: Path | Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"{source} has no {CONFIG_FILE}")
     generation = source / GENERATION_CONFIG_FILE
     return _parse(
-        Fields(read_json_object(path), str(path)),
-        Fields(read_json_object(generation) if generation.is_file() else {}, str(generation)),
+        JsonObject(read_json_object(path), str(path)),
+        JsonObject(read_json_object(generation) if generation.is_file() else {}, str(generation)),
     )
 
 
-def _parse(fields: Fields, generation: Fields) -> ModelConfig:
+def _parse(fields: JsonObject, generation: JsonObject) -> ModelConfig:
     architecture = _architecture(fields)
     traits = _TRAITS[architecture]
     activation = fields.text("hidden_act", "silu")
@@ -166,7 +166,7 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
     )
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: JsonObject) -> str:
     names = fields.texts("architectures")
     if not names:
         raise ConfigError(f"{fields.where}: architectures is empty")
@@ -177,14 +177,14 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: JsonObject) -> str:
     dtype = fields.text("dtype", fields.text("torch_dtype", "bfloat16")).removeprefix("torch.")
     if dtype not in COMPUTE_DTYPES or dtype not in DTYPE_BYTES:
         raise fields.wrong("dtype", f"one of {', '.join(COMPUTE_DTYPES)}", dtype)
     return dtype
 
 
-def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: JsonObject, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     is_qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
     has_windows = fields.flag("use_sliding_window", False) if is_qwen else architecture == "MistralForCausalLM"
     # An absent window is the family's 4096; null says that there is none.

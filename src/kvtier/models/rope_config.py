@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
-from kvtier.models.json_fields import Fields
+from kvtier.models.json_object import JsonObject
 
 _DEFAULT_THETA = 10000.0
 
@@ -50,7 +50,7 @@ class RopeConfig:
 
 
 def read_rope(
-    fields: Fields, *, head_dim: int, max_positions: int, is_interleaved: bool, partial_factor: float
+    fields: JsonObject, *, head_dim: int, max_positions: int, is_interleaved: bool, partial_factor: float
 ) -> RopeConfig:
     """The rope of the config in `fields`; `partial_factor` is the family's share of a head that rotates."""
     parameters = fields.inner("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
@@ -73,7 +73,7 @@ def read_rope(
     return _with_scaling(rope, parameters, max_positions)
 
 
-def _with_scaling(rope: RopeConfig, parameters: Fields, max_positions: int) -> RopeConfig:
+def _with_scaling(rope: RopeConfig, parameters: JsonObject, max_positions: int) -> RopeConfig:
     if rope.kind is RopeKind.DEFAULT:
         return rope
     factor = parameters.number("factor")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api import json_body as fields
-from kvtier.api.client_connection import MAX_HEAD_BYTES, Connection
+from kvtier.api import json_body
+from kvtier.api.client_connection import MAX_HEAD_BYTES, ClientConnection
 from kvtier.api.server import raise_file_limit
 from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running
 from tests.support.openai_asking import CHAT, chat_body, raw_post, receive_until
@@ -36,8 +36,8 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 
 @pytest.fixture
 def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_timeout_s", _SHORT_S)
-    monkeypatch.setattr(fields, "BODY_TIMEOUT_S", _SHORT_S)
+    monkeypatch.setattr(ClientConnection, "head_timeout_s", _SHORT_S)
+    monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", _SHORT_S)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,9 @@ def freeze(server: Running, *engines: FakeEngine) -> None:
     names = {engine.hello.engine for engine in engines}
     for engine in engines:
         engine.freeze()
-    wait_until(lambda: {link.name for link in server.service.engines.links if link.is_hung} == names)
+    wait_until(
+        lambda: {connection.name for connection in server.service.engines.connections if connection.is_hung} == names
+    )
 
 
 def test_engines_with_nothing_to_do_are_not_hung(server: Running) -> None:
@@ -96,8 +98,8 @@ def test_a_hung_engine_that_dies_is_away_and_not_hung(server: Running, engines: 
     engines[0].thaw()
     engines[0].stop()
 
-    link = server.service.engines.links[0]
-    wait_until(lambda: link.hello is None and not link.is_hung)
+    connection = server.service.engines.connections[0]
+    wait_until(lambda: connection.hello is None and not connection.is_hung)
 
 
 def test_what_is_under_way_at_a_hung_engine_ends_when_it_answers_again(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.deploy.plan.plan import Plan
-from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.plan.deployment import load_plan
+from kvtier.deploy.plan.parts import DeploymentPlan
 from kvtier.errors import ConfigError
 
-Deploy = Callable[[str], Plan]
+Deploy = Callable[[str], DeploymentPlan]
 Refuse = Callable[[str], list[str]]
 
 
@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def deploy(here: Path) -> Deploy:
     """The plan of a file with this text."""
 
-    def load(text: str) -> Plan:
+    def load(text: str) -> DeploymentPlan:
         Path("deploy.yml").write_text(textwrap.dedent(text), encoding="utf-8")
         return load_plan(Path("deploy.yml"), Path("/run/kvtier"))
 

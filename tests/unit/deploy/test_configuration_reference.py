@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.deploy.plan.planning import read_deployment
+from kvtier.deploy.plan.deployment import read_deployment
 from scripts import configuration_reference
 
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", configuration_reference.page(), re.DOTALL)

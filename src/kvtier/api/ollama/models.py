@@ -65,7 +65,7 @@ def _tag(service: Service, model: ServedModel, name: str) -> dict[str, object]:
 
 
 def _process(model: ServedModel) -> dict[str, object]:
-    hellos = [link.hello for link in model.links if link.hello is not None]
+    hellos = [connection.hello for connection in model.connections if connection.hello is not None]
     return {
         "name": model.name,
         "model": model.name,

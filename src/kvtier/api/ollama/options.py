@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import Fields
+from kvtier.api.json_body import JsonBody
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import InvalidParameter
 
@@ -35,7 +35,7 @@ _WHOLE_TEXT = -1
 _ANY_SEED = -1
 
 
-def sampling_params(options: Fields, defaults: Mapping[str, object], *, logprobs: int | None) -> SamplingParams:
+def sampling_params(options: JsonBody, defaults: Mapping[str, object], *, logprobs: int | None) -> SamplingParams:
     """What `options` ask for, else the model's `defaults`, else Ollama's. Raises a `HttpError` about what is wrong."""
     asked = _asked(options)
     _check_context(options)
@@ -45,13 +45,13 @@ def sampling_params(options: Fields, defaults: Mapping[str, object], *, logprobs
     try:
         params = SamplingParams(**values)
     except InvalidParameter as error:
-        raise _problem(error) from error
+        raise _in_ollamas_words(error) from error
     _check_span_of_penalties(options, params)
     options.refuse_rest()
     return params
 
 
-def _asked(options: Fields) -> dict[str, object]:
+def _asked(options: JsonBody) -> dict[str, object]:
     asked: dict[str, object] = {}
     for name, ours in _NUMBERS.items():
         number = options.number(name)
@@ -75,14 +75,14 @@ def _asked(options: Fields) -> dict[str, object]:
     return asked
 
 
-def _check_context(options: Fields) -> None:
+def _check_context(options: JsonBody) -> None:
     """The model's own length holds: Ollama too cuts what is more."""
     num_ctx = options.whole("num_ctx")
     if num_ctx is not None and num_ctx <= 0:
         raise HttpError(400, f"options.num_ctx must be positive, not {num_ctx}", "invalid_value", "options.num_ctx")
 
 
-def _check_machine(options: Fields) -> None:
+def _check_machine(options: JsonBody) -> None:
     """How the model runs was decided when it was deployed: only the types are looked at."""
     for name in _MACHINE_NUMBERS:
         options.whole(name)
@@ -90,7 +90,7 @@ def _check_machine(options: Fields) -> None:
         options.flag(name)
 
 
-def _refuse_other_samplers(options: Fields) -> None:
+def _refuse_other_samplers(options: JsonBody) -> None:
     if options.whole("mirostat"):
         raise options.refuse("mirostat", "is not supported here: only 0 is")
     for name in ("mirostat_tau", "mirostat_eta"):  # without mirostat they mean nothing, in Ollama too
@@ -103,7 +103,7 @@ def _refuse_other_samplers(options: Fields) -> None:
             raise options.refuse(name, "is not supported here: only false is")
 
 
-def _check_span_of_penalties(options: Fields, params: SamplingParams) -> None:
+def _check_span_of_penalties(options: JsonBody, params: SamplingParams) -> None:
     span = options.whole("repeat_last_n")
     spares_newlines = options.flag("penalize_newline") is False
     if not params.has_penalties:
@@ -115,7 +115,7 @@ def _check_span_of_penalties(options: Fields, params: SamplingParams) -> None:
         raise options.refuse("penalize_newline", "is not supported with penalties: only true is")
 
 
-def _problem(error: InvalidParameter) -> HttpError:
+def _in_ollamas_words(error: InvalidParameter) -> HttpError:
     """Its sentence begins with a name of ours; whoever asked knows Ollama's."""
     name, _, rest = str(error).partition(" ")
     shown = "top_logprobs" if name == "logprobs" else f"options.{OLLAMA_NAMES.get(name, name)}"

@@ -1,15 +1,15 @@
-"""The bodies of `/api/generate` and `/api/chat`, read into what the engine is asked."""
+"""The bodies of Ollama's API, read into what the engine is asked. A field that would be ignored is refused instead."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import re
 from dataclasses import dataclass
 
 from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import Fields
+from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.options import sampling_params
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, Prompt, TextPrompt
 from kvtier.engine.sampling_params import SamplingParams
@@ -38,28 +38,10 @@ _REFUSED = {
 }
 
 
-class Kind(enum.Enum):
-    GENERATE = enum.auto()
-    CHAT = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A prompt to answer. `name` is what the client calls the model."""
-
-    kind: Kind
-    name: str
-    model: ServedModel
-    prompt: Prompt
-    params: SamplingParams
-    is_streamed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel:
     """Nothing to answer: Ollama would load or unload the model, which here is there as long as the deployment."""
 
-    kind: Kind
     name: str
     done_reason: str
 
@@ -81,15 +63,15 @@ def hello_of(model: ServedModel) -> Hello:
     return hello
 
 
-def read_generate(fields: Fields, engines: Engines) -> Ask | Load:
+def read_generate(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
     """Raises a `HttpError` for a body that cannot be served as asked, `EngineAway` while the model is away."""
-    text = fields.text("prompt") or ""
-    system = fields.text("system") or ""
-    is_raw = fields.flag("raw") or False
+    text = body.text("prompt") or ""
+    system = body.text("system") or ""
+    is_raw = body.flag("raw") or False
     if is_raw and system:
-        raise fields.refuse("raw", "does not go with system")
-    _refuse(fields, "suffix", "template", "context", "images")
-    rest = _read_rest(fields, engines, Kind.GENERATE)
+        raise body.refuse("raw", "does not go with system")
+    _refuse(body, "suffix", "template", "context", "images")
+    rest = _read_rest(body, engines)
     if not text:
         return rest.load()
     hello = hello_of(rest.model)
@@ -99,12 +81,12 @@ def read_generate(fields: Fields, engines: Engines) -> Ask | Load:
     return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
 
 
-def read_chat(fields: Fields, engines: Engines) -> Ask | Load:
+def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
     """As `read_generate`."""
-    given = fields.items("messages") or []
+    given = body.items("messages") or []
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
-    _refuse(fields, "tools")
-    rest = _read_rest(fields, engines, Kind.CHAT)
+    _refuse(body, "tools")
+    rest = _read_rest(body, engines)
     if not messages:
         return rest.load()
     if messages[-1].role == "assistant":
@@ -116,24 +98,23 @@ def read_chat(fields: Fields, engines: Engines) -> Ask | Load:
 class _Rest:
     """What both endpoints take."""
 
-    kind: Kind
     name: str
     model: ServedModel
-    options: Fields
+    options: JsonBody
     logprobs: int | None
     is_streamed: bool
     is_unload: bool
     is_thinking_off: bool
 
-    def load(self) -> Load:
+    def load(self) -> LoadModel:
         if self.is_unload:
-            return Load(self.kind, self.name, "unload")
+            return LoadModel(self.name, "unload")
         hello_of(self.model)
         self._params()  # whoever loads a model with options asks with them later
-        return Load(self.kind, self.name, "load")
+        return LoadModel(self.name, "load")
 
-    def ask(self, prompt: Prompt) -> Ask:
-        return Ask(self.kind, self.name, self.model, prompt, self._params(), self.is_streamed)
+    def ask(self, prompt: Prompt) -> GenerationRequest:
+        return GenerationRequest(self.name, self.model, [prompt], self._params(), self.is_streamed)
 
     def template_values(self, hello: Hello) -> dict[str, object]:
         """Only names that the model's template knows."""
@@ -143,57 +124,56 @@ class _Rest:
         return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
 
 
-def _read_rest(fields: Fields, engines: Engines, kind: Kind) -> _Rest:
-    name = fields.needed_text("model")
+def _read_rest(body: JsonBody, engines: Engines) -> _Rest:
+    name = body.needed_text("model")
     model = find_model(engines, name)
-    _refuse(fields, "format", "think", "truncate", "shift")
+    _refuse(body, "format", "think", "truncate", "shift")
     rest = _Rest(
-        kind=kind,
         name=name,
         model=model,
-        options=fields.inner("options") or Fields({}),
-        logprobs=_read_logprobs(fields),
-        is_streamed=fields.flag("stream") is not False,
-        is_unload=_is_zero_duration(fields, "keep_alive"),
-        is_thinking_off=fields.value("think") is False,
+        options=body.inner("options") or JsonBody({}),
+        logprobs=_read_logprobs(body),
+        is_streamed=body.flag("stream") is not False,
+        is_unload=_is_zero_duration(body, "keep_alive"),
+        is_thinking_off=body.value("think") is False,
     )
-    fields.refuse_rest()
+    body.refuse_rest()
     return rest
 
 
-def _refuse(fields: Fields, *names: str) -> None:
+def _refuse(body: JsonBody, *names: str) -> None:
     """What is empty, false or zero asks for nothing: clients send such fields with every request."""
     for name in names:
-        if fields.value(name):
-            raise fields.refuse(name, _REFUSED[name])
+        if body.value(name):
+            raise body.refuse(name, _REFUSED[name])
 
 
 def _read_message(given: object, path: str) -> ChatMessage:
     if not isinstance(given, dict):
         raise HttpError(400, f"{path} must be an object with role and content", "invalid_type", path)
-    fields = Fields(given, f"{path}.")
-    role = fields.needed_text("role").lower()
+    body = JsonBody(given, f"{path}.")
+    role = body.needed_text("role").lower()
     if role not in _ROLES:
-        raise fields.wrong("role", "system, user or assistant")
-    content = fields.text("content") or ""
-    _refuse(fields, "images", "tool_calls", "tool_name", "thinking")
-    fields.refuse_rest()
+        raise body.wrong("role", "system, user or assistant")
+    content = body.text("content") or ""
+    _refuse(body, "images", "tool_calls", "tool_name", "thinking")
+    body.refuse_rest()
     return ChatMessage(role, content)
 
 
-def _read_logprobs(fields: Fields) -> int | None:
-    num_top = fields.whole("top_logprobs") or 0
-    if fields.flag("logprobs"):
+def _read_logprobs(body: JsonBody) -> int | None:
+    num_top = body.whole("top_logprobs") or 0
+    if body.flag("logprobs"):
         return num_top
     if num_top:
-        raise fields.refuse("top_logprobs", "needs logprobs")
+        raise body.refuse("top_logprobs", "needs logprobs")
     return None
 
 
-def _is_zero_duration(fields: Fields, name: str) -> bool:
-    value = fields.value(name)
+def _is_zero_duration(body: JsonBody, name: str) -> bool:
+    value = body.value(name)
     if isinstance(value, str):
         if not _DURATION.fullmatch(value):
-            raise fields.wrong(name, 'seconds, or a duration such as "5m" or "1h30m"')
+            raise body.wrong(name, 'seconds, or a duration such as "5m" or "1h30m"')
         return not re.search("[1-9]", value)
-    return fields.number(name) == 0
+    return body.number(name) == 0

@@ -1,28 +1,25 @@
-"""An answer on its way from an engine to a client of Ollama's API: lines of JSON as it grows, or one object."""
+"""The shapes of what Ollama's API answers: lines of JSON as an answer grows, or one object. All are bytes."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvtier.api.access import Tenant
-from kvtier.api.engine_connection import Answers
-from kvtier.api.ollama.requests import Ask, Kind, Load
-from kvtier.api.service import Service
-from kvtier.engine.process.messages import End, LikelyToken, Piece, TokenLogprobs
-from kvtier.errors import EngineStopped, KvtierError
+from kvtier.api.generation import Usage, WholeAnswer
+from kvtier.api.logprobs import SampledToken
+from kvtier.api.ollama.requests import LoadModel
+from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.errors import KvtierError
 
 logger = logging.getLogger(__name__)
 
-_DONE_REASONS = ("stop", "length")
-_LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+INTERNAL_ERROR = "internal error: the server's log says more"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,16 +29,6 @@ class _Message(msgspec.Struct):
     content: str
 
 
-class _Token(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class _SampledToken(_Token):
-    top_logprobs: list[_Token]
-
-
 class _Line(msgspec.Struct, kw_only=True):
     """One object of Ollama's; durations are in nanoseconds. `cached_tokens` by tier is ours."""
 
@@ -49,7 +36,7 @@ class _Line(msgspec.Struct, kw_only=True):
     created_at: datetime
     response: str | UnsetType = UNSET
     message: _Message | UnsetType = UNSET
-    logprobs: list[_SampledToken] | UnsetType = UNSET
+    logprobs: Sequence[SampledToken] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -61,117 +48,86 @@ class _Line(msgspec.Struct, kw_only=True):
     cached_tokens: dict[str, int] | UnsetType = UNSET
 
 
-def loaded(load: Load) -> bytes:
-    line = _line(load, "")
-    line.done = True
-    line.done_reason = load.done_reason
-    return _encode(line)
+class _OllamaShape(ABC):
+    """What `/api/generate` and `/api/chat` share. `name` is what the client calls the model."""
 
+    media_type = "application/x-ndjson"
 
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """One prompt while it is answered. Its blocks are freed when `lines` is closed or `whole` ends, however it ends."""
+    def __init__(self, name: str, request_id: str) -> None:
+        self._name = name
+        self._request_id = request_id
+        self._started_ns = time.monotonic_ns()
 
-    service: Service
-    ask: Ask
-    tenant: Tenant
-    request_id: str
-    started_ns: int = field(default_factory=time.monotonic_ns)
+    @abstractmethod
+    def line(self, text: str) -> _Line: ...
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The first is empty: the engine has taken the prompt. What is wrong with that was raised before.
-
-        What goes wrong later is a line too, the last one.
-        """
-        with self.service.place():
-            answers = await self._submit()
-            try:
-                yield b""
-                async for piece in answers:
-                    if line := self._lines_of(piece, answers):
-                        yield line
-            except KvtierError as error:
-                yield _error_line(str(error))
-            except Exception:
-                logger.exception("request %s failed", self.request_id)
-                yield _error_line("internal error: the server's log says more")
-            finally:
-                answers.close()
-
-    async def whole(self) -> bytes:
-        """All of it in one object. Raises a `HttpError` or a `KvtierError`."""
-        text = ""
-        logprobs: list[TokenLogprobs] = []
-        with self.service.place():
-            answers = await self._submit()
-            try:
-                async for piece in answers:
-                    text += piece.text
-                    logprobs += piece.logprobs or ()
-                    if piece.end is not None:
-                        return _encode(self._last(text, logprobs, answers, piece.end))
-            finally:
-                answers.close()
-        raise EngineStopped("the engine ended the answer without a word")
-
-    async def _submit(self) -> Answers:
-        ask = self.ask
-        return await self.service.submit(
-            ask.model, ask.prompt, ask.params, request_id=self.request_id, tenant=self.tenant
-        )
-
-    def _lines_of(self, piece: Piece, answers: Answers) -> bytes:
-        came = b""
-        if piece.text or piece.logprobs:
-            line = _line(self.ask, piece.text)
-            if piece.logprobs:
-                line.logprobs = _tokens(piece.logprobs)
-            came = _encode(line) + b"\n"
-        if piece.end is not None:
-            came += _encode(self._last("", (), answers, piece.end)) + b"\n"
-        return came
-
-    def _last(self, text: str, logprobs: Sequence[TokenLogprobs], answers: Answers, end: End) -> _Line:
-        if end.finish_reason not in _DONE_REASONS:
-            raise EngineStopped(f"the engine gave the answer up ({end.finish_reason})")
-        self.service.count(self.ask.model, answers.prompt_tokens, end)
-        line = _line(self.ask, text)
-        if logprobs:
-            line.logprobs = _tokens(logprobs)
+    def loaded(self, load: LoadModel) -> bytes:
+        line = self.line("")
         line.done = True
-        line.done_reason = end.finish_reason
-        line.total_duration = time.monotonic_ns() - self.started_ns
+        line.done_reason = load.done_reason
+        return _encode(line)
+
+    def chunk(
+        self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
+    ) -> bytes:
+        lines = b""
+        if piece.text or logprobs:
+            line = self.line(piece.text)
+            if logprobs:
+                line.logprobs = logprobs
+            lines = _encode(line) + b"\n"
+        if piece.completion is not None:
+            lines += _encode(self._ended(self.line(""), piece.completion, prompt_tokens)) + b"\n"
+        return lines
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: Exception) -> bytes:
+        if isinstance(error, KvtierError):
+            return error_body(str(error)) + b"\n"
+        logger.error("request %s failed", self._request_id, exc_info=error)
+        return error_body(INTERNAL_ERROR) + b"\n"
+
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
+        [answer] = answers
+        assert answer.completion is not None
+        line = self.line(answer.text)
+        if answer.logprobs:
+            line.logprobs = answer.logprobs
+        return _encode(self._ended(line, answer.completion, usage.prompt_tokens))
+
+    def broken_off(self, reason: str | None) -> str:
+        return f"the engine gave the answer up ({reason})"
+
+    def _ended(self, line: _Line, completion: Completion, prompt_tokens: int) -> _Line:
+        num_tokens = len(completion.token_ids)
+        line.done = True
+        line.done_reason = completion.finish_reason or UNSET
+        line.total_duration = time.monotonic_ns() - self._started_ns
         line.load_duration = 0
-        line.prompt_eval_count = answers.prompt_tokens
-        line.prompt_eval_duration = _nanoseconds(end.ttft_s)
-        line.eval_count = end.output_tokens
-        line.eval_duration = _nanoseconds(end.decode_s)
-        line.cached_tokens = end.cached_tokens
+        line.prompt_eval_count = prompt_tokens
+        line.prompt_eval_duration = _nanoseconds(completion.ttft_s)
+        line.eval_count = num_tokens
+        line.eval_duration = _nanoseconds(completion.time_per_output_token_s * max(0, num_tokens - 1))
+        line.cached_tokens = completion.cached_tokens
         return line
 
 
-def _line(asked: Ask | Load, text: str) -> _Line:
-    now = datetime.now(UTC)
-    if asked.kind is Kind.CHAT:
-        return _Line(model=asked.name, created_at=now, message=_Message("assistant", text))
-    return _Line(model=asked.name, created_at=now, response=text)
+class GenerateShape(_OllamaShape):
+    def line(self, text: str) -> _Line:
+        return _Line(model=self._name, created_at=datetime.now(UTC), response=text)
 
 
-def _error_line(sentence: str) -> bytes:
-    return _encode({"error": sentence}) + b"\n"
+class ChatShape(_OllamaShape):
+    def line(self, text: str) -> _Line:
+        return _Line(model=self._name, created_at=datetime.now(UTC), message=_Message("assistant", text))
+
+
+def error_body(sentence: str) -> bytes:
+    return _encode({"error": sentence})
 
 
 def _nanoseconds(seconds: float) -> int:
     """At least one: clients divide by it, also for an answer of one token."""
     return max(1, round(seconds * 1e9))
-
-
-def _tokens(found: Sequence[TokenLogprobs]) -> list[_SampledToken]:
-    return [
-        _SampledToken(*_token_fields(one.sampled), [_Token(*_token_fields(token)) for token in one.top])
-        for one in found
-    ]
-
-
-def _token_fields(token: LikelyToken) -> tuple[str, float, list[int]]:
-    return token.text, max(token.logprob, _LEAST_LOGPROB), list(token.raw)

@@ -1,16 +1,17 @@
-"""Bodies of OpenAI's API as prompts and sampling parameters. A field that would be ignored is refused instead.
+"""The bodies of OpenAI's API, read into what the engine is asked. A field that would be ignored is refused instead.
 
-No engine and no HTTP here. What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
+What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from kvtier.api.http_error import HttpError, problem_of
-from kvtier.api.json_body import Fields, shown
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.generation import GenerationRequest
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.json_body import JsonBody, shown
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import InvalidParameter
@@ -27,7 +28,7 @@ _RECORDS = ("user", "prompt_cache_key", "safety_identifier")
 _FLAGS = ("ignore_eos", "skip_special_tokens")
 _TOKEN_ID_LIMIT = 1 << 31
 
-# Fields of OpenAI's that are not served: the values, if any, at which they change nothing.
+# JsonBody of OpenAI's that are not served: the values, if any, at which they change nothing.
 _Neutral = Mapping[str, tuple[object, ...]]
 _NEUTRAL: _Neutral = {"logit_bias": ({},)}
 _NEUTRAL_IN_CHAT: _Neutral = {
@@ -58,125 +59,125 @@ _NEUTRAL_IN_MESSAGES: _Neutral = {
 _NEUTRAL_IN_STREAM_OPTIONS: _Neutral = {"include_obfuscation": (False,)}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A body that can be served. Each of `prompts` gets `params.n` answers."""
-
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    is_streamed: bool
-    includes_usage: bool
-    cache_salt: str
-
-
-def read_chat(fields: Fields, default_options: Mapping[str, object]) -> Asked:
-    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
-    prompt = ChatPrompt(_messages(fields), _template_values(fields))
-    values, names = _sampling_values(fields), {"logprobs": "top_logprobs"}
-    values |= _chat_logprobs(fields)
-    if fields.has("max_completion_tokens"):
+def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest:
+    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    name, model = _model(body, engines)
+    prompt = ChatPrompt(_messages(body), _template_values(body))
+    values, names = _sampling_values(body), {"logprobs": "top_logprobs"}
+    values |= _chat_logprobs(body)
+    if body.has("max_completion_tokens"):
         names["max_tokens"] = "max_completion_tokens"
-        max_tokens = fields.whole("max_completion_tokens")
+        max_tokens = body.whole("max_completion_tokens")
         if values.setdefault("max_tokens", max_tokens) != max_tokens:
             raise _invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
-    _refuse_others(fields, _NEUTRAL_IN_CHAT)
-    return _asked(fields, [prompt], _params({"max_tokens": None, **default_options, **values}, names))
+    _refuse_others(body, _NEUTRAL_IN_CHAT)
+    params = _params({"max_tokens": None, **model.options, **values}, names)
+    return _generation_request(body, name, model, [prompt], params)
 
 
-def read_completion(fields: Fields, default_options: Mapping[str, object]) -> Asked:
-    """Raises a `HttpError` that names the field; `default_options` stand for sampling fields that are absent."""
-    prompts = _prompts(fields)
-    values = _sampling_values(fields)
-    logprobs = fields.whole("logprobs")
+def read_completion(body: JsonBody, engines: Engines) -> GenerationRequest:
+    """As `read_chat`."""
+    name, model = _model(body, engines)
+    prompts = _prompts(body)
+    values = _sampling_values(body)
+    logprobs = body.whole("logprobs")
     if logprobs is not None:
         values["logprobs"] = logprobs
-    params = _params({**default_options, **values})
-    best_of = fields.whole("best_of")
+    params = _params({**model.options, **values})
+    best_of = body.whole("best_of")
     if best_of is not None and best_of != params.n:
-        raise fields.refuse("best_of", f"is not supported here, except if it equals n, which is {params.n}")
-    _refuse_others(fields, _NEUTRAL_IN_COMPLETIONS)
-    return _asked(fields, prompts, params)
+        raise body.refuse("best_of", f"is not supported here, except if it equals n, which is {params.n}")
+    _refuse_others(body, _NEUTRAL_IN_COMPLETIONS)
+    return _generation_request(body, name, model, prompts, params)
 
 
-def _asked(fields: Fields, prompts: Sequence[Prompt], params: SamplingParams) -> Asked:
-    """What both bodies have, and the check that nothing was left unread."""
+def _model(body: JsonBody, engines: Engines) -> tuple[str, ServedModel]:
+    """What the client calls it, and the model, whose options stand for sampling fields that are absent."""
+    name = body.needed_text("model")
+    return name, engines.find(name)
+
+
+def _generation_request(
+    body: JsonBody, name: str, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams
+) -> GenerationRequest:
+    """With what both bodies have, and the check that nothing was left unread."""
     if len(prompts) * params.n > MAX_ANSWERS:
         raise _invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
-    is_streamed = fields.flag("stream") or False
-    options = fields.inner("stream_options")
+    is_streamed = body.flag("stream") or False
+    options = body.inner("stream_options")
     if options is not None and not is_streamed:
         raise _invalid("stream_options", "stream_options needs stream to be true")
     includes_usage = options is not None and options.flag("include_usage") is True
     if options is not None:
         _refuse_others(options, _NEUTRAL_IN_STREAM_OPTIONS)
         options.refuse_rest()
-    cache_salt = fields.text("cache_salt")
+    cache_salt = body.text("cache_salt")
     if cache_salt == "":
-        raise fields.wrong("cache_salt", "text that is not empty")
-    _check_records(fields)
-    _refuse_others(fields, _NEUTRAL)
-    fields.refuse_rest()
-    return Asked(prompts, params, is_streamed, includes_usage, cache_salt or "")
+        raise body.wrong("cache_salt", "text that is not empty")
+    _check_records(body)
+    _refuse_others(body, _NEUTRAL)
+    body.refuse_rest()
+    return GenerationRequest(name, model, prompts, params, is_streamed, includes_usage, cache_salt or "")
 
 
-def _check_records(fields: Fields) -> None:
+def _check_records(body: JsonBody) -> None:
     """What callers send for their records changes nothing: only the types are looked at."""
     for name in _RECORDS:
-        fields.text(name)
-    metadata = fields.value("metadata")
+        body.text(name)
+    metadata = body.value("metadata")
     is_of_texts = isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
     if metadata is not None and not is_of_texts:
-        raise fields.wrong("metadata", "an object of texts")
+        raise body.wrong("metadata", "an object of texts")
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> list[ChatMessage]:
-    messages = fields.items("messages")
+def _messages(body: JsonBody) -> list[ChatMessage]:
+    messages = body.items("messages")
     if not messages:
-        raise fields.wrong("messages", "a list of at least one message")
+        raise body.wrong("messages", "a list of at least one message")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: object, path: str) -> ChatMessage:
     if not isinstance(message, dict):
         raise _invalid(path, f"{path} must be an object, not {shown(message)}")
-    fields = Fields(message, f"{path}.")
-    role = _ROLES.get(fields.needed_text("role"))
+    body = JsonBody(message, f"{path}.")
+    role = _ROLES.get(body.needed_text("role"))
     if role is None:
-        raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
-    _refuse_others(fields, _NEUTRAL_IN_MESSAGES)
-    found = ChatMessage(role, _content(fields, path), fields.text("name"))
-    fields.refuse_rest()
+        raise body.wrong("role", f"one of {', '.join(_ROLES)}")
+    _refuse_others(body, _NEUTRAL_IN_MESSAGES)
+    found = ChatMessage(role, _content(body, path), body.text("name"))
+    body.refuse_rest()
     return found
 
 
-def _content(fields: Fields, path: str) -> str:
-    content = fields.value("content")
+def _content(body: JsonBody, path: str) -> str:
+    content = body.value("content")
     if isinstance(content, list):
         return "".join(_text_of_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise fields.wrong("content", "text, or a list of parts of text")
+        raise body.wrong("content", "text, or a list of parts of text")
     return content
 
 
 def _text_of_part(part: object, path: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         raise _invalid(path, f"{path} must be a part of the type text, not {shown(part)}: there is no other here")
-    fields = Fields(part, f"{path}.")
-    fields.value("type")
-    text = fields.needed_text("text")
-    fields.refuse_rest()
+    body = JsonBody(part, f"{path}.")
+    body.value("type")
+    text = body.needed_text("text")
+    body.refuse_rest()
     return text
 
 
-def _template_values(fields: Fields) -> dict[str, object]:
-    values = fields.value("chat_template_kwargs")
+def _template_values(body: JsonBody) -> dict[str, object]:
+    values = body.value("chat_template_kwargs")
     if values is None:
         return {}
     if not isinstance(values, dict) or not _is_plain(values, MAX_TEMPLATE_DEPTH):
-        raise fields.wrong("chat_template_kwargs", f"an object of at most {MAX_TEMPLATE_DEPTH} levels")
+        raise body.wrong("chat_template_kwargs", f"an object of at most {MAX_TEMPLATE_DEPTH} levels")
     return values
 
 
@@ -188,8 +189,8 @@ def _is_plain(value: object, levels_left: int) -> bool:
     return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
 
 
-def _prompts(fields: Fields) -> list[Prompt]:
-    given = fields.value("prompt")
+def _prompts(body: JsonBody) -> list[Prompt]:
+    given = body.value("prompt")
     if given is None:
         raise HttpError(400, "prompt is missing", "missing_field", "prompt")
     if isinstance(given, str):
@@ -203,7 +204,7 @@ def _prompts(fields: Fields) -> list[Prompt]:
             return [TextPrompt(one) for one in given]
         if all(isinstance(one, list) and one and _are_token_ids(one) for one in given):
             return [TokenPrompt(one) for one in given]
-    raise fields.wrong("prompt", "text, a list of texts, a list of token ids, or a list of such lists")
+    raise body.wrong("prompt", "text, a list of texts, a list of token ids, or a list of such lists")
 
 
 def _are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
@@ -216,39 +217,39 @@ def _are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def _sampling_values(fields: Fields) -> dict[str, object]:
+def _sampling_values(body: JsonBody) -> dict[str, object]:
     """Those that were given, by the names of `SamplingParams`."""
-    values: dict[str, object] = {name: fields.number(name) for name in _NUMBERS}
-    values |= {name: fields.whole(name) for name in _WHOLES}
-    values |= {name: fields.flag(name) for name in _FLAGS}
-    values["stop"] = _stop(fields)
-    values["stop_token_ids"] = _stop_token_ids(fields)
+    values: dict[str, object] = {name: body.number(name) for name in _NUMBERS}
+    values |= {name: body.whole(name) for name in _WHOLES}
+    values |= {name: body.flag(name) for name in _FLAGS}
+    values["stop"] = _stop(body)
+    values["stop_token_ids"] = _stop_token_ids(body)
     if values["top_k"] == -1:  # vLLM's word for all of them
         values["top_k"] = 0
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _stop(fields: Fields) -> tuple[str, ...] | None:
-    given = fields.value("stop")
+def _stop(body: JsonBody) -> tuple[str, ...] | None:
+    given = body.value("stop")
     if given is None:
         return None
     strings = given if isinstance(given, list) else [given]
     if not all(isinstance(one, str) and one for one in strings):
-        raise fields.wrong("stop", "text, or a list of texts, none of them empty")
+        raise body.wrong("stop", "text, or a list of texts, none of them empty")
     return tuple(strings)
 
 
-def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
-    given = fields.items("stop_token_ids")
+def _stop_token_ids(body: JsonBody) -> tuple[int, ...] | None:
+    given = body.items("stop_token_ids")
     if given is None:
         return None
     if not _are_token_ids(given):
-        raise fields.wrong("stop_token_ids", "a list of token ids")
+        raise body.wrong("stop_token_ids", "a list of token ids")
     return tuple(given)
 
 
-def _chat_logprobs(fields: Fields) -> dict[str, object]:
-    is_asked, top = fields.flag("logprobs"), fields.whole("top_logprobs")
+def _chat_logprobs(body: JsonBody) -> dict[str, object]:
+    is_asked, top = body.flag("logprobs"), body.whole("top_logprobs")
     if top and not is_asked:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     return {"logprobs": top or 0} if is_asked else {}
@@ -260,19 +261,19 @@ def _params(values: dict[str, Any], names: Mapping[str, str] | None = None) -> S
         return SamplingParams(**values)
     except InvalidParameter as error:
         own, _, rest = str(error).partition(" ")
-        raise problem_of(InvalidParameter(f"{(names or {}).get(own, own)} {rest}")) from error
+        raise http_error_of(InvalidParameter(f"{(names or {}).get(own, own)} {rest}")) from error
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _refuse_others(fields: Fields, neutral: _Neutral) -> None:
+def _refuse_others(body: JsonBody, neutral: _Neutral) -> None:
     """Raises a `HttpError` for a field that has a value at which it would have to change something."""
     for name, values in neutral.items():
-        found = fields.value(name)
+        found = body.value(name)
         if found is not None and not any(type(found) is type(value) and found == value for value in values):
             except_as = f", except as {' or '.join(shown(value) for value in values)}" if values else ""
-            raise fields.refuse(name, f"is not supported here{except_as}")
+            raise body.refuse(name, f"is not supported here{except_as}")
 
 
 def _invalid(parameter: str, sentence: str) -> HttpError:

@@ -6,35 +6,25 @@ A stream has thousands of chunks per second: what is equal in all chunks of an a
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
-from kvtier.api.http_error import HttpError
-from kvtier.engine.process.messages import End, LikelyToken, Piece, TokenLogprobs
+from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.logprobs import SampledToken
+from kvtier.engine.answer import StreamPiece
+from kvtier.errors import KvtierError
 
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
-_LEAST_LOGPROB = -9999.0
-"""What OpenAI says of a token that cannot come: JSON has no infinity."""
-
+_FINGERPRINT_CHARACTERS = 12
 _MAX_SENTENCE_CHARACTERS = 1000
 
 
 # --- what is common ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What every chunk of an answer, and a whole one, begins with. `model` is the name that the client used."""
-
-    id: str
-    model: str
-    system_fingerprint: str | None
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class _CachedTokens(msgspec.Struct):
@@ -49,113 +39,70 @@ class _UsageShape(msgspec.Struct):
     prompt_tokens_details: _CachedTokens
 
 
-@dataclass(slots=True)
-class Usage:
-    """The tokens of all prompts and answers of one request. A prompt counts once, however many answers it has."""
+class _OpenAiShape(ABC):
+    """What chats and completions share. Chunks are server-sent events, of which only the choice differs."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: dict[str, int] = field(default_factory=dict)
+    media_type = "text/event-stream"
+    kind: str
+    chunk_kind: str
 
-    def add_prompt(self, prompt_tokens: int) -> None:
-        self.prompt_tokens += prompt_tokens
+    def __init__(self, asked: GenerationRequest, request_id: str) -> None:
+        self._asked = asked
+        self._request_id = request_id
+        self._head = b"data: " + _encode(self._heading(self.chunk_kind))[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if asked.includes_usage else b"]}\n\n"
 
-    def add_answer(self, index: int, prompt_tokens: int, end: End) -> None:
-        """Answer `index` of a prompt is complete. What was cached is taken from the first one."""
-        self.completion_tokens += end.output_tokens
-        if index:
-            return
-        left = prompt_tokens
-        for tier, count in end.cached_tokens.items():
-            counted = min(count, left)
-            left -= counted
-            self.cached_tokens[tier] = self.cached_tokens.get(tier, 0) + counted
+    @abstractmethod
+    def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
+        """A whole answer."""
 
-    def shape(self) -> _UsageShape:
-        return _UsageShape(
-            self.prompt_tokens,
-            self.completion_tokens,
-            self.prompt_tokens + self.completion_tokens,
-            _CachedTokens(sum(self.cached_tokens.values()), self.cached_tokens),
-        )
+    def end(self, usage: Usage) -> bytes:
+        if not self._asked.includes_usage:
+            return _DONE
+        return self._head + b'],"usage":' + _encode(_usage_shape(usage)) + b"}\n\n" + _DONE
 
+    def error(self, error: Exception) -> bytes:
+        """The official client raises it. No `DONE` follows, for it is not done."""
+        if not isinstance(error, KvtierError):
+            raise error
+        return b"data: " + error_body(http_error_of(error)) + b"\n\n"
 
-class Shape(Protocol):
-    """How the answers to one request look. `choice` counts through all answers of all prompts."""
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
+        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        return _encode({**self._heading(self.kind), "choices": choices, "usage": _usage_shape(usage)})
 
-    def chunk(self, choice: int, piece: Piece) -> bytes:
-        """Events of a stream for what came; empty if there is nothing to say yet."""
+    def broken_off(self, reason: str | None) -> str:
+        return "the engine broke the answer off"
 
-    def usage_chunk(self, usage: Usage) -> bytes: ...
-
-    def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed, from all pieces of each choice."""
-
-
-class _Chunks:
-    """Server-sent events of one answer, of which only the choice differs."""
-
-    def __init__(self, heading: Heading, kind: str, includes_usage: bool) -> None:
-        head = {
-            "id": heading.id,
-            "object": kind,
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": heading.system_fingerprint,
-        }
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
-
-    def of(self, choice: msgspec.Struct) -> bytes:
+    def _event(self, choice: msgspec.Struct) -> bytes:
         return self._head + _encode(choice) + self._tail
 
-    def of_usage(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + _encode(usage.shape()) + b"}\n\n"
-
-
-def _whole(heading: Heading, kind: str, choices: list[msgspec.Struct], usage: Usage) -> bytes:
-    return _encode(
-        {
-            "id": heading.id,
+    def _heading(self, kind: str) -> dict[str, object]:
+        """What every chunk of an answer, and a whole one, begins with."""
+        hello = self._asked.model.hello
+        return {
+            "id": self._request_id,
             "object": kind,
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": heading.system_fingerprint,
-            "choices": choices,
-            "usage": usage.shape(),
+            "created": int(time.time()),
+            "model": self._asked.name,
+            "system_fingerprint": None if hello is None else f"fp_{hello.namespace[:_FINGERPRINT_CHARACTERS]}",
         }
+
+
+def _usage_shape(usage: Usage) -> _UsageShape:
+    return _UsageShape(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        _CachedTokens(sum(usage.cached_tokens.values()), usage.cached_tokens),
     )
-
-
-def _finish_reason(pieces: Sequence[Piece]) -> str | None:
-    end = pieces[-1].end if pieces else None
-    return None if end is None else end.finish_reason
-
-
-def _all_logprobs(pieces: Sequence[Piece]) -> list[TokenLogprobs] | None:
-    if all(piece.logprobs is None for piece in pieces):
-        return None
-    return [one for piece in pieces for one in piece.logprobs or ()]
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-class _ChatLikely(msgspec.Struct):
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class _ChatToken(msgspec.Struct):
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[_ChatLikely]
-
-
 class _ChatLogprobs(msgspec.Struct):
-    content: list[_ChatToken]
+    content: Sequence[SampledToken]
     refusal: None = None
 
 
@@ -184,59 +131,35 @@ class _ChatChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class ChatShape:
-    def __init__(self, heading: Heading, includes_usage: bool) -> None:
-        self._heading = heading
-        self._chunks = _Chunks(heading, "chat.completion.chunk", includes_usage)
+class ChatShape(_OpenAiShape):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, asked: GenerationRequest, request_id: str) -> None:
+        super().__init__(asked, request_id)
         self._begun: set[int] = set()
 
-    def chunk(self, choice: int, piece: Piece) -> bytes:
+    def chunk(
+        self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
+    ) -> bytes:
         """Who speaks comes with the first token, why the answer ended in an event of its own."""
         events = b""
         if choice not in self._begun:
             self._begun.add(choice)
-            events = self._chunks.of(_ChatChunkChoice(choice, _Delta("assistant", "")))
-        if piece.text or piece.logprobs:
-            logprobs = _chat_logprobs(piece.logprobs)
-            events += self._chunks.of(_ChatChunkChoice(choice, _Delta(content=piece.text), logprobs))
-        if piece.end is not None:
-            events += self._chunks.of(_ChatChunkChoice(choice, _Delta(), None, piece.end.finish_reason))
+            events = self._event(_ChatChunkChoice(choice, _Delta("assistant", "")))
+        if piece.text or logprobs:
+            events += self._event(_ChatChunkChoice(choice, _Delta(content=piece.text), _chat_logprobs(logprobs)))
+        if piece.completion is not None:
+            events += self._event(_ChatChunkChoice(choice, _Delta(), None, piece.completion.finish_reason))
         return events
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._chunks.of_usage(usage)
-
-    def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        shaped: list[msgspec.Struct] = [
-            _ChatChoice(
-                index,
-                _ChatMessage("assistant", "".join(piece.text for piece in pieces)),
-                _chat_logprobs(_all_logprobs(pieces)),
-                _finish_reason(pieces),
-            )
-            for index, pieces in enumerate(choices)
-        ]
-        return _whole(self._heading, "chat.completion", shaped, usage)
+    def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
+        message = _ChatMessage("assistant", answer.text)
+        return _ChatChoice(index, message, _chat_logprobs(answer.logprobs), answer.finish_reason)
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprobs] | None) -> _ChatLogprobs | None:
-    if tokens is None:
-        return None
-    return _ChatLogprobs(
-        [
-            _ChatToken(
-                token.sampled.text,
-                list(token.sampled.raw),
-                _logprob(token.sampled),
-                [_ChatLikely(one.text, list(one.raw), _logprob(one)) for one in token.top],
-            )
-            for token in tokens
-        ]
-    )
-
-
-def _logprob(token: LikelyToken) -> float:
-    return max(token.logprob, _LEAST_LOGPROB)
+def _chat_logprobs(tokens: Sequence[SampledToken] | None) -> _ChatLogprobs | None:
+    return None if tokens is None else _ChatLogprobs(tokens)
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -256,46 +179,37 @@ class _TextChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class CompletionShape:
-    def __init__(self, heading: Heading, includes_usage: bool) -> None:
-        self._heading = heading
-        self._chunks = _Chunks(heading, "text_completion", includes_usage)
+class CompletionShape(_OpenAiShape):
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, asked: GenerationRequest, request_id: str) -> None:
+        super().__init__(asked, request_id)
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, choice: int, piece: Piece) -> bytes:
-        if not piece.text and not piece.logprobs and piece.end is None:
+    def chunk(
+        self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
+    ) -> bytes:
+        if not piece.text and not logprobs and piece.completion is None:
             return b""
-        reason = None if piece.end is None else piece.end.finish_reason
-        return self._chunks.of(_TextChoice(choice, piece.text, self._logprobs(choice, piece.logprobs), reason))
+        reason = None if piece.completion is None else piece.completion.finish_reason
+        return self._event(_TextChoice(choice, piece.text, self._logprobs(choice, logprobs), reason))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._chunks.of_usage(usage)
+    def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
+        return _TextChoice(index, answer.text, self._logprobs(index, answer.logprobs), answer.finish_reason)
 
-    def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        shaped: list[msgspec.Struct] = [
-            _TextChoice(
-                index,
-                "".join(piece.text for piece in pieces),
-                self._logprobs(index, _all_logprobs(pieces)),
-                _finish_reason(pieces),
-            )
-            for index, pieces in enumerate(choices)
-        ]
-        return _whole(self._heading, "text_completion", shaped, usage)
-
-    def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs] | None) -> _TextLogprobs | None:
+    def _logprobs(self, choice: int, tokens: Sequence[SampledToken] | None) -> _TextLogprobs | None:
         """The likeliest tokens with the sampled one among them; offsets are into the answer's text."""
         if tokens is None:
             return None
         shaped = _TextLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
-        for token in tokens:
-            shaped.tokens.append(token.sampled.text)
-            shaped.token_logprobs.append(_logprob(token.sampled))
-            likely = {one.text: _logprob(one) for one in reversed(token.top)}
-            shaped.top_logprobs.append({token.sampled.text: _logprob(token.sampled), **likely})
+        for sampled in tokens:
+            shaped.tokens.append(sampled.token)
+            shaped.token_logprobs.append(sampled.logprob)
+            likely = {one.token: one.logprob for one in reversed(sampled.top_logprobs)}
+            shaped.top_logprobs.append({sampled.token: sampled.logprob, **likely})
             shaped.text_offset.append(offset)
-            offset += len(token.sampled.text)
+            offset += len(sampled.token)
         self._offsets[choice] = offset
         return shaped
 
@@ -319,22 +233,17 @@ def one_model(model: ModelShape) -> bytes:
     return _encode(model)
 
 
-def error_body(problem: HttpError) -> bytes:
-    sentence = problem.sentence
+def error_body(error: HttpError) -> bytes:
+    sentence = error.sentence
     if len(sentence) > _MAX_SENTENCE_CHARACTERS:
         sentence = sentence[: _MAX_SENTENCE_CHARACTERS - 3] + "..."
-    error = {
+    fields = {
         "message": sentence,
-        "type": _error_type(problem.status),
-        "param": problem.parameter,
-        "code": problem.code or None,
+        "type": _error_type(error.status),
+        "param": error.parameter,
+        "code": error.code or None,
     }
-    return _encode({"error": error})
-
-
-def error_event(problem: HttpError) -> bytes:
-    """The last event of a stream that failed: the official client raises it. No `DONE` follows, for it is not done."""
-    return b"data: " + error_body(problem) + b"\n\n"
+    return _encode({"error": fields})
 
 
 def _error_type(status: int) -> str:

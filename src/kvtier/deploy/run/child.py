@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.deploy.plan.plan import Part, encode_part
+from kvtier.deploy.plan.parts import DeploymentPart, encode_part
 from kvtier.deploy.run.backoff import Backoff
 from kvtier.deploy.run.reports import Report, decode_report
 
@@ -43,7 +43,7 @@ class Child:
     def __init__(
         self,
         kind: str,
-        part: Part,
+        part: DeploymentPart,
         runtime_folder: Path,
         *,
         place: str = "",

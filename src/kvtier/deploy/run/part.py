@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from kvtier.cacheserver.server import CacheServer
-from kvtier.deploy.plan.plan import CachePart, EnginePart, HttpPart, decode_part
+from kvtier.deploy.plan.parts import CachePart, EnginePart, HttpPart, decode_part
 from kvtier.deploy.run.reports import Failed, Ready, Reporter
 from kvtier.errors import KvtierError
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from kvtier.deploy.plan.plan import CachePart, EnginePart, Plan
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart
 from kvtier.sizes import format_size
 
 _ANY_HOST = ("0.0.0.0", "::", "")
 
 
-def summary(plan: Plan, ports: Sequence[int], facts: Mapping[str, Mapping[str, object]], seconds: float) -> str:
+def summary(
+    plan: DeploymentPlan, ports: Sequence[int], facts: Mapping[str, Mapping[str, object]], seconds: float
+) -> str:
     """`facts` are what each part reported, by its name; `ports` are those of the listeners, in order."""
     lines = ["", f"ready after {seconds:.1f} s"]
     urls: dict[str, str] = {}
@@ -29,7 +31,7 @@ def summary(plan: Plan, ports: Sequence[int], facts: Mapping[str, Mapping[str, o
     return "\n".join(lines)
 
 
-def _engine_lines(plan: Plan, part: EnginePart, facts: Mapping[str, object]) -> list[str]:
+def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, object]) -> list[str]:
     block_tokens, slot_bytes = _whole(facts, "block_tokens"), max(1, _whole(facts, "slot_bytes"))
     kind = "+".join(str(facts[name]) for name in ("dtype", "quantization") if facts.get(name))
     tiers = [f"device {_whole(facts, 'num_blocks')} ({format_size(_whole(facts, 'kv_bytes'))})"]
@@ -59,7 +61,7 @@ def _cache_lines(part: CachePart) -> list[str]:
     ]
 
 
-def _example(plan: Plan, urls: Mapping[str, str]) -> list[str]:
+def _example(plan: DeploymentPlan, urls: Mapping[str, str]) -> list[str]:
     model = plan.engines[0].served_as
     has_keys = bool(plan.http.api.keys)
     messages = [{"role": "user", "content": "Hello!"}]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from kvtier.deploy.plan.plan import Listener, Plan
+from kvtier.deploy.plan.parts import DeploymentPlan, Listener
 from kvtier.deploy.run.child import PART_COMMAND, Child, ChildState
 from kvtier.deploy.run.log import DeploymentLog
 from kvtier.deploy.run.reports import Failed, Progressed, Ready, Report
@@ -51,7 +51,7 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: DeploymentPlan,
         log: DeploymentLog,
         runtime_folder: Path,
         *,

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvtier.engine.answer import StreamPiece
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import RemoteProtocolError
 from kvtier.sizes import format_size
@@ -80,7 +81,7 @@ class AskMetrics(_Message, frozen=True, tag="ask_metrics"):
     number: int
 
 
-Request = Submit | Abort | AskMetrics
+ToEngine = Submit | Abort | AskMetrics
 
 
 # --- from the engine -------------------------------------------------------------------------------------------------
@@ -133,46 +134,15 @@ INVALID = "invalid"
 STOPPED = "stopped"
 
 
-class LikelyToken(msgspec.Struct, frozen=True, array_like=True):
-    """`raw` are its bytes: a token may be part of a character."""
+class StepOutputs(_Message, frozen=True, tag="outputs", omit_defaults=True):
+    """What one step brought for all requests of this connection: pieces with the numbers of their requests.
 
-    text: str
-    raw: bytes
-    logprob: float
+    `token_bytes` are those of every token in a piece's logprobs. A completion comes without text and logprobs, which
+    its pieces have brought, and without the tiers that had nothing cached.
+    """
 
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The token that was sampled, and the likeliest ones, as many as were asked for."""
-
-    sampled: LikelyToken
-    top: list[LikelyToken]
-
-
-class End(msgspec.Struct, frozen=True, array_like=True):
-    """An answer is complete. `cached_tokens` of its prompt are by tier, from fast to slow."""
-
-    finish_reason: str
-    output_tokens: int
-    cached_tokens: dict[str, int]
-    ttft_s: float
-    decode_s: float
-
-
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What came for answer `index` of a prompt. `text` may be empty: a stop string, or a character, is not complete."""
-
-    number: int
-    index: int
-    token_ids: list[int]
-    text: str
-    logprobs: list[TokenLogprobs] | None = None
-    end: End | None = None
-
-
-class News(_Message, frozen=True, tag="news"):
-    """What one step brought for everybody on this connection."""
-
-    pieces: list[Piece]
+    pieces: list[tuple[int, StreamPiece]]
+    token_bytes: dict[int, bytes] = {}
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -193,14 +163,14 @@ class Metrics(_Message, frozen=True, tag="metrics"):
     families: list[MetricFamily]
 
 
-Reply = Hello | Accepted | Refused | News | Metrics
+FromEngine = Hello | Accepted | Refused | StepOutputs | Metrics
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
+_requests = msgspec.msgpack.Decoder(ToEngine)
+_replies = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: ToEngine | FromEngine) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -213,13 +183,13 @@ def body_length(head: bytes) -> int:
     return int(length)
 
 
-def decode_request(body: bytes) -> Request:
-    request: Request = _decode(_requests, body)
+def decode_request(body: bytes) -> ToEngine:
+    request: ToEngine = _decode(_requests, body)
     return request
 
 
-def decode_reply(body: bytes) -> Reply:
-    reply: Reply = _decode(_replies, body)
+def decode_reply(body: bytes) -> FromEngine:
+    reply: FromEngine = _decode(_replies, body)
     return reply
 
 

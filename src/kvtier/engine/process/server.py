@@ -7,18 +7,19 @@ writing thread. Prompts are made from text and chats by a few threads, so that a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvtier.engine.answer import Completion
-from kvtier.engine.client import Admitted, EngineClient, News, StreamPiece, Submission
+from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.client import Admitted, EngineClient, News, Submission
 from kvtier.engine.process.messages import (
     INVALID,
     LENGTH_BYTES,
@@ -26,28 +27,25 @@ from kvtier.engine.process.messages import (
     TOO_LONG,
     Abort,
     Accepted,
-    AskMetrics,
     ChatPrompt,
-    End,
+    FromEngine,
     Hello,
-    LikelyToken,
     MetricFamily,
     Metrics,
-    Piece,
     Prompt,
     Refused,
-    Reply,
     Sample,
+    StepOutputs,
     Submit,
     TextPrompt,
-    TokenLogprobs,
+    ToEngine,
     TokenPrompt,
     body_length,
     decode_request,
     encode,
 )
-from kvtier.engine.process.messages import News as NewsMessage
 from kvtier.errors import EngineStopped, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
+from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
 
@@ -57,39 +55,25 @@ _NUM_PROMPT_THREADS = 2
 _FLUSH_S = 2.0
 
 
-class Texts(Protocol):
-    """What a server needs of an engine's tokenizer: prompts to tokens, and single tokens to text. Any thread."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]
-    ) -> list[int]: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
 class EngineServer:
     """Listening from construction on. `close` first refuses what is new, lets what is under way end, then stops."""
 
     def __init__(
         self,
         client: EngineClient,
-        texts: Texts,
+        prompts: PromptEncoder,
         hello: Hello,
         socket_path: str,
         registries: Sequence[CollectorRegistry] = (),
     ) -> None:
         """Raises `ConfigError` when the socket cannot be used."""
         self.client = client
-        self.texts = texts
+        self.prompts = prompts
         self.hello = hello
         self.registries = registries
         self.is_refusing = False
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
         self.prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
         self._listener = UnixListener(UnixAddress(socket_path))
@@ -120,7 +104,7 @@ class EngineServer:
             connection.close()
         self.prompt_threads.shutdown()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _ClientConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
@@ -130,13 +114,13 @@ class EngineServer:
                 sock, _ = self._listener.sock.accept()
             except OSError:
                 return  # closed
-            connection = _Connection(self, sock)
+            connection = _ClientConnection(self, sock)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
 
 
-class _Connection:
+class _ClientConnection:
     """Somebody who asks. Its requests end with it. It is the sink of all of them."""
 
     def __init__(self, server: EngineServer, sock: socket.socket) -> None:
@@ -147,8 +131,7 @@ class _Connection:
         self._submissions: dict[int, Submission | None] = {}
         """None while the prompt is being made. A number that is not here was aborted, or is over."""
         self._num_left: dict[int, int] = {}
-        self._num_top: dict[int, int] = {}
-        self._outbox: queue.SimpleQueue[Sequence[tuple[str, News]] | Reply | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sequence[tuple[str, News]] | FromEngine | None] = queue.SimpleQueue()
         self._outbox.put(server.hello)
         self._reading = threading.Thread(target=self._read, name="kvtier-engine-read", daemon=True)
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
@@ -201,7 +184,7 @@ class _Connection:
             view = view[received:]
         return bytes(buffer)
 
-    def _take(self, request: Submit | Abort | AskMetrics) -> None:
+    def _take(self, request: ToEngine) -> None:
         if isinstance(request, Submit):
             if self._server.is_refusing:
                 self._outbox.put(Refused(request.number, STOPPED, "the engine is stopping"))
@@ -232,13 +215,12 @@ class _Connection:
             else:
                 self._numbers[request.request_id] = number
                 self._num_left[number] = request.params.n
-                self._num_top[number] = request.params.logprobs or 0
         if is_known:
             sentence = f"a request with the id {request.request_id} is being served already"
             self._outbox.put(Refused(number, INVALID, sentence))
             return
         try:
-            tokens = _tokens(server.texts, request.prompt)
+            tokens = _tokens(server.prompts, request.prompt)
             submission = server.client.submit(
                 tokens, request.params, request_id=request.request_id, salt=request.salt, sink=self
             )
@@ -277,13 +259,14 @@ class _Connection:
             self._sock.close()
             self._server.forget(self)
 
-    def _waiting(self) -> Iterable[Sequence[tuple[str, News]] | Reply | None]:
+    def _waiting(self) -> Iterable[Sequence[tuple[str, News]] | FromEngine | None]:
         """What else is there already."""
         while not self._outbox.empty():
             yield self._outbox.get()
 
-    def _messages(self, items: Iterable[Sequence[tuple[str, News]] | Reply | None]) -> Iterable[Reply]:
-        pieces: list[Piece] = []
+    def _messages(self, items: Iterable[Sequence[tuple[str, News]] | FromEngine | None]) -> Iterable[FromEngine]:
+        pieces: list[tuple[int, StreamPiece]] = []
+        token_bytes: dict[int, bytes] = {}
         for item in items:
             if item is None:
                 continue
@@ -295,68 +278,47 @@ class _Connection:
                 if number is None:
                     continue
                 if isinstance(news, StreamPiece):
-                    pieces.append(self._piece(number, news))
+                    for found in news.logprobs or ():
+                        token_bytes |= {token_id: self._server.prompts.token_bytes(token_id) for token_id in found}
                     if news.completion is not None:
                         self._note_end(request_id, number)
-                    continue
-                if isinstance(news, Admitted):
+                        news = _without_what_was_said(news, news.completion)
+                    pieces.append((number, news))
+                elif isinstance(news, Admitted):
                     yield Accepted(number, news.prompt_tokens)
                 else:
                     self._num_left[number] = 1
                     self._note_end(request_id, number)
                     yield _refusal(number, news)
         if pieces:
-            yield NewsMessage(pieces)
+            yield StepOutputs(pieces, token_bytes)
 
     def _note_end(self, request_id: str, number: int) -> None:
         self._num_left[number] -= 1
         if not self._num_left[number]:
             with self._lock:
-                del self._num_left[number], self._num_top[number]
+                del self._num_left[number]
                 self._numbers.pop(request_id, None)
                 self._submissions.pop(number, None)
 
-    def _piece(self, number: int, piece: StreamPiece) -> Piece:
-        logprobs = None
-        if piece.logprobs is not None:
-            logprobs = [
-                self._token_logprobs(token_id, found, self._num_top[number])
-                for token_id, found in zip(piece.token_ids, piece.logprobs, strict=False)
-            ]
-        end = None if piece.completion is None else _end(piece.completion)
-        return Piece(number, piece.index, piece.token_ids, piece.text, logprobs, end)
 
-    def _token_logprobs(self, sampled: int, found: Mapping[int, float], num_top: int) -> TokenLogprobs:
-        texts = self._server.texts
-        likely = {
-            token_id: LikelyToken(texts.token_text(token_id), texts.token_bytes(token_id), logprob)
-            for token_id, logprob in found.items()
-        }
-        top = sorted(likely.values(), key=lambda one: -one.logprob)
-        return TokenLogprobs(likely[sampled], top[:num_top])
-
-
-def _tokens(texts: Texts, prompt: Prompt) -> list[int]:
+def _tokens(prompts: PromptEncoder, prompt: Prompt) -> list[int]:
     if isinstance(prompt, TextPrompt):
-        return texts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
+        return prompts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
     if isinstance(prompt, ChatPrompt):
         messages: list[dict[str, object]] = [
             {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}
             for one in prompt.messages
         ]
-        return texts.encode_chat(messages, prompt.template_values)
+        return prompts.encode_chat(messages, prompt.template_values)
     return prompt.token_ids
 
 
-def _end(completion: Completion) -> End:
-    num_tokens = len(completion.token_ids)
-    return End(
-        finish_reason=completion.finish_reason or "stop",
-        output_tokens=num_tokens,
-        cached_tokens={tier: count for tier, count in completion.cached_tokens.items() if count},
-        ttft_s=completion.ttft_s,
-        decode_s=completion.time_per_output_token_s * max(0, num_tokens - 1),
-    )
+def _without_what_was_said(last: StreamPiece, completion: Completion) -> StreamPiece:
+    """The last piece of an answer, as `StepOutputs` carries it."""
+    cached = {tier: count for tier, count in completion.cached_tokens.items() if count}
+    rest = dataclasses.replace(completion, text="", logprobs=None, cached_tokens=cached)
+    return msgspec.structs.replace(last, completion=rest)
 
 
 def _refusal(number: int, error: Exception) -> Refused:

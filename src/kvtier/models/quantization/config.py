@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.models.json_fields import Fields
+from kvtier.models.json_object import JsonObject
 
 _GROUP_SIZES = (-1, 32, 64, 128)
 
@@ -23,7 +23,7 @@ class GptqConfig:
     is_zero_stored_less_one: bool = True
 
 
-def read_quantization(fields: Fields) -> GptqConfig | None:
+def read_quantization(fields: JsonObject) -> GptqConfig | None:
     """What the config in `fields` says, None when its weights are plain. Raises `ConfigError` for other methods."""
     if not fields.has("quantization_config"):
         return None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import Fields
+from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.options import sampling_params
 from kvtier.engine.sampling_params import SamplingParams
 
@@ -17,7 +17,7 @@ from kvtier.engine.sampling_params import SamplingParams
 def params_of(
     options: dict[str, object], *, defaults: dict[str, object] | None = None, logprobs: int | None = None
 ) -> SamplingParams:
-    return sampling_params(Fields(options, "options."), defaults or {}, logprobs=logprobs)
+    return sampling_params(JsonBody(options, "options."), defaults or {}, logprobs=logprobs)
 
 
 def refusal_of(options: dict[str, object], *, defaults: dict[str, object] | None = None) -> str:

@@ -7,9 +7,10 @@ import pytest
 
 from kvtier.api.engine_connection import EngineConnection
 from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
-from kvtier.api.json_body import Fields
-from kvtier.api.ollama.requests import Ask, Kind, Load, find_model, read_chat, read_generate
+from kvtier.api.json_body import JsonBody
+from kvtier.api.ollama.requests import LoadModel, find_model, read_chat, read_generate
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
 from kvtier.errors import EngineAway
 from tests.support.fake_engine import HELLO, MODEL
@@ -19,22 +20,23 @@ USER = {"role": "user", "content": "hi"}
 
 
 def engines_of(hello: Hello | None = HELLO, *names: str) -> Engines:
-    link = EngineConnection("engine-0", "/nowhere")
-    link.hello = hello
-    return Engines([ServedModel(names or (MODEL,), [link])])
+    connection = EngineConnection("engine-0", "/nowhere")
+    connection.hello = hello
+    return Engines([ServedModel(names or (MODEL,), [connection])])
 
 
-def generate(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
-    return read_generate(Fields({"model": MODEL, **fields}), engines_of(hello))
+def generate(*, hello: Hello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
+    return read_generate(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 
-def chat(*, hello: Hello | None = HELLO, **fields: object) -> Ask | Load:
-    return read_chat(Fields({"model": MODEL, **fields}), engines_of(hello))
+def chat(*, hello: Hello | None = HELLO, **fields: object) -> GenerationRequest | LoadModel:
+    return read_chat(JsonBody({"model": MODEL, **fields}), engines_of(hello))
 
 
-def prompt_of(asked: Ask | Load) -> object:
-    assert isinstance(asked, Ask)
-    return asked.prompt
+def prompt_of(asked: GenerationRequest | LoadModel) -> object:
+    assert isinstance(asked, GenerationRequest)
+    [prompt] = asked.prompts
+    return prompt
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -116,13 +118,13 @@ def test_think_false_is_not_told_to_a_template_that_knows_nothing_of_it() -> Non
 def test_answers_are_streamed_unless_asked_otherwise() -> None:
     asked = [generate(prompt="hi"), generate(prompt="hi", stream=True), generate(prompt="hi", stream=False)]
 
-    assert [isinstance(one, Ask) and one.is_streamed for one in asked] == [True, True, False]
+    assert [isinstance(one, GenerationRequest) and one.is_streamed for one in asked] == [True, True, False]
 
 
 def test_logprobs_are_asked_for_with_as_many_others_as_wanted() -> None:
     asked = [generate(prompt="hi", logprobs=True), generate(prompt="hi", logprobs=True, top_logprobs=3)]
 
-    assert [one.params.logprobs for one in asked if isinstance(one, Ask)] == [0, 3]
+    assert [one.params.logprobs for one in asked if isinstance(one, GenerationRequest)] == [0, 3]
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -132,14 +134,14 @@ def test_logprobs_are_asked_for_with_as_many_others_as_wanted() -> None:
     "keep_alive", [None, 300, -1, 0.5, "5m", "-1", "1h30m", "1.5h", "300ms", "-5m", ".5s"], ids=repr
 )
 def test_without_a_prompt_there_is_only_the_model_to_load(keep_alive: object) -> None:
-    assert generate(keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "load")
-    assert chat(keep_alive=keep_alive, messages=[]) == Load(Kind.CHAT, MODEL, "load")
+    assert generate(keep_alive=keep_alive) == LoadModel(MODEL, "load")
+    assert chat(keep_alive=keep_alive, messages=[]) == LoadModel(MODEL, "load")
 
 
 @pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "0h0m", "-0"], ids=repr)
 def test_without_a_prompt_and_time_it_is_unloaded(keep_alive: object) -> None:
-    assert generate(prompt="", keep_alive=keep_alive) == Load(Kind.GENERATE, MODEL, "unload")
-    assert chat(keep_alive=keep_alive) == Load(Kind.CHAT, MODEL, "unload")
+    assert generate(prompt="", keep_alive=keep_alive) == LoadModel(MODEL, "unload")
+    assert chat(keep_alive=keep_alive) == LoadModel(MODEL, "unload")
 
 
 @pytest.mark.parametrize("keep_alive", ["soon", "", "5 m", "5x", "m", True, [], {}], ids=repr)
@@ -165,8 +167,8 @@ def test_a_model_whose_engines_are_away_is_not_asked_nor_loaded(fields: dict[str
 def test_what_clients_send_empty_is_not_asked_for() -> None:
     empty = {"suffix": "", "template": "", "context": [], "images": [], "format": "", "think": False, "system": ""}
 
-    assert isinstance(generate(prompt="hi", truncate=False, shift=False, **empty), Ask)
-    assert isinstance(chat(messages=[USER], tools=[], format="", think=None), Ask)
+    assert isinstance(generate(prompt="hi", truncate=False, shift=False, **empty), GenerationRequest)
+    assert isinstance(chat(messages=[USER], tools=[], format="", think=None), GenerationRequest)
 
 
 @pytest.mark.parametrize(

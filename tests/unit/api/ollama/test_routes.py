@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvtier import __version__
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, End, News, Piece, Refused, Submit
+from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, Refused, Submit
 from tests.support.fake_engine import (
     ALIAS,
     DIE,
@@ -33,12 +33,14 @@ from tests.support.fake_engine import (
     Step,
     accepted,
     config_of,
+    ending,
     fake_engine,
     held,
     held_once_accepted,
     pieces,
     refusing,
     running,
+    said,
     wait_until,
     words_then,
 )
@@ -153,9 +155,9 @@ def test_an_answer_cut_by_num_predict_says_so(http: httpx.Client) -> None:
 def test_a_piece_without_text_is_no_line(http: httpx.Client, engine: FakeEngine) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        yield News([Piece(submit.number, 0, [1], "")])
-        yield News([Piece(submit.number, 0, [2], "é")])
-        yield News([Piece(submit.number, 0, [3], "", None, End("stop", 3, {}, 0.0, 0.0))])
+        yield said(submit, "")
+        yield said(submit, "é")
+        yield said(submit, "", completion=ending("stop", 3, seconds_per_token=0.0))
 
     engine.script = script
 
@@ -424,7 +426,7 @@ def test_a_number_that_no_engine_could_be_told_is_refused(http: httpx.Client) ->
 def test_a_bug_is_logged_and_told_without_its_details(
     http: httpx.Client, server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.service.engines.models[0].links[0].hello = msgspec.structs.replace(HELLO, architecture=None)  # type: ignore[arg-type]
+    server.service.engines.models[0].connections[0].hello = msgspec.structs.replace(HELLO, architecture=None)  # type: ignore[arg-type]
 
     sentence = error_of(http.post("/api/show", json={"model": MODEL}), 500)
 
@@ -540,7 +542,7 @@ def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error(http: http
 def test_an_answer_the_engine_gave_up_is_no_answer(http: httpx.Client, engine: FakeEngine, reason: str) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        yield News([Piece(submit.number, 0, [1], "a", None, End(reason, 1, {}, 0.0, 0.0))])
+        yield said(submit, "a", completion=ending(reason, 1))
 
     engine.script = script
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from kvtier.engine.process.messages import End, LikelyToken, News, Piece, Submit, TokenLogprobs
+from kvtier.engine.answer import StreamPiece
+from kvtier.engine.process.messages import StepOutputs, Submit
 from tests.support.fake_engine import (
     ALIAS,
     FakeEngine,
@@ -15,10 +17,13 @@ from tests.support.fake_engine import (
     accepted,
     config_of,
     echo,
+    ending,
     fake_engine,
     http_client,
+    outputs,
     pieces,
     running,
+    said,
 )
 from tests.support.openai_asking import (
     CHAT,
@@ -213,9 +218,9 @@ def test_several_prompts_are_streamed_together(asking: Asking) -> None:
 def test_a_piece_without_text_makes_no_event(asking: Asking) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        yield News([Piece(submit.number, 0, [1], "")])
-        yield News([Piece(submit.number, 0, [2], "é")])
-        yield News([Piece(submit.number, 0, [3], "", None, End("stop", 3, {}, 0.0, 0.0))])
+        yield said(submit, "")
+        yield said(submit, "é")
+        yield said(submit, "", completion=ending("stop", 3))
 
     asking.engine.script = script
 
@@ -248,8 +253,9 @@ def test_cached_tokens_are_told_by_tier(asking: Asking) -> None:
 def test_cached_tokens_are_those_of_each_prompts_first_answer_and_no_more_than_there_are(asking: Asking) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        ends = [End("stop", 1, {"device": 2 + 5 * index, "server": 4}, 0.0, 0.0) for index in range(submit.params.n)]
-        yield News([Piece(submit.number, index, [1], "x", None, end) for index, end in enumerate(ends)])
+        ends = [ending("stop", 1, cached={"device": 2 + 5 * index, "server": 4}) for index in range(submit.params.n)]
+        ends = [dataclasses.replace(end, index=index) for index, end in enumerate(ends)]
+        yield StepOutputs([(submit.number, StreamPiece(end.index, [1], "x", None, end)) for end in ends])
 
     asking.engine.script = script
 
@@ -303,14 +309,27 @@ def test_a_completions_logprobs_have_the_older_shape(asking: Asking) -> None:
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_say(asking: Asking) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        never = LikelyToken("�", b"\xf0\x9f", float("-inf"))
-        yield News([Piece(submit.number, 0, [1], "", [TokenLogprobs(never, [never])], End("length", 1, {}, 0.0, 0.0))])
+        never = b"\xf0\x9f"
+        yield outputs(submit, "", [never], [{never: float("-inf")}], ending("length", 1))
 
     asking.engine.script = script
 
     token = asking.whole(CHAT, chat_body(logprobs=True, top_logprobs=1))["choices"][0]["logprobs"]["content"][0]
 
-    assert (token["bytes"], token["logprob"]) == ([0xF0, 0x9F], -9999.0)
+    assert (token["token"], token["bytes"], token["logprob"]) == ("�", [0xF0, 0x9F], -9999.0)
+
+
+def test_the_likeliest_tokens_come_first_and_only_as_many_as_asked_for(asking: Asking) -> None:
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        yield outputs(submit, "x", [b"x"], [{b"w": -3.0, b"x": -2.0, "ü".encode(): -1.0}], ending("length", 1))
+
+    asking.engine.script = script
+
+    token = asking.whole(CHAT, chat_body(logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"][0]
+
+    assert (token["token"], token["logprob"]) == ("x", -2.0)
+    assert [one["bytes"] for one in token["top_logprobs"]] == [list("ü".encode()), list(b"x")]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -320,7 +339,7 @@ def test_a_token_that_cannot_come_has_a_logprob_that_json_can_say(asking: Asking
 def test_an_answer_that_the_engine_broke_off_is_an_error(asking: Asking, reason: str) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
-        yield News([Piece(submit.number, 0, [1], "x", None, End(reason, 1, {}, 0.0, 0.0))])
+        yield said(submit, "x", completion=ending(reason, 1))
 
     asking.engine.script = script
 

@@ -10,12 +10,12 @@ import pytest
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.native import CacheSection, Deployment, HttpSection, ModelSection
 from kvtier.deploy.file.size import Size
-from kvtier.deploy.plan.plan import Plan
-from kvtier.deploy.plan.planning import read_deployment
+from kvtier.deploy.plan.deployment import read_deployment
+from kvtier.deploy.plan.parts import DeploymentPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.transport.address import UnixAddress
 
-Deploy = Callable[[str], Plan]
+Deploy = Callable[[str], DeploymentPlan]
 Refuse = Callable[[str], list[str]]
 
 SEED = """\

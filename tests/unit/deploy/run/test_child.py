@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.deploy.plan.plan import CachePart, HttpPart
+from kvtier.deploy.plan.parts import CachePart, HttpPart
 from kvtier.deploy.run.child import Child, ChildState
 from kvtier.deploy.run.reports import Failed, Ready, Report
 from kvtier.transport.address import UnixAddress

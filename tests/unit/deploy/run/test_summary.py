@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.api.config import ApiConfig, ApiKey
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.deploy.plan.plan import CachePart, EnginePart, HttpPart, Listener, Plan
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener
 from kvtier.deploy.run.summary import summary
 from kvtier.engine.config import EngineConfig
 from kvtier.transport.address import UnixAddress
@@ -33,18 +33,18 @@ _UNIX = UnixAddress("/run/kvtier-1/cache.sock")
 
 def _plan(
     *listeners: Listener, keys: tuple[ApiKey, ...] = (), swap_bytes: int = 0, has_cache: bool = True, **server: object
-) -> Plan:
+) -> DeploymentPlan:
     settings = {"memory_bytes": 256 * _MIB, "unix": _UNIX, **server}
     cache = CachePart(name="cache", server=CacheServerConfig(**settings))  # type: ignore[arg-type]
     engine = EngineConfig(model="m", swap_space=swap_bytes, cache_server=str(_UNIX) if has_cache else ())
-    return Plan(
+    return DeploymentPlan(
         caches=(cache,) if has_cache else (),
         engines=(EnginePart(name="engine-0", served_as="glm", engine=engine, socket="/run/e.sock"),),
         http=HttpPart(name="http", api=ApiConfig(models=(), keys=keys), listeners=listeners),
     )
 
 
-def _text(plan: Plan, *ports: int) -> str:
+def _text(plan: DeploymentPlan, *ports: int) -> str:
     return summary(plan, ports, {"engine-0": _FACTS}, 12.345)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.deploy.plan.plan import CachePart, EnginePart, HttpPart, Listener, Plan
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener
 from kvtier.deploy.run.log import DeploymentLog
 from kvtier.deploy.run.supervisor import Patience, Supervisor
 from kvtier.engine.config import EngineConfig
@@ -82,9 +82,9 @@ class _Deployment:
         finally:
             self.log = stream.getvalue()
 
-    def plan(self, *listeners: Listener) -> Plan:
+    def plan(self, *listeners: Listener) -> DeploymentPlan:
         unix = UnixAddress(str(self.runtime_folder / "cache.sock"))
-        return Plan(
+        return DeploymentPlan(
             caches=(CachePart(name="cache", server=CacheServerConfig(memory_bytes=1 << 20, unix=unix)),),
             engines=tuple(
                 EnginePart(name=name, served_as="model", engine=EngineConfig(model="m", device=place), socket="")

@@ -15,8 +15,8 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvtier.engine.answer import Completion
-from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, StreamPiece, Submission
+from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, Submission
 from kvtier.engine.process.messages import (
     INVALID,
     LENGTH_BYTES,
@@ -27,24 +27,24 @@ from kvtier.engine.process.messages import (
     AskMetrics,
     ChatMessage,
     ChatPrompt,
+    FromEngine,
     Hello,
     Metrics,
-    Piece,
     Prompt,
     Refused,
-    Reply,
-    Request,
+    StepOutputs,
     Submit,
     TextPrompt,
+    ToEngine,
     TokenPrompt,
     body_length,
     decode_reply,
     encode,
 )
-from kvtier.engine.process.messages import News as NewsMessage
 from kvtier.engine.process.server import EngineServer
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.models.prompt_encoder import PromptEncoder
 
 _HELLO = Hello(
     engine="engine-0",
@@ -110,12 +110,9 @@ class _Texts:
             raise InvalidParameter("the model has no tokenizer: give a prompt of token ids")
         return self.encode("".join(f"{one['role']}{one['content']}" for one in messages), add_special_tokens=False)
 
-    def token_text(self, token_id: int) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
         self.num_shown += 1
         assert self.hold.wait(20)
-        return chr(token_id)
-
-    def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
 
@@ -128,15 +125,15 @@ class _Peer:
         self.sock.connect(str(path))
         self.hello = self.receive()
 
-    def send(self, *requests: Request) -> None:
+    def send(self, *requests: ToEngine) -> None:
         self.sock.sendall(b"".join(map(encode, requests)))
 
-    def receive(self) -> Reply:
+    def receive(self) -> FromEngine:
         reply = self.receive_or_end()
         assert reply is not None, "the connection ended"
         return reply
 
-    def receive_or_end(self) -> Reply | None:
+    def receive_or_end(self) -> FromEngine | None:
         head = self._receive(LENGTH_BYTES)
         return None if head is None else decode_reply(self._receive(body_length(head)) or b"")
 
@@ -167,7 +164,11 @@ class _Bench:
         self.texts = _Texts()
         self.registry = CollectorRegistry()
         self.server = EngineServer(
-            cast(EngineClient, self.client), self.texts, _HELLO, str(path), registries=[self.registry]
+            cast(EngineClient, self.client),
+            cast(PromptEncoder, self.texts),
+            _HELLO,
+            str(path),
+            registries=[self.registry],
         )
         self._peers: list[_Peer] = []
         self._is_closed = False
@@ -258,15 +259,16 @@ def test_an_answer_comes_under_its_number_from_its_admission_to_its_end(bench: _
     bench.client.say("a", Admitted(2))
     assert peer.receive() == Accepted(1, 2)
     bench.client.say("a", _piece("x"))
-    assert peer.receive() == NewsMessage([Piece(1, 0, [120], "x")])
+    assert peer.receive() == StepOutputs([(1, StreamPiece(0, [120], "x"))])
     bench.client.say("a", _piece("y", reason="length"))
 
     last = peer.receive()
 
-    assert isinstance(last, NewsMessage)
-    end = last.pieces[0].end
-    assert end is not None
-    assert (end.finish_reason, end.output_tokens, end.cached_tokens, end.ttft_s) == ("length", 1, {"device": 16}, 0.25)
+    assert isinstance(last, StepOutputs)
+    [(number, piece)] = last.pieces
+    assert (number, piece.text) == (1, "y")
+    # Of the completion what no piece has brought.
+    assert piece.completion == Completion(0, [ord("y")], "", "length", None, 0.25, 0.5, {"device": 16})
 
 
 def test_several_answers_to_a_prompt_have_an_end_each(bench: _Bench) -> None:
@@ -277,31 +279,31 @@ def test_several_answers_to_a_prompt_have_an_end_each(bench: _Bench) -> None:
 
     pieces = [*_pieces(peer, 3)]
 
-    assert [(piece.index, piece.text, piece.end is not None) for piece in pieces] == [
+    assert [(piece.index, piece.text, piece.completion is not None) for piece in pieces] == [
         (1, "x", True),
         (0, "y", False),
         (0, "z", True),
     ]
 
 
-def _pieces(peer: _Peer, count: int) -> Iterator[Piece]:
+def _pieces(peer: _Peer, count: int) -> Iterator[StreamPiece]:
     while count > 0:
-        news = peer.receive()
-        assert isinstance(news, NewsMessage)
-        count -= len(news.pieces)
-        yield from news.pieces
+        outputs = peer.receive()
+        assert isinstance(outputs, StepOutputs)
+        count -= len(outputs.pieces)
+        yield from (piece for _, piece in outputs.pieces)
 
 
-def test_logprobs_have_text_and_bytes_of_their_tokens_the_likeliest_first(bench: _Bench) -> None:
+def test_logprobs_come_with_the_bytes_of_all_their_tokens(bench: _Bench) -> None:
     peer = bench.connect()
     bench.submitted(peer, "a", params=SamplingParams(logprobs=3))
-    bench.client.say("a", _piece("x", logprobs=[{ord("w"): -3.0, ord("x"): -2.0, ord("ü"): -1.0}]))
+    logprobs = [{ord("w"): -3.0, ord("x"): -2.0, ord("ü"): -1.0}]
+    bench.client.say("a", _piece("x", logprobs=logprobs))
 
-    (piece,) = _pieces(peer, 1)
-
-    assert piece.logprobs is not None
-    assert (piece.logprobs[0].sampled.text, piece.logprobs[0].sampled.logprob) == ("x", -2.0)
-    assert [token.raw for token in piece.logprobs[0].top] == ["ü".encode(), b"x", b"w"]
+    assert peer.receive() == StepOutputs(
+        [(1, StreamPiece(0, [ord("x")], "x", logprobs))],
+        {ord("w"): b"w", ord("x"): b"x", ord("ü"): "ü".encode()},
+    )
 
 
 def test_two_who_ask_hear_only_of_their_own(bench: _Bench) -> None:

@@ -8,8 +8,8 @@ from kvtier.deploy.file.named_file import read_secret
 from kvtier.deploy.file.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
-from kvtier.deploy.plan.engine_planning import PlannedModel
-from kvtier.deploy.plan.plan import HttpPart, Listener
+from kvtier.deploy.plan.engines import PlannedModel
+from kvtier.deploy.plan.parts import HttpPart, Listener
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_host_port

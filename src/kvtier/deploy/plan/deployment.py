@@ -1,7 +1,7 @@
 """From a deployment file to its plan: every part with all it needs to start. Nothing is started, created or changed.
 
 Key and token files are read here. Whatever cannot work is a `ConfigError` with file and line, as far as that can be
-told without looking at the machine; that is what `checking` does.
+told without looking at the machine; that is what `deploy/check` does.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from kvtier.deploy.file.chat_form import is_chat_form, read_chat_form
 from kvtier.deploy.file.native import Deployment, read_native
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location, read_yaml
-from kvtier.deploy.plan.cache_planning import plan_caches
-from kvtier.deploy.plan.engine_planning import plan_engines
-from kvtier.deploy.plan.http_planning import HTTP_NAME, plan_http
-from kvtier.deploy.plan.plan import Plan
+from kvtier.deploy.plan.caches import plan_caches
+from kvtier.deploy.plan.engines import plan_engines
+from kvtier.deploy.plan.http import HTTP_NAME, plan_http
+from kvtier.deploy.plan.parts import DeploymentPlan
 from kvtier.deploy.plan.runtime_names import RuntimeNames
 from kvtier.transport.address import TcpAddress
 
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
-def load_plan(path: Path, runtime_folder: Path) -> Plan:
+def load_plan(path: Path, runtime_folder: Path) -> DeploymentPlan:
     """The plan of the file at `path`; sockets without a place of their own go to `runtime_folder`.
 
     Raises `ConfigError` with a sentence for each thing that is wrong, each with file and line.
@@ -33,7 +33,7 @@ def load_plan(path: Path, runtime_folder: Path) -> Plan:
     caches = plan_caches(deployment, origin, names)
     engines = plan_engines(deployment, origin, names, caches)
     http = plan_http(deployment, origin, engines)
-    plan = Plan(
+    plan = DeploymentPlan(
         caches=tuple(caches.values()),
         engines=tuple(part for model in engines for part in model.parts),
         http=http,
@@ -48,7 +48,7 @@ def read_deployment(path: Path) -> tuple[Deployment, Origin]:
     return read_chat_form(file) if is_chat_form(file.value) else read_native(file)
 
 
-def _check_ports(plan: Plan, origin: Origin) -> None:
+def _check_ports(plan: DeploymentPlan, origin: Origin) -> None:
     ports: list[tuple[str, TcpAddress, Location]] = []
     for cache, place in zip(plan.caches, origin.caches, strict=True):
         for about, address in (("tcp", cache.server.tcp), ("metrics", cache.server.metrics)):

@@ -1,4 +1,4 @@
-"""What a deployment consists of: every part with all it needs to start. Made from a deployment file by `deploy/...`.
+"""What a deployment consists of: every part with all it needs to start. `plan/deployment` makes it of a file.
 
 Each part is a process of its own and gets its value here as JSON.
 """
@@ -49,16 +49,16 @@ class HttpPart(msgspec.Struct, frozen=True, kw_only=True):
     listeners: tuple[Listener, ...]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
     caches: tuple[CachePart, ...]
     engines: tuple[EnginePart, ...]
     http: HttpPart
 
 
-Part = CachePart | EnginePart | HttpPart
+DeploymentPart = CachePart | EnginePart | HttpPart
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: DeploymentPart) -> bytes:
     return msgspec.json.encode(part, enc_hook=_encode_path)
 
 

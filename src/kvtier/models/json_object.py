@@ -26,7 +26,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-class Fields:
+class JsonObject:
     """One JSON object and where it came from. A field that is absent or null takes the default, if there is one."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -85,12 +85,12 @@ class Fields:
             raise self.wrong(name, "a token id or a list of token ids", value)
         return tuple(ids)
 
-    def inner(self, name: str) -> Fields:
+    def inner(self, name: str) -> JsonObject:
         """The object in the field `name`, empty when absent."""
         value = self._get(name, {})
         if not isinstance(value, Mapping):
             raise self.wrong(name, "a JSON object", value)
-        return Fields(value, f"{self.where}: {name}")
+        return JsonObject(value, f"{self.where}: {name}")
 
     def wrong(self, name: str, expected: str, value: object) -> ConfigError:
         return ConfigError(f"{self.where}: {name} must be {expected}, not {value!r}")

@@ -9,7 +9,7 @@ from kvtier.deploy.file.named_file import read_secret, require_file
 from kvtier.deploy.file.native import CacheSection, Deployment, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
-from kvtier.deploy.plan.plan import CachePart
+from kvtier.deploy.plan.parts import CachePart
 from kvtier.deploy.plan.runtime_names import RuntimeNames, unix_address
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size

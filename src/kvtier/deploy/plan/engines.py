@@ -14,7 +14,7 @@ from kvtier.deploy.file.native import Deployment, EngineOptions, ModelSection
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.size import Size
 from kvtier.deploy.file.yaml_file import Location
-from kvtier.deploy.plan.plan import CachePart, EnginePart
+from kvtier.deploy.plan.parts import CachePart, EnginePart
 from kvtier.deploy.plan.runtime_names import RuntimeNames
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError

@@ -13,7 +13,7 @@ import msgspec
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
 from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
-from kvtier.deploy.plan.plan import CachePart, EnginePart, Listener, Plan
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
@@ -49,7 +49,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     cache_servers: tuple[str, ...] = ()
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """`host_bytes` is all memory of this machine that the parts take, `disk_bytes` all that they may write.
 
     `problems` keep the deployment from starting, `notes` do not.
@@ -65,7 +65,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def check_plan(plan: Plan, machine: Machine, runtime_folder: Path) -> Report:
+def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> CheckReport:
     """Sockets in `runtime_folder` are not looked at: it is made when the deployment starts."""
     problems: list[str] = []
     notes: list[str] = []
@@ -94,7 +94,7 @@ def check_plan(plan: Plan, machine: Machine, runtime_folder: Path) -> Report:
         problems += _problems_of_neighbours(cache, plan)
         problems += _problems_of_tls(cache)
     problems += _problems_of_ports(plan, machine)
-    return Report(
+    return CheckReport(
         caches=tuple(caches),
         engines=tuple(engines),
         listeners=plan.http.listeners,
@@ -180,7 +180,7 @@ def _problems_of_length(part: EnginePart, facts: ModelNeeds) -> Iterator[str]:
         yield f"{part.name}: max_model_len {wanted} is more than the {facts.max_positions} that the model can do"
 
 
-def _problems_of_devices(engines: list[EngineUse], plan: Plan, machine: Machine) -> Iterator[str]:
+def _problems_of_devices(engines: list[EngineUse], plan: DeploymentPlan, machine: Machine) -> Iterator[str]:
     by_device: defaultdict[str, list[EngineUse]] = defaultdict(list)
     for engine, part in zip(engines, plan.engines, strict=True):
         if engine.device == "cpu":
@@ -209,7 +209,7 @@ def _problems_of_gpu(engine: EngineUse, config: EngineConfig, gpu: Gpu) -> Itera
         )
 
 
-def _problems_of_disks(plan: Plan, machine: Machine) -> Iterator[str]:
+def _problems_of_disks(plan: DeploymentPlan, machine: Machine) -> Iterator[str]:
     wanted: defaultdict[int, int] = defaultdict(int)
     free: dict[int, int] = {}
     folders: defaultdict[int, list[str]] = defaultdict(list)
@@ -262,7 +262,7 @@ def _problems_of_socket(part: CachePart, runtime_folder: Path) -> Iterator[str]:
             yield f"the socket {socket} of {part.name} cannot be made: there is a file of that name"
 
 
-def _problems_of_neighbours(part: CachePart, plan: Plan) -> Iterator[str]:
+def _problems_of_neighbours(part: CachePart, plan: DeploymentPlan) -> Iterator[str]:
     folder = part.server.folder
     for model in dict.fromkeys(engine.engine.model for engine in plan.engines):
         if folder is not None and Path(model).is_dir() and folder.resolve().is_relative_to(Path(model).resolve()):
@@ -283,7 +283,7 @@ def _problems_of_tls(part: CachePart) -> Iterator[str]:
         yield f"tls_cert {certificate} and tls_key {key} of {part.name} cannot be read: {error.strerror}"
 
 
-def _problems_of_ports(plan: Plan, machine: Machine) -> Iterator[str]:
+def _problems_of_ports(plan: DeploymentPlan, machine: Machine) -> Iterator[str]:
     addresses = [(listener.host, listener.port) for listener in plan.http.listeners]
     for part in plan.caches:
         addresses += [(one.host, one.port) for one in (part.server.tcp, part.server.metrics) if one is not None]

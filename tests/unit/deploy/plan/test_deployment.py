@@ -10,13 +10,13 @@ import pytest
 from kvtier.api.config import ApiKey, EngineAddress
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.native import EngineOptions
-from kvtier.deploy.plan.plan import CachePart, EnginePart, HttpPart, Listener, Plan, decode_part, encode_part
-from kvtier.deploy.plan.planning import load_plan
+from kvtier.deploy.plan.deployment import load_plan
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener, decode_part, encode_part
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.transport.address import TcpAddress, UnixAddress
 
-Deploy = Callable[[str], Plan]
+Deploy = Callable[[str], DeploymentPlan]
 Refuse = Callable[[str], list[str]]
 
 

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvtier.cli.main import main
-from kvtier.deploy.check.checking import Report, check_plan
 from kvtier.deploy.check.machine import Filesystem, Gpu, Machine, this_machine
-from kvtier.deploy.plan.plan import Plan
+from kvtier.deploy.check.report import CheckReport, check_plan
+from kvtier.deploy.plan.parts import DeploymentPlan
 from kvtier.testing.tiny_models import save_tiny_model
 
-Deploy = Callable[[str], Plan]
+Deploy = Callable[[str], DeploymentPlan]
 RUNTIME = Path("/run/kvtier")
 GIB = 1 << 30
 
@@ -295,7 +295,7 @@ class TestCommand:
 
         result = CliRunner().invoke(main, ["check", "--json", "deploy.yml"])
 
-        report = msgspec.json.decode(result.output, type=Report)
+        report = msgspec.json.decode(result.output, type=CheckReport)
         assert result.exit_code == 0
         assert report.engines[0].served_as == "tiny"
         assert report.problems == ()

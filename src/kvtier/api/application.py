@@ -1,0 +1,122 @@
+"""What every API does alike: ids, errors, JSON, and the way from a body to a response."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvtier.api.access import Tenant
+from kvtier.api.generation import Generation, GenerationRequest, Shape
+from kvtier.api.health import operation_routes
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.json_body import JsonBody, read_body
+from kvtier.api.service import Service, new_id
+from kvtier.api.streaming import ClientLeft, StreamedAnswer, while_connected
+from kvtier.errors import KvtierError
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_LEFT_STATUS = 499
+
+
+class Application(ABC):
+    """One API over `service`, whose engines somebody else starts and closes. A subclass has its paths and its errors.
+
+    A prompt that cannot be served is a plain response with a 4xx status, also if a stream was asked for: the head of a
+    stream is sent once an engine has every prompt in its queue.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @abstractmethod
+    def routes(self) -> list[Route]: ...
+
+    @abstractmethod
+    def error_body(self, error: HttpError) -> bytes: ...
+
+    @abstractmethod
+    def bug_sentence(self, request_id: str) -> str:
+        """What a client is told of a mistake of ours."""
+
+    def starlette(self) -> Starlette:
+        app = Starlette(
+            routes=[*self.routes(), *operation_routes(self.service)],
+            exception_handlers={
+                HttpError: self._on_http_error,
+                KvtierError: self._on_kvtier_error,
+                HTTPException: self._on_starlette_error,
+                ClientLeft: self._on_client_left,
+                ClientDisconnect: self._on_client_left,
+                Exception: self._on_bug,
+            },
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    def request_id(self, request: Request) -> str:
+        """Of a request for answers, by which `kvtier explain` knows it; others have none unless their API gives one."""
+        found: str = getattr(request.state, "id", "")
+        return found
+
+    def json(
+        self, request: Request, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        request_id = self.request_id(request)
+        ids = {"x-request-id": request_id} if request_id else {}
+        return Response(body, status, {**ids, **(headers or {})}, "application/json")
+
+    async def open(self, request: Request, id_prefix: str) -> tuple[Tenant, JsonBody]:
+        """Give a request for answers its id; who asks, and for what. Raises a `HttpError`."""
+        request.state.id = new_id(id_prefix)
+        return self.service.tenant(request), await self.read_body(request)
+
+    async def read_body(self, request: Request) -> JsonBody:
+        return await read_body(request, self.service.config.max_body_bytes)
+
+    async def answer(self, request: Request, tenant: Tenant, asked: GenerationRequest, shape: Shape) -> Response:
+        request_id = request.state.id
+        generation = Generation(self.service, asked, tenant, request_id, shape)
+        if not asked.is_streamed:
+            return self.json(request, await while_connected(request, generation.whole()))
+        chunks = generation.chunks()
+        try:
+            await while_connected(request, anext(chunks))
+        except BaseException:  # also when this task is cancelled just as the engine takes the prompt
+            await chunks.aclose()
+            raise
+        return StreamedAnswer(chunks, media_type=shape.media_type, headers={"x-request-id": request_id})
+
+    async def _on_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HttpError)
+        return self.json(request, self.error_body(error), error.status, error.headers)
+
+    async def _on_kvtier_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, KvtierError)
+        return await self._on_http_error(request, http_error_of(error))
+
+    async def _on_starlette_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        sentences = {
+            404: (f"there is no {request.url.path} here", "unknown_url"),
+            405: (f"{request.url.path} does not take {request.method}", "method_not_allowed"),
+        }
+        sentence, code = sentences.get(error.status_code, (error.detail, ""))
+        http_error = HttpError(error.status_code, sentence, code, headers=dict(error.headers or {}))
+        return await self._on_http_error(request, http_error)
+
+    async def _on_client_left(self, request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT_STATUS)  # nobody reads it; it is counted
+
+    async def _on_bug(self, request: Request, error: Exception) -> Response:
+        """A mistake of ours. The HTTP server logs where it happened."""
+        request_id = request.state.id = self.request_id(request)
+        logger.error("request %s failed: %r", request_id or request.url.path, error)
+        return await self._on_http_error(request, HttpError(500, self.bug_sentence(request_id), "internal_error"))

@@ -1,0 +1,42 @@
+"""Log-probabilities of sampled tokens, in the shape that OpenAI's chats and Ollama's answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvtier.engine.answer import StreamPiece
+
+_LEAST_LOGPROB = -9999.0
+"""What OpenAI says of a token that cannot come: JSON has no infinity."""
+
+
+class LikelyToken(msgspec.Struct):
+    """`bytes` are there because a token may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SampledToken(LikelyToken):
+    """The token that was sampled, and the likeliest ones, as many as were asked for."""
+
+    top_logprobs: list[LikelyToken]
+
+
+def sampled_tokens(piece: StreamPiece, token_bytes: Mapping[int, bytes], num_top: int) -> list[SampledToken]:
+    """Those of a piece that has logprobs; `token_bytes` has all tokens in them."""
+
+    def fields(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        raw = token_bytes[token_id]
+        return raw.decode(errors="replace"), max(logprob, _LEAST_LOGPROB), list(raw)
+
+    sampled = []
+    for token_id, found in zip(piece.token_ids, piece.logprobs or (), strict=False):
+        likeliest = sorted(found.items(), key=lambda item: -item[1])[:num_top]
+        sampled.append(
+            SampledToken(*fields(token_id, found[token_id]), [LikelyToken(*fields(*one)) for one in likeliest])
+        )
+    return sampled
