@@ -24,9 +24,9 @@ _CAPACITY_BLOCKS = (_DISK_BYTES - (1 << 20)) // _BLOCK_BYTES
 _NUM_WRITERS = 2
 
 
-@pytest.mark.timeout(180)
-def test_twenty_kills_lose_nothing_that_was_flushed(tmp_path: Path) -> None:
-    _kill_again_and_again(tmp_path, num_kills=20, seed=3)
+@pytest.mark.parametrize("num_kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_several_kills_lose_nothing_that_was_flushed(tmp_path: Path, num_kills: int) -> None:
+    _kill_again_and_again(tmp_path, num_kills, seed=3)
 
 
 @pytest.mark.soak

@@ -107,6 +107,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_an_engine_that_differs_finds_nothing_and_is_told_in_what(model: Path, tmp_path: Path, change: str) -> None:
     make, field = CHANGES[change]

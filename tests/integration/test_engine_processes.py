@@ -77,6 +77,7 @@ def _settings(server: ServerProcess, transport: str) -> dict[str, object]:
 # --- killed in the middle of stores --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_an_engine_killed_in_the_middle_of_stores_leaves_whole_blocks_only(
     model: Path, children: Nursery, transport: str
@@ -207,6 +208,7 @@ def test_what_one_engine_is_computing_is_waited_for_by_another_process(model: Pa
         assert took < computed["ttft_s"] + SLACK_S
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num_waiting", [1, 40])
 def test_who_waits_for_an_engine_that_dies_or_stops_goes_on_by_itself(

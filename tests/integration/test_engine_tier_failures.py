@@ -395,6 +395,7 @@ KINDS_OF_LIES = {"wrong_checksums": "corrupt", "wrong_bytes": "corrupt", "swappe
 HARMLESS = ("too_few_blocks",)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("lie", list(LIES))
 def test_a_lying_server_changes_no_answer(
     model: Path, expected: list[RequestOutput], expected_of_others: list[RequestOutput], lie: str

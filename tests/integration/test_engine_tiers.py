@@ -140,6 +140,7 @@ def _check(model: Path, expected: list[RequestOutput], combination: Combination)
             below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("combination", list(pairwise_selection(ALL)), ids=str)
 def test_a_selection_gives_the_tokens_of_an_engine_without_tiers(
     model: Path, expected: list[RequestOutput], combination: Combination
@@ -185,6 +186,7 @@ def test_what_a_preempted_request_loads_back_does_not_count_as_cached_before(mod
                 assert cached(output.outputs[0]) == {}, llm.engine.explain(output.request_id).sentence()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", TIERS)
 def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: list[RequestOutput], kind: str) -> None:
     with tiers(kind, host_bytes=5 * BLOCK_BYTES, memory="1MiB", disk="2MiB") as below:
@@ -196,6 +198,7 @@ def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: lis
         below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "manager"), list(zip(TIERS, itertools.cycle(MANAGERS), strict=False)))
 def test_requests_aborted_at_any_step_leave_nothing_behind(
     model: Path, expected: list[RequestOutput], kind: str, manager: str
@@ -244,6 +247,7 @@ def _forget_all(below: Tiers, llm: LLM) -> None:
         guard.tier.drop()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: list[RequestOutput], kind: str) -> None:
     asked = questions()

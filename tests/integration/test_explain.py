@@ -563,6 +563,7 @@ def test_the_command_explains_a_request_by_its_id() -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("change", "options", "named"),
     [

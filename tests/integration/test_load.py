@@ -16,13 +16,12 @@ _MEMORY = _NUM_PROMPTS * _PROMPT_BLOCKS * LAYOUT.slot_bytes // 5
 _MAX_GROWTH_BYTES = 24 << 20
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_32_clients_see_no_error_and_no_wrong_byte_for_ten_seconds() -> None:
     _run_clients(seconds=10)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_32_clients_see_no_error_and_no_wrong_byte_for_a_minute() -> None:
     _run_clients(seconds=60)
 

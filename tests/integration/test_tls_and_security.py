@@ -144,7 +144,6 @@ def test_a_silent_peer_on_a_tls_port_keeps_nobody_waiting(tmp_path: Path) -> Non
 
 
 @needs_openssl
-@pytest.mark.timeout(20)
 def test_a_call_over_tls_to_a_hung_server_returns_within_its_deadline(tmp_path: Path) -> None:
     with (
         cache_server(*_tls_options(tmp_path), tcp=True) as server,

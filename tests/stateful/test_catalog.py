@@ -26,6 +26,7 @@ from kvtier.blocks.pool import Block, Presence
 from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import ending_of
+from tests.support.examples import examples
 
 NUM_UNITS = 14
 LEASED_UNITS = 10
@@ -437,4 +438,4 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
 
 TestCatalogAgainstModel = CatalogAgainstModel.TestCase
-TestCatalogAgainstModel.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestCatalogAgainstModel.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)

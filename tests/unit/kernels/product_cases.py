@@ -12,6 +12,8 @@ from kvtier.models import fused_operations, linear
 from kvtier.models.quantization import fp8, gptq
 from tests.support.batches import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 # The interpreter cuts float32 off to bfloat16 where a GPU rounds, which is one step of the last digit.

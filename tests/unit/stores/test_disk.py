@@ -212,7 +212,6 @@ def test_a_block_larger_than_the_file_is_refused_and_evicts_nothing(tmp_path: Pa
         assert read_rightly(store, space_of(store), range(20)) == set(range(20))
 
 
-@pytest.mark.timeout(120)
 def test_the_hit_rate_of_a_zipf_like_load_is_that_of_an_exact_lru_before_and_after_a_restart(tmp_path: Path) -> None:
     file_space = 4 * MIB
     with opened(tmp_path / "probe", file_space) as store:
@@ -587,7 +586,6 @@ def test_an_older_format_that_fills_the_budget_is_removed_with_a_sentence(
         assert len(read_rightly(store, space_of(store), range(500))) == 500
 
 
-@pytest.mark.timeout(60)
 def test_a_hundred_thousand_blocks_are_recovered_in_two_seconds(tmp_path: Path) -> None:
     """The files are made here: records of blocks whose payloads were never written, and a few that were."""
     num_blocks = 100_000

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from kvtier import __version__
 from kvtier.api.config import ApiKey
 from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, End, News, Piece, Refused, Submit
+from tests.support.examples import examples
 from tests.support.fake_engine import (
     ALIAS,
     DIE,
@@ -605,7 +606,7 @@ _BODIES = st.fixed_dictionaries(
 
 
 def test_no_json_in_any_field_gives_a_500(server: Running, http: httpx.Client) -> None:
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
     @given(path=st.sampled_from(["/api/generate", "/api/chat", "/api/show"]), body=_BODIES)
     def send(path: str, body: dict[str, Any]) -> None:
         reply = http.post(path, content=json.dumps(body))

@@ -16,6 +16,8 @@ from kvtier.transfer.copiers.page_kernels import PageMoves
 from kvtier.transfer.copiers.paged_kv import PagedKv, PageOrder
 from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, random_tensors
 
+pytestmark = pytest.mark.sampled
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

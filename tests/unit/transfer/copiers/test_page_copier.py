@@ -22,6 +22,7 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.transfer.copiers import page_copier as module
 from kvtier.transfer.copiers.page_copier import HostPageCopier, neighbours, page_copier
 from kvtier.transfer.copiers.paged_kv import PageOrder
+from tests.support.examples import examples
 from tests.support.pages import NUM_PAGES, STRIDES, Case, random_tensors, token_of
 
 SLOTS = ("side by side", "every other", "backwards", "scattered")
@@ -138,7 +139,7 @@ LARGE = _Move(
 
 @given(move=_moves(), run_bytes=st.sampled_from([1, 5000, 4 << 20]), seed=st.integers(0, 1000))
 @example(move=LARGE, run_bytes=20_000, seed=1)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_loads_and_stores_move_what_a_loop_over_tokens_moves(move: _Move, run_bytes: int, seed: int) -> None:
     tensors = random_tensors(move.case, move.num_heads, seed)
     with pytest.MonkeyPatch.context() as patch, _arena(move.num_slots, move.layout, seed) as arena:
