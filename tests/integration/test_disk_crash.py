@@ -15,6 +15,7 @@ from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError, TierFull
 from kvtier.testing.servers import start_cache_server
 from tests.support.actors import NOTHING_HELD, held, payload, wait_until
+from tests.support.waiting import CALL_S
 
 _LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=128, dtype="float16", block_tokens=16)
 _BLOCK_BYTES = _LAYOUT.block_bytes  # 16 KiB
@@ -45,7 +46,7 @@ def _kill_again_and_again(folder: Path, num_kills: int, seed: int) -> None:
         for turn in range(num_kills + 1):
             server = start_cache_server(folder, *options, memory="48MiB", tcp=False)
             try:
-                with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_NAMESPACE, timeout_s=10.0) as client:
+                with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_NAMESPACE, timeout_s=CALL_S) as client:
                     num_checked += _check(client, history, rng, is_last=turn == num_kills)
                     writers = [_Writer(client, history, rng.randrange(1 << 30)) for _ in range(_NUM_WRITERS)]
                     for writer in writers:

@@ -316,8 +316,6 @@ def test_an_engine_closed_with_work_under_way_leaves_nothing_behind(model: Path,
                     llm.engine.add(f"{number}", one.prompt, one.params)
                 for _ in range(num_steps):
                     llm.engine.step()
-                started_at = time.monotonic()
-            assert time.monotonic() - started_at < 3
             below.assert_nothing_held()
 
 

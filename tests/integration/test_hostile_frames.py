@@ -30,6 +30,7 @@ from tests.support.actors import (
     receive_message,
     wait_until,
 )
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_hundred_thousand_mutated_frames_hurt_nobody_else(num_frames: int, num
 
 def _metric(server: ServerProcess, name: str) -> float:
     """The sum of a metric over its labels."""
-    with urllib.request.urlopen(server.metrics, timeout=10) as reply:
+    with urllib.request.urlopen(server.metrics, timeout=LIMIT_S) as reply:
         lines = reply.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
@@ -222,4 +223,4 @@ def test_a_local_client_that_left_without_a_word_and_held_nothing_is_forgotten()
             sock, _ = _opened(server, "unix")
             sock.close()
         wait_until(lambda: watcher.stats()["connections"] == 1)
-        wait_until(lambda: watcher.stats()["clients"] == 1, timeout_s=3)
+        wait_until(lambda: watcher.stats()["clients"] == 1)

@@ -35,7 +35,7 @@ def _run_clients(seconds: float) -> None:
             assert each.hear() == {"ready": True}
         for each in actors:
             each.go_on()
-        wait_until(lambda: watcher.stats()["evicted_blocks"] > 1000, 30)  # type: ignore[operator]
+        wait_until(lambda: watcher.stats()["evicted_blocks"] > 1000)  # type: ignore[operator]
         warm_bytes = anonymous_bytes(server)
 
         heard = [each.hear() for each in actors]

@@ -200,7 +200,7 @@ def test_engines_are_started_again_one_by_one_and_nobody_notices(deployment: Dep
     answers = right_answers(deployment, key=_KEY)
     with Traffic(deployment, answers, num_threads=4, pause_s=0.2, key=_KEY) as traffic:
         deployment.send_signal(signal.SIGHUP)
-        wait_until(lambda: _are_new(deployment, asked_at), "both engines are new", 50.0)
+        wait_until(lambda: _are_new(deployment, asked_at), "both engines are new")
         traffic.wait_for_right_answers(20)
 
     assert traffic.ways == {Way.RIGHT}, traffic.told()

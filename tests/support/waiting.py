@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 LIMIT_S = 240.0
 """Less than the time limit of a test, so that a wait in vain says for what."""
+CALL_S = 60.0
+"""The deadline of a client's calls, which would be misses else when the machine is busy."""
+FOR_EVER_S = 36_000.0
+"""A deadline that a test does not live to see."""
 _LOOK_S = 0.01
 
 

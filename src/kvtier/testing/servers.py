@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_STOP_S = 120.0
 _ADDRESS = re.compile(r"^  (?:metrics: )?(unix|tcp|http):(\S+)")
 
 
@@ -54,7 +55,7 @@ class ServerProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
         try:
-            return self.process.wait(15)
+            return self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

@@ -18,6 +18,7 @@ from kvtier.cacheserver.catalog import Catalog, Holder, Space
 from kvtier.cacheserver.persistence import Load, MemoryBlock, Persistence
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
+from tests.support.waiting import LIMIT_S
 
 NAMESPACE = Namespace(bytes(range(32)))
 LOCAL_PID = 4711
@@ -482,7 +483,7 @@ class Awaiting:
         self.catalog.end_loading([self.disk.being_read[position]], [arrived])
 
     def result(self) -> int | None:
-        self._thread.join(30)
+        self._thread.join(LIMIT_S)
         assert not self.catalog._awaited, "nobody waits any more"
         (found,) = self.found
         return found

@@ -24,7 +24,8 @@ from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.load import Load, Order, Plan
 from kvtier.transfer.tier_traffic import Fetch, TierTraffic
-from tests.support.host_device import WAIT_S, HostDevice, Past
+from tests.support.host_device import HostDevice, Past
+from tests.support.waiting import wait_until as until
 
 CHUNK_TOKENS = 1024
 
@@ -105,13 +106,6 @@ class Bench:
 
 
 Open = Callable[..., Bench]
-
-
-def until(has_happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not has_happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 @pytest.fixture

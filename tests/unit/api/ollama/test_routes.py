@@ -43,6 +43,7 @@ from tests.support.fake_engine import (
     wait_until,
     words_then,
 )
+from tests.support.waiting import LIMIT_S
 
 USER = {"role": "user", "content": "one two three"}
 GENERATE = {"model": MODEL, "prompt": "one two three"}
@@ -69,7 +70,7 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=10) as client:
+    with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
         yield client
 
 
@@ -224,7 +225,7 @@ def test_the_example_of_ollamas_documentation_works_with_curl(server: Running) -
     body = json.dumps({"model": MODEL, "prompt": "Why is the sky blue?"})
     command = ["curl", "--silent", "--no-buffer", f"{server.url}/api/generate", "-d", body]
 
-    done = subprocess.run(command, capture_output=True, check=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=LIMIT_S)
 
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert "".join(line["response"] for line in lines) == "Why is the sky blue?"

@@ -24,6 +24,7 @@ from kvtier.transfer.copiers.page_copier import HostPageCopier, neighbours, page
 from kvtier.transfer.copiers.paged_kv import PageOrder
 from tests.support.examples import examples
 from tests.support.pages import NUM_PAGES, STRIDES, Case, random_tensors, token_of
+from tests.support.waiting import LIMIT_S
 
 SLOTS = ("side by side", "every other", "backwards", "scattered")
 
@@ -208,7 +209,7 @@ def test_threads_move_different_pages_at_once() -> None:
         def work(number: int) -> None:
             pages, blocks = [2 * number, 2 * number + 1], [0, 1, 2, 3]
             offsets = [(4 * number + block) * layout.slot_bytes for block in blocks]
-            barrier.wait(10)
+            barrier.wait(LIMIT_S)
             for _ in range(10):
                 copier.store(pages, blocks, arena, offsets, None)
                 for tensor in tensors:
