@@ -94,11 +94,15 @@ def start_cache_server(folder: Path, *options: str, memory: str, tcp: bool, port
     )
     server = ServerProcess(process, folder, token)
     assert process.stdout is not None
-    for line in process.stdout:
-        found = _ADDRESS.match(line)
-        if found:
-            server.addresses[found[1]] = f"{found[1]}:{found[2]}"
-        if line.startswith("ready"):
-            return server
-    process.stdout.close()
-    raise RuntimeError(f"the cache server ended with status {process.wait()} before it was ready")
+    try:
+        for line in process.stdout:
+            found = _ADDRESS.match(line)
+            if found:
+                server.addresses[found[1]] = f"{found[1]}:{found[2]}"
+            if line.startswith("ready"):
+                return server
+        raise RuntimeError(f"the cache server ended with status {process.wait()} before it was ready")
+    except BaseException:
+        server.kill()
+        process.stdout.close()
+        raise
