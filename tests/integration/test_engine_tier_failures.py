@@ -50,6 +50,8 @@ from tests.support.tiered_engines import (
 
 torch.set_num_threads(1)
 
+pytestmark = pytest.mark.sampled(every=2)
+
 ASKED = [Question(tokens(seed, 180)) for seed in range(6)]
 OTHERS = [Question(tokens(seed, 180)) for seed in range(100, 106)]
 NUM_CACHED = sum(full_blocks(one.prompt) for one in ASKED)

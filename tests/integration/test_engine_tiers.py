@@ -269,6 +269,7 @@ def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: li
         below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_an_interrupted_call_leaves_an_engine_that_can_be_used(
     model: Path, expected: list[RequestOutput], kind: str
@@ -307,6 +308,7 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", TIERS)
 def test_an_engine_closed_with_work_under_way_leaves_nothing_behind(model: Path, kind: str) -> None:
     with tiers(kind) as below:

@@ -229,6 +229,7 @@ def test_a_block_that_its_disk_gives_back_wrong_is_lost(tmp_path: Path) -> None:
 # --- other namespaces ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -621,6 +622,7 @@ def test_the_command_over_tcp_needs_the_token(model: Path) -> None:
     assert "no full block was left" in asked.stdout
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

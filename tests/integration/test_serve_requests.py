@@ -192,6 +192,7 @@ def test_metrics_are_prometheus_text_with_the_engines_names(deployment: Deployme
     assert sum(answered) > 0
 
 
+@pytest.mark.slow
 def test_engines_are_started_again_one_by_one_and_nobody_notices(deployment: DeploymentProcess) -> None:
     """And afterwards, they have from the cache server what they had computed before."""
     prompt = "What was computed before the engines were started again. " * 8

@@ -180,10 +180,9 @@ _answers: dict[str, list[list[int]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What came of requests that were stepped through: their tokens by name, and in how many steps."""
+    """What came of requests that were stepped through: their tokens by name."""
 
     tokens: dict[str, list[int]]
-    num_steps: int
 
 
 def begin(llm: LLM, name: str, prompt: Sequence[int], *, max_tokens: int = 12) -> None:
@@ -193,12 +192,10 @@ def begin(llm: LLM, name: str, prompt: Sequence[int], *, max_tokens: int = 12) -
 def drive(llm: LLM) -> Drive:
     """Step until every request is answered."""
     tokens: dict[str, list[int]] = {}
-    num_steps = 0
     while llm.llm_engine.has_unfinished_requests():
         outputs = llm.llm_engine.step()
-        num_steps += 1
         tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-    return Drive(tokens, num_steps)
+    return Drive(tokens)
 
 
 def ask_and_abort(llm: LLM, prompts: Sequence[Sequence[int]], *, num_steps: int, max_tokens: int = 64) -> None:

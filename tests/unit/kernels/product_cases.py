@@ -117,6 +117,7 @@ def test_rows_may_come_in_eight_bits(
     assert not layer[3].any(), "the counters are left at zero"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
 def test_a_few_rows_in_eight_bits_give_what_they_give_when_they_are_quantised_on_the_way(num_tokens: int) -> None:
     """With any numbers, and to the last bit."""

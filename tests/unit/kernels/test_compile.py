@@ -290,6 +290,7 @@ def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, wi
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"
 
 
+@pytest.mark.slow
 def test_products_compile_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", STARTS_EARLY + COMPILE_PRODUCTS]

@@ -14,7 +14,7 @@ from tests.support.kernel_cases import run_cases
 
 NAMES = ("triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "argmax_cases.py")
 CASES = [Path(__file__).with_name(name) for name in NAMES]
-NUM_SHARES = 4
+NUM_SHARES = 3
 
 
 @pytest.mark.scaled

@@ -208,6 +208,7 @@ def test_a_context_in_parts_equals_the_whole(window: int | None) -> None:
     assert_close(found, expected, torch.float32)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.usefixtures("_many_splits")
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("lengths", [[(5, 300), (2, 65), (0, 4)], [(24, 90), (1, 30), (13, 13), (3, 60)]])

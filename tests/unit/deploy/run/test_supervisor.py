@@ -28,7 +28,7 @@ from kvtier.transport.address import UnixAddress
 
 _SERVES = "ready; wait"
 _FAKE = Path(__file__).with_name("fake_part.py")
-_HURRY = Patience(engine_s=0.5, cache_s=0.5, cut_short_s=0.5)
+_HURRY = Patience(engine_s=2.0, cache_s=2.0, cut_short_s=2.0)
 
 
 Reaction = tuple[str, tuple[signal.Signals, ...]]
