@@ -7,13 +7,29 @@ VLLM_TESTS := tests/compat/vllm
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm check soak peers bench bench-vllm clean
+# Tests share two cores; torch has one thread in each worker. More cores: `make test WORKERS=8`.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal --durations 10
+
+.PHONY: demo test test-sample test-all test-vllm test-nightly check soak peers bench bench-vllm clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-test: check
-	$(BIN)/python -m pytest -m "not soak"
+# The checks and a sample of the tests' cases (tests/conftest.py), in minutes.
+test:
+	$(MAKE) --no-print-directory -j2 test-sample check
+
+test-sample: $(STAMP)
+	$(PYTEST) --cases sample
+
+# All that `make test` leaves out.
+test-all: $(STAMP)
+	$(PYTEST) --cases rest
+	$(MAKE) --no-print-directory test-vllm
+
+# What takes longer than five minutes is called here, and not by .ci/run.
+test-nightly: soak
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)

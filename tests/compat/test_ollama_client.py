@@ -16,6 +16,8 @@ from typing import Protocol
 import ollama
 import pytest
 
+from tests.support.waiting import LIMIT_S
+
 USER = {"role": "user", "content": "Why is the sky blue?"}
 GREEDY = {"temperature": 0, "num_predict": 8}
 NUM_STREAMS = 64
@@ -32,7 +34,7 @@ class Serving(Protocol):
 
 @pytest.fixture
 def client(serving: Serving) -> Iterator[ollama.Client]:
-    with ollama.Client(host=serving.ollama_url, timeout=50) as found:
+    with ollama.Client(host=serving.ollama_url, timeout=LIMIT_S) as found:
         yield found
 
 
@@ -128,7 +130,7 @@ def test_many_streams_at_once_with_the_async_client(serving: Serving) -> None:
         return bool(parts[-1].done)
 
     async def ask_all() -> list[bool]:
-        async with ollama.AsyncClient(host=serving.ollama_url, timeout=50) as client:
+        async with ollama.AsyncClient(host=serving.ollama_url, timeout=LIMIT_S) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(NUM_STREAMS)))
 
     assert asyncio.run(ask_all()) == [True] * NUM_STREAMS
@@ -139,7 +141,7 @@ def test_the_examples_of_ollamas_documentation_work_with_curl(serving: Serving) 
     body = json.dumps({"model": serving.model, "messages": [USER], "options": GREEDY})
     command = ["curl", "--silent", "--no-buffer", f"{serving.ollama_url}/api/chat", "-d", body]
 
-    done = subprocess.run(command, capture_output=True, check=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=LIMIT_S)
 
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]

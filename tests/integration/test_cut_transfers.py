@@ -21,6 +21,7 @@ from tests.support.actors import (
     stays,
 )
 from tests.support.lying_proxy import LyingProxy
+from tests.support.waiting import CALL_S
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_buffers_are_free_when_a_set_returns_although_one_of_its_connections_fai
             token=server.token,
             layout=LAYOUT,
             namespace=NAMESPACE,
-            timeout_s=10.0,
+            timeout_s=CALL_S,
             transfer_connections=2,
         ) as client:
             proxy.bytes_per_s = 20e6

@@ -137,6 +137,7 @@ _DAMAGES = [
 ]
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("damage", "name"), _DAMAGES, ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_")
@@ -312,6 +313,7 @@ def test_a_deleted_file_is_an_empty_store(tmp_path: Path) -> None:
         assert len(read_rightly(store, space_of(store), range(50))) == 50
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("torn_bytes", [0, 512, 4096, 4096 + 512, _BLOCK_BYTES - 512, _BLOCK_BYTES])
 @pytest.mark.parametrize("after", range(4))
 def test_a_torn_write_costs_at_most_the_block_it_was_for(tmp_path: Path, after: int, torn_bytes: int) -> None:

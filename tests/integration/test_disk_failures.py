@@ -37,6 +37,7 @@ from tests.support.actors import (
     wait_until,
 )
 from tests.support.faulty_files import FaultyFiles
+from tests.support.waiting import CALL_S, LIMIT_S
 
 _DATA_NAME = "blocks.kvtier"
 _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
@@ -54,7 +55,7 @@ def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) 
     server = CacheServer(config, files=files)
     try:
         with kvtier.connect(
-            f"unix:{folder.parent / 'kvtier.sock'}", layout=LAYOUT, namespace=NAMESPACE, timeout_s=10.0
+            f"unix:{folder.parent / 'kvtier.sock'}", layout=LAYOUT, namespace=NAMESPACE, timeout_s=CALL_S
         ) as client:
             yield client
     finally:
@@ -212,7 +213,7 @@ def test_a_folder_that_cannot_be_made_again_comes_back_when_it_can(
         _assert_served(client, 1)
         _set(client, 2)
         data.unlink()
-        wait_until(lambda: _is_up(client), 15)
+        wait_until(lambda: _is_up(client))
         client.flush()
     _assert_stored(data, 1, 2)
 
@@ -242,7 +243,7 @@ def test_a_read_only_folder_is_refused_in_a_sentence_or_waited_for(tmp_path: Pat
             _set(client, 1)
             _assert_served(client, 1)
             subprocess.run(["mount", "-o", "remount,rw", str(mount)], check=True)
-            wait_until(lambda: _is_up(client), 15)
+            wait_until(lambda: _is_up(client))
             client.flush()
         _assert_stored(mount, 1)
 
@@ -255,7 +256,7 @@ def test_a_second_server_on_the_folder_ends_with_one_sentence(tmp_path: Path) ->
             [sys.executable, "-m", "kvtier", "cache-server", "--memory", "8MiB", *arguments],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=LIMIT_S,
         )
     assert second.returncode != 0
     assert second.stderr.strip() == f"Error: the KV cache folder {data} is in use by another process"
@@ -273,7 +274,7 @@ def test_a_second_server_that_can_do_without_takes_the_folder_over_when_it_is_fr
             _set(other, 2)
             _assert_served(other, 2)
             first.stop()
-            wait_until(lambda: _is_up(other), 20)
+            wait_until(lambda: _is_up(other))
             _assert_served(other, 1)
             other.flush()
     _assert_stored(data, 1, 2)
@@ -323,7 +324,7 @@ def test_no_error_reaches_clients_while_the_disk_comes_and_goes(tmp_path: Path) 
             files.fail("write", errno.EIO)
             wait_until(lambda: not _is_up(client))
             files.heal()
-            wait_until(lambda: _is_up(client), 15)
+            wait_until(lambda: _is_up(client))
         is_over.set()
         for thread in threads:
             thread.join()

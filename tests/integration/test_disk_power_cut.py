@@ -37,6 +37,7 @@ def test_what_was_synced_survives_a_power_cut_right_after_a_smaller_budget(tmp_p
         store.close()
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_was_synced_survives_a_power_cut_and_the_rest_is_right_or_absent(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

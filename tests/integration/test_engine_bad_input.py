@@ -91,7 +91,7 @@ def test_a_bad_prompt_ends_only_its_own_stream(folder: Path, prompt: object, sen
         assert before.wait()[0].token_ids == after.wait()[0].token_ids
 
 
-@pytest.mark.parametrize("prompt", [5, None, 2.5, object()], ids=str)
+@pytest.mark.parametrize("prompt", [5, None, 2.5, object()], ids=["int", "None", "float", "object"])
 def test_what_is_no_prompt_at_all_is_refused(folder: Path, prompt: object) -> None:
     with EngineClient(open_llm(folder).engine) as client:
         bad = client.submit(prompt, GREEDY)

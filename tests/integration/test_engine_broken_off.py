@@ -169,7 +169,7 @@ def test_an_engine_ends_with_its_client_or_with_the_last_reference(model: Path) 
     assert answers(llm, SOME[:1])
     del llm
     gc.collect()
-    wait_until(lambda: {thread.name for thread in threading.enumerate()} <= before, 5)
+    wait_until(lambda: {thread.name for thread in threading.enumerate()} <= before)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +20,12 @@ from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from tests.support.actors import wait_until
+from tests.support.waiting import LIMIT_S
 
 torch.set_num_threads(1)
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-PATIENCE_S = 30
+PATIENCE_S = LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ class Collector:
 
 
 def wait_for_all(client: EngineClient) -> None:
-    wait_until(lambda: client.num_requests == 0, PATIENCE_S)
+    wait_until(lambda: client.num_requests == 0)
 
 
 def test_a_sink_gets_all_that_a_step_brings_in_one_call(client: EngineClient) -> None:
@@ -177,7 +177,7 @@ def test_a_sink_gets_all_that_a_step_brings_in_one_call(client: EngineClient) ->
     client.submit([9], ENDLESS, request_id="first", sink=gate)  # keeps the thread busy while the others are submitted
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     handles = [client.submit([1, 2, number], params, request_id=f"r{number}", sink=sink) for number in range(6)]
-    wait_until(lambda: client.num_requests == 1, PATIENCE_S)
+    wait_until(lambda: client.num_requests == 1)
 
     assert all(type(handle) is Submission for handle in handles)
     assert sink.threads == {"kvtier-engine"}
@@ -242,7 +242,7 @@ def test_an_abort_reaches_a_sink_as_the_end_of_every_answer(client: EngineClient
     sink = Collector()
     params = SamplingParams(n=2, temperature=1.0, max_tokens=None, ignore_eos=True, logprobs=1)
     handle = client.submit([1, 2, 3], params, request_id="one", sink=sink)
-    wait_until(lambda: len(sink.calls) > 5, PATIENCE_S)
+    wait_until(lambda: len(sink.calls) > 5)
 
     handle.abort()
     wait_for_all(client)
@@ -260,7 +260,7 @@ def test_closing_tells_every_sink_once_for_each_request(engine: Engine) -> None:
     client = EngineClient(engine)
     for number in range(4):
         client.submit([1, 2], ENDLESS, request_id=str(number), sink=sinks[number % 2])
-    wait_until(lambda: all(len(sink.calls) > 3 for sink in sinks), PATIENCE_S)
+    wait_until(lambda: all(len(sink.calls) > 3 for sink in sinks))
 
     client.close()
 
@@ -385,11 +385,9 @@ def test_settling_waits_for_requests_and_then_for_their_blocks(folder: Path) -> 
 def test_settling_gives_up_in_time_and_the_request_goes_on(client: EngineClient) -> None:
     stream = client.submit([1, 2], ENDLESS)
     next(iter(stream))
-    started_at = time.monotonic()
 
     assert not client.settle(0.05)
 
-    assert time.monotonic() - started_at < PATIENCE_S / 2
     stream.abort()
     assert stream.wait()[0].finish_reason == "abort"
     assert client.settle(PATIENCE_S)
@@ -398,22 +396,19 @@ def test_settling_gives_up_in_time_and_the_request_goes_on(client: EngineClient)
 def test_a_prompt_that_comes_while_stores_are_waited_for_is_served(folder: Path) -> None:
     engine = open_engine(folder, swap_space=1 << 22)
     assert engine.transfer.traffic is not None
-    engine.transfer.settle = slow_settle(engine.transfer.settle, num_slow=10_000)
+    may_settle = threading.Event()
+    engine.transfer.settle = slow_settle(engine.transfer.settle, may_settle)
     with EngineClient(engine) as client, ThreadPoolExecutor(1) as pool:
-        settling = pool.submit(client.settle, 0.5)
+        settling = pool.submit(client.settle, PATIENCE_S)
         assert client.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)).wait()
         assert not settling.done()
-        assert not settling.result(PATIENCE_S)
+        may_settle.set()
+        assert settling.result(PATIENCE_S)
 
 
-def slow_settle(settle: Callable[[float], bool], num_slow: int) -> Callable[[float], bool]:
-    num_left = iter(range(num_slow))
-
+def slow_settle(settle: Callable[[float], bool], may_settle: threading.Event) -> Callable[[float], bool]:
     def slowly(timeout_s: float) -> bool:
-        if next(num_left, None) is None:
-            return settle(timeout_s)
-        time.sleep(min(timeout_s, 0.01))
-        return False
+        return may_settle.wait(min(timeout_s, 0.01)) and settle(timeout_s)
 
     return slowly
 
@@ -443,11 +438,11 @@ def test_a_close_ends_those_who_wait_for_stores(engine: Engine) -> None:
     stream = client.submit([1, 2], ENDLESS)
     next(iter(stream))
     with ThreadPoolExecutor(1) as pool:
-        settling = pool.submit(client.settle, PATIENCE_S)
-        wait_until(lambda: bool(client._settlings), PATIENCE_S)
+        settling = pool.submit(client.settle, 100 * PATIENCE_S)
+        wait_until(lambda: bool(client._settlings))
         client.close()
 
-        assert not settling.result(PATIENCE_S / 2)
+        assert not settling.result(PATIENCE_S)
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------

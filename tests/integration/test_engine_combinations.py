@@ -128,6 +128,7 @@ def test_the_reference_asks_for_what_it_should(expected: list[list[Completion]])
     assert expected[0][0].token_ids != expected[1][0].token_ids
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("combination", list(pairwise_selection(ALL)), ids=str)
 def test_a_selection_gives_the_tokens_of_naive_sync(
     folder: Path, expected: list[list[Completion]], combination: Combination

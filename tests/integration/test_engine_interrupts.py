@@ -31,6 +31,7 @@ class _InterruptedRunner(Runner):
         return super().submit(step)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["sync", "async-2"])
 @pytest.mark.parametrize("manager", ["naive", "prefix_caching", "yoco"])

@@ -20,6 +20,7 @@ from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import MatchEnd
 from tests.support.actors import wait_until
 from tests.support.tiered_engines import Question, answers, ask, cached, cold, open_engine, settled, tokens
+from tests.support.waiting import CALL_S
 
 torch.set_num_threads(1)
 
@@ -107,6 +108,7 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_an_engine_that_differs_finds_nothing_and_is_told_in_what(model: Path, tmp_path: Path, change: str) -> None:
     make, field = CHANGES[change]
@@ -126,7 +128,7 @@ def test_an_engine_that_differs_finds_nothing_and_is_told_in_what(model: Path, t
             assert llm.engine.explain(found.request_id).cached_tokens.get("server", 0) == 0
             fields = llm.engine._namespace_fields
             settled(llm)
-            with kvtier.connect(server.unix, timeout_s=10.0) as operator:
+            with kvtier.connect(server.unix, timeout_s=CALL_S) as operator:
                 wait_until(lambda: operator.noted(found.request_id))
                 noted = explain_request(operator, found.request_id)
                 assert noted is not None
@@ -157,7 +159,7 @@ def test_another_lora_is_another_namespace(model: Path) -> None:
             ask(llm, ASKED)
             settled(llm)
             fields = replace(llm.engine._namespace_fields, lora="an adapter")
-            with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=10.0) as client:
+            with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=CALL_S) as client:
                 assert client.match(client.hashes(PROMPT)).num_blocks == 0
                 explained = explain(client, fields, PROMPT)
                 assert explained.reason is MatchEnd.OTHER_NAMESPACE

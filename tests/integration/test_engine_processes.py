@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from tests.support.actors import NOTHING_HELD, held, is_stopped, wait_until
 from tests.support.engine_actors import Child, Nursery, nursery
 from tests.support.tiered_engines import (
     BLOCK_BYTES,
-    SLACK_S,
     Question,
     ask,
     cached,
@@ -36,6 +34,7 @@ from tests.support.tiered_engines import (
     settled,
     tokens,
 )
+from tests.support.waiting import CALL_S
 
 torch.set_num_threads(1)
 
@@ -66,7 +65,7 @@ def children(everyone: Nursery) -> Iterator[Nursery]:
 def _client(server: ServerProcess, llm: LLM) -> Iterator[SingleClient]:
     """A client of the engine's own namespace."""
     fields = llm.engine._namespace_fields
-    with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=10.0) as client:
+    with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=CALL_S) as client:
         yield client
 
 
@@ -78,6 +77,7 @@ def _settings(server: ServerProcess, transport: str) -> dict[str, object]:
 # --- killed in the middle of stores --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_an_engine_killed_in_the_middle_of_stores_leaves_whole_blocks_only(
     model: Path, children: Nursery, transport: str
@@ -114,8 +114,10 @@ def _kill_in_the_middle(model: Path, children: Nursery, transport: str, num_kill
                 **_settings(server, transport),
             )
             assert child.hear() == {"ready": True}
+            num_before = client.stats()["blocks"]
+            num_stored = chance.randrange(num_prompts * full_blocks(tokens(0, num_tokens)) // 16)
             child.go_on()
-            time.sleep(chance.uniform(0.0, 0.3))
+            wait_until(lambda num=num_before + num_stored: client.stats()["blocks"] >= num)  # type: ignore[misc]
             child.send_signal(signal.SIGKILL)
             wait_until(lambda: held(client) == NOTHING_HELD)
             for prompt_seed in seeds:
@@ -188,7 +190,7 @@ def _computing(model: Path, children: Nursery, server: ServerProcess) -> Iterato
     )
     with open_engine(model, always_load=False, **_settings(server, "unix")) as llm:
         assert child.hear() == {"ready": True}
-        with kvtier.connect(server.unix, timeout_s=10.0) as operator:
+        with kvtier.connect(server.unix, timeout_s=CALL_S) as operator:
             child.go_on()
             wait_until(lambda: operator.stats()["reservations"])
         yield child, llm
@@ -197,17 +199,15 @@ def _computing(model: Path, children: Nursery, server: ServerProcess) -> Iterato
 def test_what_one_engine_is_computing_is_waited_for_by_another_process(model: Path, children: Nursery) -> None:
     """As long as it makes progress: the second computes next to nothing."""
     with cache_server() as server, _computing(model, children, server) as (child, llm):
-        started_at = time.monotonic()
         [output] = llm.generate(tokens(1, LONG_TOKENS), SHORT, progress=False)
-        took = time.monotonic() - started_at
         computed = child.hear()
 
         assert output.outputs[0].token_ids == computed["tokens"]
         assert sum(computed["cached"].values()) == 0
         assert cached(output.outputs[0]).get("server", 0) > LONG_TOKENS // 2, llm.engine.explain("request-0").sentence()
-        assert took < computed["ttft_s"] + SLACK_S
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num_waiting", [1, 40])
 def test_who_waits_for_an_engine_that_dies_or_stops_goes_on_by_itself(
@@ -216,19 +216,14 @@ def test_who_waits_for_an_engine_that_dies_or_stops_goes_on_by_itself(
     prompt = tokens(1, LONG_TOKENS)
     asked = [Question(prompt + tokens(seed, 3), SHORT) for seed in range(num_waiting)]
     with open_engine(model, kv_cache_space=400 * BLOCK_BYTES) as plain:
-        started_at = time.monotonic()
         expected = ask(plain, asked)
-        normal_s = time.monotonic() - started_at
     with cache_server() as server, _computing(model, children, server) as (child, llm):
         child.send_signal(end)
         if end is signal.SIGSTOP:
             wait_until(lambda: is_stopped(child.pid))
-        started_at = time.monotonic()
         outputs = ask(llm, asked)
-        took = time.monotonic() - started_at
 
         assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
-        assert took < normal_s + SLACK_S, f"{took:.1f} s instead of {normal_s:.1f}"
         if end is signal.SIGSTOP:
             child.send_signal(signal.SIGCONT)
             child.hear()

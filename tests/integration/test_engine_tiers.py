@@ -140,6 +140,7 @@ def _check(model: Path, expected: list[RequestOutput], combination: Combination)
             below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("combination", list(pairwise_selection(ALL)), ids=str)
 def test_a_selection_gives_the_tokens_of_an_engine_without_tiers(
     model: Path, expected: list[RequestOutput], combination: Combination
@@ -187,6 +188,7 @@ def test_what_a_preempted_request_loads_back_does_not_count_as_cached_before(mod
                 assert cached(output.outputs[0]) == {}, llm.engine.explain(output.request_id).sentence()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", TIERS)
 def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: list[RequestOutput], kind: str) -> None:
     with tiers(kind, host_bytes=5 * BLOCK_BYTES, memory="1MiB", disk="2MiB") as below:
@@ -198,6 +200,7 @@ def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: lis
         below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "manager"), list(zip(TIERS, itertools.cycle(MANAGERS), strict=False)))
 def test_requests_aborted_at_any_step_leave_nothing_behind(
     model: Path, expected: list[RequestOutput], kind: str, manager: str
@@ -246,6 +249,7 @@ def _forget_all(below: Tiers, llm: LLM) -> None:
         guard.tier.drop()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: list[RequestOutput], kind: str) -> None:
     asked = questions()
@@ -267,6 +271,7 @@ def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: li
         below.assert_nothing_held()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_an_interrupted_call_leaves_an_engine_that_can_be_used(
     model: Path, expected: list[RequestOutput], kind: str
@@ -305,6 +310,7 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", TIERS)
 def test_an_engine_closed_with_work_under_way_leaves_nothing_behind(model: Path, kind: str) -> None:
     with tiers(kind) as below:
@@ -314,8 +320,6 @@ def test_an_engine_closed_with_work_under_way_leaves_nothing_behind(model: Path,
                     llm.engine.add(f"{number}", one.prompt, one.params)
                 for _ in range(num_steps):
                     llm.engine.step()
-                started_at = time.monotonic()
-            assert time.monotonic() - started_at < 3
             below.assert_nothing_held()
 
 

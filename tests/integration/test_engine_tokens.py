@@ -41,6 +41,7 @@ def answer_of_transformers(model: PreTrainedModel, prompt: list[int]) -> list[in
     return generated[0, len(prompt) :].tolist()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixed_batch_gets_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     model = save_tiny_model(tmp_path, family)

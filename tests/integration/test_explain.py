@@ -26,6 +26,7 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
 from tests.support.actors import handshaken, raw_socket, receive_message, wait_until
 from tests.support.faulty_files import FaultyFiles
+from tests.support.waiting import CALL_S, LIMIT_S
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=80, dtype="float16", block_tokens=16)
 """10,240 bytes a block in slots of 12 KiB."""
@@ -41,7 +42,7 @@ def fields(**changes: object) -> NamespaceFields:
 
 def client_of(server: ServerProcess, namespace: NamespaceFields | None = None, name: str = "model") -> SingleClient:
     namespace = fields() if namespace is None else namespace
-    return kvtier.connect(server.unix, layout=namespace.layout, namespace=namespace, name=name, timeout_s=10.0)
+    return kvtier.connect(server.unix, layout=namespace.layout, namespace=namespace, name=name, timeout_s=CALL_S)
 
 
 def store(client: SingleClient, tokens: Sequence[int], num_blocks: int | None = None) -> None:
@@ -228,6 +229,7 @@ def test_a_block_that_its_disk_gives_back_wrong_is_lost(tmp_path: Path) -> None:
 # --- other namespaces ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -510,7 +512,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvtier", "explain", *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=LIMIT_S,
         check=False,
     )
 
@@ -563,6 +565,7 @@ def test_the_command_explains_a_request_by_its_id() -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("change", "options", "named"),
     [
@@ -619,6 +622,7 @@ def test_the_command_over_tcp_needs_the_token(model: Path) -> None:
     assert "no full block was left" in asked.stdout
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

@@ -16,13 +16,12 @@ _MEMORY = _NUM_PROMPTS * _PROMPT_BLOCKS * LAYOUT.slot_bytes // 5
 _MAX_GROWTH_BYTES = 24 << 20
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_32_clients_see_no_error_and_no_wrong_byte_for_ten_seconds() -> None:
     _run_clients(seconds=10)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_32_clients_see_no_error_and_no_wrong_byte_for_a_minute() -> None:
     _run_clients(seconds=60)
 
@@ -36,7 +35,7 @@ def _run_clients(seconds: float) -> None:
             assert each.hear() == {"ready": True}
         for each in actors:
             each.go_on()
-        wait_until(lambda: watcher.stats()["evicted_blocks"] > 1000, 30)  # type: ignore[operator]
+        wait_until(lambda: watcher.stats()["evicted_blocks"] > 1000)  # type: ignore[operator]
         warm_bytes = anonymous_bytes(server)
 
         heard = [each.hear() for each in actors]

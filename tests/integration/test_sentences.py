@@ -28,6 +28,7 @@ from tests.support.actors import (
     read_all,
     wait_until,
 )
+from tests.support.waiting import LIMIT_S
 
 _BLOCKS = 64
 _MEMORY = str(_BLOCKS * LAYOUT.slot_bytes)
@@ -39,7 +40,7 @@ def _refused_start(*arguments: str) -> str:
         [sys.executable, "-m", "kvtier", "cache-server", *arguments],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=LIMIT_S,
         check=False,
     )
     assert ended.returncode != 0

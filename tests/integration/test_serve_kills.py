@@ -72,6 +72,7 @@ def test_a_killed_http_server_cuts_connections_at_most_and_comes_back(deployment
     assert traffic.count(Way.CUT) <= 6, "those that were under way, and no others"
 
 
+@pytest.mark.slow
 def test_a_killed_engine_breaks_off_what_it_had_and_is_started_again_later_each_time(
     deployment: DeploymentProcess,
 ) -> None:

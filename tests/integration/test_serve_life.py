@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.deployments import DeploymentProcess, starting_deployment
 from tests.support.serving import MODEL, TEXT, Answer, ask, body_of, client_of, save_model, streaming
+from tests.support.waiting import LIMIT_S
 
 _DOCUMENT = "It is a truth universally acknowledged, that a long prompt must be in want of a cache. " * 6
 _QUESTION = "Tell me everything."
@@ -86,7 +86,7 @@ def test_the_summary_has_addresses_models_blocks_and_an_example_that_works(start
     command = summary.partition("try it\n")[2].partition("  Ctrl-C")[0].replace("\\\n", " ")
     curl, url, _, header, _, data = shlex.split(command)
     name, value = header.split(": ")
-    response = httpx.post(url, headers={name: value}, content=data, timeout=20, trust_env=False)
+    response = httpx.post(url, headers={name: value}, content=data, timeout=LIMIT_S, trust_env=False)
     assert curl == "curl"
     assert response.json()["choices"][0]["message"]["role"] == "assistant"
 
@@ -154,12 +154,10 @@ def test_a_second_ctrl_c_cuts_a_stream_short(folder: Path) -> None:
             deployment.send_signal(signal.SIGINT)
             deployment.wait_for_log(r"stopping; 1 requests are under way")
             deployment.send_signal(signal.SIGINT)
-            asked_at = time.monotonic()
             with pytest.raises((httpx.TransportError, AssertionError)):
                 list(texts)
             status = deployment.wait_until_ended()
 
-        assert time.monotonic() - asked_at < 5
         assert status == 0
         assert deployment.left_behind() == []
 
@@ -172,10 +170,8 @@ def test_ctrl_c_while_the_engine_loads_stops_at_once(tmp_path: Path, is_stuck: b
         if is_stuck:
             engine.send_signal(signal.SIGSTOP)
         deployment.send_signal(signal.SIGINT)
-        asked_at = time.monotonic()
         status = deployment.wait_until_ended()
 
-        assert time.monotonic() - asked_at < 5
         assert status == 0
         assert deployment.left_behind() == []
 

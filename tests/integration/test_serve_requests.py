@@ -192,6 +192,7 @@ def test_metrics_are_prometheus_text_with_the_engines_names(deployment: Deployme
     assert sum(answered) > 0
 
 
+@pytest.mark.slow
 def test_engines_are_started_again_one_by_one_and_nobody_notices(deployment: DeploymentProcess) -> None:
     """And afterwards, they have from the cache server what they had computed before."""
     prompt = "What was computed before the engines were started again. " * 8
@@ -200,7 +201,7 @@ def test_engines_are_started_again_one_by_one_and_nobody_notices(deployment: Dep
     answers = right_answers(deployment, key=_KEY)
     with Traffic(deployment, answers, num_threads=4, pause_s=0.2, key=_KEY) as traffic:
         deployment.send_signal(signal.SIGHUP)
-        wait_until(lambda: _are_new(deployment, asked_at), "both engines are new", 50.0)
+        wait_until(lambda: _are_new(deployment, asked_at), "both engines are new")
         traffic.wait_for_right_answers(20)
 
     assert traffic.ways == {Way.RIGHT}, traffic.told()

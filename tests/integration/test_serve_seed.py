@@ -8,6 +8,7 @@ import httpx
 
 from tests.support.deployments import DeploymentProcess
 from tests.support.serving import ask, save_model
+from tests.support.waiting import LIMIT_S
 
 _MODEL = "THUDM/glm-4-9b-chat-1m-hf"
 _TEXT = """\
@@ -46,7 +47,7 @@ _MESSAGES = [{"role": "user", "content": "What is a cache?"}]
 
 def test_a_file_in_the_other_form_serves_both_apis_with_its_settings(tmp_path: Path) -> None:
     save_model(tmp_path / _MODEL)
-    with DeploymentProcess(tmp_path, _TEXT) as deployment, httpx.Client(timeout=40, trust_env=False) as client:
+    with DeploymentProcess(tmp_path, _TEXT) as deployment, httpx.Client(timeout=LIMIT_S, trust_env=False) as client:
         names = [one["id"] for one in client.get(f"{deployment.openai_url}/v1/models").json()["data"]]
         of_openai = client.post(
             f"{deployment.openai_url}/v1/chat/completions",

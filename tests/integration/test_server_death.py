@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +30,16 @@ from tests.support.actors import (
     restarted,
     wait_until,
 )
+from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 _HASHES = chain(1, 12)
 _PROMPTS = [chain(seed, 12) for seed in range(12)]
+
+
+NUM_CALLS_TO_WAIT_FOR = 20
+"""If each of them waited for its deadline, the test would exceed its time limit."""
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @contextlib.contextmanager
-def _served(transport: str, timeout_s: float) -> Iterator[tuple[ServerProcess, SingleClient]]:
+def _served(transport: str, timeout_s: float = CALL_S) -> Iterator[tuple[ServerProcess, SingleClient]]:
     """A server that has `_HASHES`, and a client of it."""
     with (
         cache_server(tcp=True) as server,
@@ -61,7 +65,7 @@ def _served(transport: str, timeout_s: float) -> Iterator[tuple[ServerProcess, S
 
 
 def test_a_killed_server_is_a_miss_that_is_counted_and_costs_no_time(transport: str) -> None:
-    with _served(transport, timeout_s=1.0) as (server, client):
+    with _served(transport) as (server, client):
         server.kill()
 
         lease = client.match(_HASHES)
@@ -73,12 +77,13 @@ def test_a_killed_server_is_a_miss_that_is_counted_and_costs_no_time(transport: 
         assert not client.is_up
         assert client.metrics.value(client.metrics.failures, tier=getattr(server, transport)) >= 5
         assert client.metrics.value(client.metrics.missed_blocks) >= 24
-        assert _median_s(lambda: client.match(_HASHES)) < 0.005
-        assert _median_s(lambda: client.set(_HASHES, payloads(_HASHES))) < 0.005
+        for _ in range(NUM_CALLS_TO_WAIT_FOR):
+            client.match(_HASHES)
+            client.set(_HASHES, payloads(_HASHES))
 
 
 def test_what_an_operator_asks_of_a_killed_server_raises(transport: str) -> None:
-    with _served(transport, timeout_s=1.0) as (server, client):
+    with _served(transport) as (server, client):
         server.kill()
         for ask in (client.stats, client.info, client.drop, lambda: client.pin(_HASHES)):
             with pytest.raises(TierError):
@@ -86,7 +91,7 @@ def test_what_an_operator_asks_of_a_killed_server_raises(transport: str) -> None
 
 
 def test_a_client_comes_back_by_itself_when_its_server_is_started_again(transport: str) -> None:
-    with _served(transport, timeout_s=1.0) as (server, client):
+    with _served(transport) as (server, client):
         server.kill()
         assert client.get(_HASHES, empty_buffers(12)) == 0
         with restarted(server):
@@ -97,7 +102,7 @@ def test_a_client_comes_back_by_itself_when_its_server_is_started_again(transpor
 
 
 def test_a_lease_on_a_dead_servers_memory_can_be_read_until_it_is_released() -> None:
-    with _served("unix", timeout_s=1.0) as (server, client):
+    with _served("unix") as (server, client):
         lease = client.match(_HASHES)
         server.kill()
         assert [bytes(view) for view in lease.views()] == payloads(_HASHES)
@@ -113,7 +118,7 @@ def test_a_lease_on_a_dead_servers_memory_can_be_read_until_it_is_released() -> 
 
 
 def test_a_reservation_on_a_dead_server_commits_nothing_on_the_next_one() -> None:
-    with _served("unix", timeout_s=1.0) as (server, client):
+    with _served("unix") as (server, client):
         reservation = client.reserve(chain(2, 4))
         server.kill()
         client.contains(_HASHES)
@@ -128,7 +133,7 @@ def test_a_reservation_on_a_dead_server_commits_nothing_on_the_next_one() -> Non
 
 
 def test_a_dead_servers_memory_goes_when_its_clients_have_met_the_next_server() -> None:
-    with _served("unix", timeout_s=1.0) as (server, client):
+    with _served("unix") as (server, client):
         num_before = _num_arenas_open()
         server.kill()
         assert client.get(_HASHES, empty_buffers(12)) == 0
@@ -139,7 +144,7 @@ def test_a_dead_servers_memory_goes_when_its_clients_have_met_the_next_server() 
 
 
 def test_calls_to_a_hung_server_return_within_their_deadline(transport: str) -> None:
-    with _served(transport, timeout_s=0.4) as (server, client):
+    with _served(transport) as (server, client):
         calls: list[Callable[[], object]] = [
             lambda: client.match(_HASHES, timeout_s=0.4).num_blocks,
             lambda: client.get(_HASHES, empty_buffers(12), timeout_s=0.4),
@@ -148,11 +153,11 @@ def test_calls_to_a_hung_server_return_within_their_deadline(transport: str) -> 
         ]
         with hung(server):
             for call in calls:
-                started_at = time.monotonic()
                 assert not call()
-                assert time.monotonic() - started_at < 0.9
-            assert _median_s(lambda: client.match(_HASHES)) < 0.005, "the breaker is open by now"
             assert client.metrics.value(client.metrics.failures) >= len(calls)
+            wait_until(lambda: not client.is_up)
+            for _ in range(NUM_CALLS_TO_WAIT_FOR):
+                client.match(_HASHES)  # the breaker is open by now
             assert client.metrics.value(client.metrics.failures, kind="timeout") >= 1
 
         wait_until(lambda: client.is_up)
@@ -161,12 +166,10 @@ def test_calls_to_a_hung_server_return_within_their_deadline(transport: str) -> 
 
 
 def test_a_shorter_deadline_than_the_calls_before_is_kept() -> None:
-    with _served("unix", timeout_s=1.0) as (server, client):
+    with _served("unix", timeout_s=FOR_EVER_S) as (server, client):
         client.contains(_HASHES)
         with hung(server):
-            started_at = time.monotonic()
-            client.contains(_HASHES, timeout_s=0.1)
-            assert time.monotonic() - started_at < 0.3
+            assert client.contains(_HASHES, timeout_s=0.1) == [False] * 12
 
 
 def test_closing_a_client_of_a_hung_server_does_not_hang(transport: str) -> None:
@@ -174,9 +177,7 @@ def test_closing_a_client_of_a_hung_server_does_not_hang(transport: str) -> None
         client = open_client(getattr(server, transport), server.token, 0.3)
         with hung(server):
             client.match(_HASHES)
-            started_at = time.monotonic()
             client.close()
-            assert time.monotonic() - started_at < 3
 
 
 def test_a_server_that_is_not_there_yet_is_used_once_it_is(transport: str) -> None:
@@ -203,7 +204,7 @@ def _three_servers(transport: str) -> Iterator[tuple[list[ServerProcess], CacheC
                 token=servers[0].token,
                 layout=LAYOUT,
                 namespace=NAMESPACE,
-                timeout_s=10.0,
+                timeout_s=CALL_S,
             )
         )
         for prompt in _PROMPTS:
@@ -271,7 +272,7 @@ class _Load:
         """Until every thread has done `rounds` more, or has failed."""
         targets = [done + rounds for done in self.rounds]
         wait_until(
-            lambda: self.errors or all(done >= target for done, target in zip(self.rounds, targets, strict=True)), 30
+            lambda: self.errors or all(done >= target for done, target in zip(self.rounds, targets, strict=True))
         )
 
     def _run(self, turn: int) -> None:
@@ -300,15 +301,6 @@ class _Load:
         return [bytes(view) for _, view in self._client.stream_get(prompt)]
 
 
-def _median_s(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(21):
-        started_at = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started_at)
-    return statistics.median(times)
-
-
 def _num_arenas_open() -> int:
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum("kvtier-arena" in os.readlink(link) for link in links if os.path.lexists(link))
@@ -317,7 +309,7 @@ def _num_arenas_open() -> int:
 def test_a_flush_that_waits_for_deferred_work_ends_when_the_server_dies() -> None:
     """At once, not at its deadline of a minute."""
     ended: list[Exception] = []
-    with _served("unix", 20.0) as (server, client):
+    with _served("unix") as (server, client):
 
         def flush() -> None:
             try:
@@ -331,6 +323,6 @@ def test_a_flush_that_waits_for_deferred_work_ends_when_the_server_dies() -> Non
             thread.start()
             time.sleep(0.3)
             server.kill()
-        thread.join(5.0)
+        thread.join(LIMIT_S)
         assert not thread.is_alive(), "it waits for a server that is gone"
         assert isinstance(ended[0], TierUnavailable)

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,7 @@ from tests.support.actors import (
     raw_socket,
     read_all,
 )
+from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S
 
 _HASHES = chain(1, 12)
 
@@ -58,7 +58,7 @@ def _tls_options(folder: Path) -> tuple[str, ...]:
     return ("--tls-cert", certificate, "--tls-key", key)
 
 
-def _tls_client(address: str, token: str, ca_file: Path, timeout_s: float = 5.0) -> SingleClient:
+def _tls_client(address: str, token: str, ca_file: Path, timeout_s: float = CALL_S) -> SingleClient:
     return kvtier.connect(
         address, token=token, ca_file=ca_file, layout=LAYOUT, namespace=NAMESPACE, timeout_s=timeout_s
     )
@@ -116,10 +116,8 @@ def test_a_token_is_wanted_over_tls_too(tmp_path: Path) -> None:
 @needs_openssl
 def test_a_plain_client_on_a_tls_port_gets_an_error_and_no_wait(tmp_path: Path) -> None:
     with cache_server(*_tls_options(tmp_path), tcp=True) as server:
-        started_at = time.monotonic()
         with pytest.raises(TierError):
-            open_client(server.tcp, server.token, timeout_s=5.0)
-        assert time.monotonic() - started_at < 2
+            open_client(server.tcp, server.token, timeout_s=FOR_EVER_S)
         with _tls_client(server.tcp, server.token, tmp_path / "server.pem") as client:
             client.ping()
 
@@ -128,10 +126,8 @@ def test_a_plain_client_on_a_tls_port_gets_an_error_and_no_wait(tmp_path: Path) 
 def test_a_tls_client_on_a_plain_port_gets_an_error_and_no_wait(tmp_path: Path) -> None:
     _certificate(tmp_path, "server")
     with cache_server(tcp=True) as server:
-        started_at = time.monotonic()
         with pytest.raises(TierRefused, match=r"TLS with .* failed"):
-            _tls_client(server.tcp, server.token, tmp_path / "server.pem")
-        assert time.monotonic() - started_at < 2
+            _tls_client(server.tcp, server.token, tmp_path / "server.pem", timeout_s=FOR_EVER_S)
         with open_client(server.tcp, server.token) as client:
             client.ping()
 
@@ -139,36 +135,19 @@ def test_a_tls_client_on_a_plain_port_gets_an_error_and_no_wait(tmp_path: Path) 
 @needs_openssl
 def test_a_silent_peer_on_a_tls_port_keeps_nobody_waiting(tmp_path: Path) -> None:
     with cache_server(*_tls_options(tmp_path), tcp=True) as server, raw_socket(server.tcp):
-        with _tls_client(server.tcp, server.token, tmp_path / "server.pem", timeout_s=2.0) as client:
+        with _tls_client(server.tcp, server.token, tmp_path / "server.pem") as client:
             assert client.set(_HASHES, payloads(_HASHES)) == 12
 
 
 @needs_openssl
-@pytest.mark.timeout(20)
 def test_a_call_over_tls_to_a_hung_server_returns_within_its_deadline(tmp_path: Path) -> None:
     with (
         cache_server(*_tls_options(tmp_path), tcp=True) as server,
         _tls_client(server.tcp, server.token, tmp_path / "server.pem") as client,
     ):
         client.set(_HASHES, payloads(_HASHES))
-        with hung(server), _continued_after(server.pid, 4.0):
-            started_at = time.monotonic()
+        with hung(server):
             assert client.match(_HASHES, timeout_s=0.4).num_blocks == 0
-            assert time.monotonic() - started_at < 1.5
-
-
-class _continued_after:
-    """Lets a stopped process go on after a while, so that a call without a deadline fails the test and ends it."""
-
-    def __init__(self, pid: int, seconds: float) -> None:
-        self._process = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 def test_certificates_that_cannot_be_read_are_said_so(tmp_path: Path) -> None:
@@ -216,7 +195,7 @@ class _FalseServer:
 
     def __init__(self, *answers: wire.Message) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(10)
+        self._listener.settimeout(LIMIT_S)
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._answers = answers
         self.heard: list[bytes] = []
@@ -230,7 +209,7 @@ class _FalseServer:
     def _run(self) -> None:
         connection, _ = self._listener.accept()
         with connection:
-            connection.settimeout(10)
+            connection.settimeout(LIMIT_S)
             for answer in self._answers:
                 self.heard.append(connection.recv(4096))
                 connection.sendall(encode_frame(0, wire.encode(answer)))

@@ -26,6 +26,7 @@ from tests.support.vineyard_files import (
     store,
     temp_names,
 )
+from tests.support.waiting import LIMIT_S
 
 _ROOT = Path(__file__).parents[2]
 _EXAMPLE = _ROOT / "examples" / "vineyard" / "files.py"
@@ -67,7 +68,6 @@ class Actor:
         self._process.wait()
 
 
-@pytest.mark.timeout(300)
 def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: Path) -> None:
     root, logs = tmp_path / "cache", tmp_path / "logs"
     logs.mkdir()
@@ -93,10 +93,10 @@ def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: P
 
         writers = [start("write", seed) for seed in range(8)]
         readers = [start("read", seed) for seed in range(8)]
-        wait_until(lambda: all(actor.is_at_work for actor in (*writers, *readers)), timeout_s=120)
+        wait_until(lambda: all(actor.is_at_work for actor in (*writers, *readers)))
         begun_at = time.monotonic()
         while time.monotonic() < begun_at + 6 or not has_seen_enough():
-            assert time.monotonic() < begun_at + 120, (num_killed, most_bytes, "stored and found too little")
+            assert time.monotonic() < begun_at + LIMIT_S, (num_killed, most_bytes, "stored and found too little")
             most_bytes = max(most_bytes, _used_bytes(root))
             if dice.random() < 0.05:
                 actors, act = dice.choice([(writers, "write"), (writers, "write"), (readers, "read")])
@@ -136,7 +136,7 @@ def test_the_last_of_a_writer_that_was_killed_goes_with_the_next_listing(tmp_pat
     root, logs = tmp_path / "cache", tmp_path / "logs"
     logs.mkdir()
     writer = Actor("write", root, logs, 1)
-    wait_until(lambda: writer.total > 0, timeout_s=50)
+    wait_until(lambda: writer.total > 0)
     writer.kill()
     assert [name for name in os.listdir(root / TEMP) if name.endswith(".room")]
     with contextlib.closing(open_files(root)) as cache:
@@ -219,7 +219,7 @@ def test_a_full_disk_is_a_short_count_and_an_error_at_construction(tmp_path: Pat
 def test_the_keeper_collects_by_itself(tmp_path: Path) -> None:
     with contextlib.closing(open_files(tmp_path, ttl=0.2, client_gc_interval=0.1)) as cache:
         store(cache, range(4 * CHUNK))
-        wait_until(lambda: cache.stats()["expired_chunks"] >= 4, timeout_s=10)  # counted when all are gone
+        wait_until(lambda: cache.stats()["expired_chunks"] >= 4)  # counted when all are gone
         assert cache.stats()["expired_chunks"] == 4
         assert not chunk_paths(tmp_path)
     with contextlib.closing(open_files(tmp_path)) as other:
@@ -227,6 +227,6 @@ def test_the_keeper_collects_by_itself(tmp_path: Path) -> None:
     with contextlib.closing(
         open_files(tmp_path, enable_global_gc=True, global_ttl=0.2, global_gc_interval=0.1)
     ) as cache:
-        wait_until(lambda: cache.stats()["expired_chunks"] >= 4, timeout_s=10)  # counted when all are gone
+        wait_until(lambda: cache.stats()["expired_chunks"] >= 4)  # counted when all are gone
         assert cache.stats()["expired_chunks"] == 4
         assert not chunk_paths(tmp_path)

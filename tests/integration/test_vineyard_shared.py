@@ -30,6 +30,7 @@ from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
 from kvtier.vineyard.recency import SharedRecency
 from kvtier.vineyard.shared_cache import SharedCache
 from tests.support.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
+from tests.support.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 _SLOT_BYTES = 4096  # two layers of two tensors of 1,000 bytes
@@ -67,13 +68,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
-
-
-def _wait_until(is_so: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class _CountedTable(SharedRecency):
@@ -140,7 +134,7 @@ def test_a_sequence_of_more_tokens_than_one_request_may_name_is_stored_and_found
         kv = empty(110)
         assert cache.query([*tokens, *range(200, 210)], kv) == 100
         expect(tokens, kv[:100])
-        _wait_until(lambda: _stat(server, "leases") == 13)  # and none of a program that was killed before
+        wait_until(lambda: _stat(server, "leases") == 13)  # and none of a program that was killed before
         assert store(cache, [1], [*tokens, 5]) == 0
         cache.release()
         assert _stat(server, "leases") == 0
@@ -360,11 +354,11 @@ def test_a_cache_that_is_closed_while_others_use_it_waits_for_their_calls(server
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask, thread) for thread in range(4)]
         try:
-            _wait_until(lambda: min(num_calls) > 3)
+            wait_until(lambda: min(num_calls) > 3)
         finally:
             cache.close()
         for one in asking:
-            one.result(timeout=10)
+            one.result(timeout=LIMIT_S)
 
     for tensor in last_given.values():
         with pytest.raises(LeaseError):
@@ -523,7 +517,7 @@ def test_a_killed_reader_gives_back_what_it_held(server):
             assert _stat(server, "leases") == 1
         finally:
             _end(reader)
-        _wait_until(lambda: _stat(server, "leases") == 0)
+        wait_until(lambda: _stat(server, "leases") == 0)
 
 
 def test_killed_writers_leave_right_bytes_or_none(server):
@@ -532,12 +526,12 @@ def test_killed_writers_leave_right_bytes_or_none(server):
             writer = _actor("store for ever", server.unix, start)
             try:
                 assert _line(writer) == "begun"
-                _wait_until(lambda first=start: found(cache, range(first, first + 50)) > 0)
+                wait_until(lambda first=start: found(cache, range(first, first + 50)) > 0)
             finally:
                 _end(writer)
             for first in range(start, start + 20_000, 1000):
                 assert found(cache, range(first, first + 50)) in range(51)
-        _wait_until(lambda: _stat(server, "reservations") == 0)
+        wait_until(lambda: _stat(server, "reservations") == 0)
         assert store(cache, range(50)) == 50
         assert found(cache, range(50)) == 50
 
@@ -546,9 +540,7 @@ def test_a_write_that_another_process_broke_off_is_taken_over(server):
     with open_cache(server.unix) as cache, open_cache(server.unix) as other:
         hashes = other._chain.hashes([1, 2, 3])
         with other._writer.reserve(hashes[1:2]):  # PENDING, and never committed
-            begun_at = time.monotonic()
             assert store(cache, [1, 2, 3]) == 1
-            assert time.monotonic() - begun_at < 10
         assert store(cache, [1, 2, 3]) == 3
         assert found(cache, [1, 2, 3]) == 3
 
@@ -613,7 +605,7 @@ def test_a_child_forked_while_a_thread_is_in_a_call_closes_at_once_and_leaves_al
 
         def copy_late(targets: Sequence[int], sources: Sequence[int]) -> None:
             is_within.set()
-            assert may_end.wait(60)
+            assert may_end.wait(LIMIT_S)
             copy(targets, sources)
 
         def use() -> bool:
@@ -624,7 +616,7 @@ def test_a_child_forked_while_a_thread_is_in_a_call_closes_at_once_and_leaves_al
         with ThreadPoolExecutor(1) as threads:
             storing = threads.submit(store, cache, [3])
             try:
-                assert is_within.wait(60)
+                assert is_within.wait(LIMIT_S)
                 assert _in_a_child(use) == 0
             finally:
                 may_end.set()
@@ -689,7 +681,7 @@ def test_a_refused_construction_does_not_say_that_the_server_is_down_because_it_
         for _ in range(10):
             with pytest.raises(TierRefused):
                 SharedCache(config, tensor_bytes=64 << 20, cache_capacity=4, layer=1)
-        _wait_until(lambda: not any(thread.name == "kvtier-client" for thread in threading.enumerate()))
+        wait_until(lambda: not any(thread.name == "kvtier-client" for thread in threading.enumerate()))
     assert "client is closed" not in caplog.text
 
 
@@ -730,7 +722,7 @@ def test_a_server_that_dies_makes_misses_and_its_successor_is_used(tmp_path):
             expect([1, 2, 3], kv)  # its memory lives as long as somebody looks at it
             server.process.stdout.close()
             server = start_cache_server(tmp_path, memory="4MiB", tcp=False)
-            _wait_until(lambda: store(cache, [4, 5]) == 2)
+            wait_until(lambda: store(cache, [4, 5]) == 2)
             assert found(cache, [4, 5]) == 2
             assert found(cache, [1, 2, 3]) == 0
             expect([1, 2, 3], kv)
@@ -753,7 +745,7 @@ def test_of_two_servers_with_replicas_one_may_die():
             assert cache.query(tokens, kv) == 30
             expect(tokens, kv)
             one.kill()
-            _wait_until(lambda: found(cache, tokens) == 30)
+            wait_until(lambda: found(cache, tokens) == 30)
             expect(tokens, kv)
             assert store(cache, [100, 101], tokens) == 2
             assert found(cache, [*tokens, 100, 101]) == 32
@@ -769,14 +761,14 @@ def test_the_capacity_holds_on_the_servers_that_are_left_and_with_those_that_com
             assert store(cache, range(10)) == 10
             one.kill()
             one.process.stdout.close()
-            _wait_until(lambda: store(cache, range(100, 115)) == 15)
+            wait_until(lambda: store(cache, range(100, 115)) == 15)
             store(cache, range(200, 215))
 
             assert found(cache, range(200, 215)) == 15
             assert _tokens_there(other) == 20
             one = start_cache_server(folders[0], memory="4MiB", tcp=False)
             starts = itertools.count(300, 100)
-            _wait_until(lambda: store(cache, [next(starts)]) == 1 and _tokens_there(one) > 0)
+            wait_until(lambda: store(cache, [next(starts)]) == 1 and _tokens_there(one) > 0)
             store(cache, range(10, 25))
 
             assert found(cache, range(10, 25)) == 15

@@ -29,6 +29,7 @@ from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import match_end_of
+from tests.support.examples import examples
 
 NUM_UNITS = 14
 LEASED_UNITS = 10
@@ -442,4 +443,4 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
 
 TestCatalogAgainstModel = CatalogAgainstModel.TestCase
-TestCatalogAgainstModel.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestCatalogAgainstModel.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier import BlockHash, Namespace
 from kvtier.stores.disk import DiskStore, StoreSpace, Written
 from kvtier.stores.folder import MIN_FILE_BYTES
+from tests.support.examples import examples
 
 _NAMESPACES = [Namespace(bytes([number]) * 32) for number in range(2)]
 _SIZES = [3000, 3 * 4096]
@@ -152,4 +153,4 @@ class DiskStoreMachine(RuleBasedStateMachine):
 
 
 TestDiskStore = DiskStoreMachine.TestCase
-TestDiskStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDiskStore.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from tests.support.examples import examples
 from tests.support.faulty_files import FaultyFiles
 from tests.support.vineyard_files import CHUNK, chunk_paths, found, make_older, open_files, store, temp_names
 
@@ -120,4 +121,4 @@ class FileCaches(RuleBasedStateMachine):
 
 
 TestFileCaches = FileCaches.TestCase
-TestFileCaches.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestFileCaches.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)

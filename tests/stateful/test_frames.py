@@ -12,6 +12,7 @@ from kvtier.errors import RemoteProtocolError, TierRefused
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, BufferList, Frame, FrameLimits, FrameReader, encode_frame
 from kvtier.wire.session import ClientSession, ServerSession
+from tests.support.examples import examples
 
 LIMITS = FrameLimits(body_bytes=4096, payload_bytes=1024)
 HASH = bytes(range(32))
@@ -133,7 +134,7 @@ def test_any_cut_of_the_stream_gives_the_same_messages(
 
 
 @given(sent_frames, Damage.any, cut_places)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_a_damaged_stream_is_read_or_refused_whatever_its_cuts(
     sent: list[tuple[int, wire.Message, bytes]], damages: list[tuple[str, int, int | bytes]], cuts: list[int]
 ) -> None:
@@ -153,7 +154,7 @@ def test_a_damaged_stream_is_read_or_refused_whatever_its_cuts(
 
 
 @given(bodies)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_body_is_a_message_or_a_protocol_error(body: bytes) -> None:
     try:
         message = wire.decode(body)
@@ -163,7 +164,7 @@ def test_any_body_is_a_message_or_a_protocol_error(body: bytes) -> None:
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.sampled_from([None, b"a long token"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_order_of_messages_opens_a_session_only_as_it_should(
     messages: list[wire.Message], token: bytes | None
 ) -> None:

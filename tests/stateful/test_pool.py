@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from tests.support.examples import examples
 
 NUM_UNITS = 12
 BLOCK_UNITS = (1, 2, 5)
@@ -266,4 +267,4 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestPoolAgainstModel.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)

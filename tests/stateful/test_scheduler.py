@@ -14,6 +14,7 @@ from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SimulatedEngine, checksums
+from tests.support.examples import examples
 
 MAX_PROMPT = 22
 
@@ -144,7 +145,7 @@ def _was_aborted_early(request: Request) -> bool:
 
 
 TestSchedulerUnderAnyOrder = SchedulerUnderAnyOrder.TestCase
-TestSchedulerUnderAnyOrder.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSchedulerUnderAnyOrder.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 # --- each block once --------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ TestSchedulerUnderAnyOrder.settings = settings(max_examples=200, stateful_step_c
     num_steps_ahead=st.integers(0, 3),
     num_steps_between=st.lists(st.integers(0, 3), min_size=12, max_size=12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_with_room_for_all_every_shared_full_block_is_computed_once(
     manager: BlockManagerName,
     several: list[list[int]],
@@ -196,7 +197,7 @@ def test_with_room_for_all_every_shared_full_block_is_computed_once(
     num_steps_ahead=st.integers(0, 3),
     num_steps_between=st.integers(0, 30),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_yoco_computes_one_token_of_every_repeated_prompt(
     prompt: list[int],
     others: list[list[int]],
@@ -236,7 +237,7 @@ def test_yoco_computes_one_token_of_every_repeated_prompt(
     chunk=chunks,
     num_steps_ahead=st.integers(0, 3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_every_salt_is_like_a_device_of_its_own(
     manager: BlockManagerName,
     several: list[tuple[list[int], str]],
@@ -270,7 +271,7 @@ def test_every_salt_is_like_a_device_of_its_own(
     num_steps_ahead=st.integers(0, 3),
     num_steps_between=st.integers(0, 30),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_requests_of_one_salt_share_what_requests_without_one_share(
     manager: BlockManagerName,
     prompt: list[int],

@@ -17,6 +17,7 @@ from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from kvtier.transfer.load import Order
 from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, checksums
+from tests.support.examples import examples
 from tests.support.tier_simulation import TIERS, TieredEngine
 
 MAX_PROMPT = 22
@@ -215,7 +216,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
 
 TestSchedulerWithTiersUnderAnyOrder = SchedulerWithTiersUnderAnyOrder.TestCase
 TestSchedulerWithTiersUnderAnyOrder.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=30,
     deadline=None,
     phases=_PHASES,
@@ -225,7 +226,9 @@ TestSchedulerWithTiersUnderAnyOrder.settings = settings(
 
 # --- whole runs ----------------------------------------
 
-any_run = settings(max_examples=60, deadline=None, phases=_PHASES, suppress_health_check=[HealthCheck.too_slow])
+any_run = settings(
+    max_examples=examples(60), deadline=None, phases=_PHASES, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def _engine(

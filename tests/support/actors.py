@@ -30,6 +30,7 @@ from kvtier.testing.servers import ServerProcess, start_cache_server
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HEADER_BYTES, encode_frame
 from kvtier.wire.session import ClientSession
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,17 +65,8 @@ def read_all(client: CacheClient, hashes: Sequence[BlockHash]) -> list[bytes]:
     return [bytes(buffer) for buffer in into[: client.get(hashes, into)]]
 
 
-def open_client(address: str, token: str | None = None, timeout_s: float = 10.0) -> SingleClient:
+def open_client(address: str, token: str | None = None, timeout_s: float = CALL_S) -> SingleClient:
     return kvtier.connect(address, token=token, layout=LAYOUT, namespace=NAMESPACE, timeout_s=timeout_s)
-
-
-def wait_until(is_so: Callable[[], object], timeout_s: float = 10.0) -> float:
-    """Poll until `is_so`. Returns how long it took; fails after `timeout_s`."""
-    started_at = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started_at < timeout_s, f"not so within {timeout_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - started_at
 
 
 def stays(is_so: Callable[[], object], for_s: float) -> bool:
@@ -155,7 +147,7 @@ def raw_socket(address: str) -> socket.socket:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         target = (host, int(port))
-    sock.settimeout(10)
+    sock.settimeout(LIMIT_S)
     sock.connect(target)
     return sock
 
@@ -207,7 +199,7 @@ class Actor:
         wait_until(lambda: is_stopped(self.pid))
 
     def wait(self) -> int:
-        return self._process.wait(30)
+        return self._process.wait(LIMIT_S)
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -296,7 +288,7 @@ def mix(
     rng = random.Random(seed)
     counts = dict.fromkeys(("operations", "read", "stored", "full", "wrong", "failures", "dropped"), 0)
     into = empty_buffers(num_blocks)
-    with open_client(address, token, timeout_s=20.0) as client:
+    with open_client(address, token) as client:
         _say(ready=True)
         sys.stdin.readline()
         until = time.monotonic() + seconds
@@ -345,7 +337,7 @@ def fork(address: str, token: str | None, num_blocks: int) -> None:
     read_all(client, hashes)
     child = os.fork()
     if not child:
-        signal.alarm(4)  # a child that hangs is a failure, not a hanging test
+        signal.alarm(100)  # a child that hangs is a failure, not a hanging test
         is_right = read_all(client, hashes) == payloads(hashes)
         own = client.match(hashes)
         _say(child_is_right=is_right, child_leased=own.num_blocks)
@@ -383,7 +375,7 @@ def fork_under_load(address: str, num_forks: int) -> None:
     for _ in range(num_forks):
         child = os.fork()
         if not child:
-            signal.alarm(1)
+            signal.alarm(100)
             os._exit(0 if all(client.contains(hashes)) else 1)
         failed += os.waitpid(child, 0)[1] != 0
     is_over.set()

@@ -25,12 +25,14 @@ from typing import Any, Self
 
 import yaml
 
+from tests.support.waiting import LIMIT_S
+
 _MARK = "KVTIER_TEST_DEPLOYMENT"
 _PART = "kvtier.deploy.run.part"
 _LOOK_S = 0.02
-_READY_S = 50.0
-_STOP_S = 50.0
-_REQUEST_S = 5.0
+_READY_S = LIMIT_S
+_STOP_S = LIMIT_S
+_REQUEST_S = 30.0
 _LOG_LINES = 40
 
 

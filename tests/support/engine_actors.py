@@ -24,6 +24,7 @@ from kvtier import SamplingParams
 from kvtier.transfer import storer
 from tests.support.actors import ROOT
 from tests.support.tiered_engines import open_engine, tokens
+from tests.support.waiting import LIMIT_S
 
 
 class Child:
@@ -39,7 +40,7 @@ class Child:
         self._file.flush()
 
     def hear(self) -> dict[str, Any]:
-        self._sock.settimeout(30)
+        self._sock.settimeout(LIMIT_S)
         line = self._file.readline()
         assert line, "the engine ended without a word"
         answer = json.loads(line)
@@ -65,7 +66,7 @@ class Nursery:
         self._path = str(folder / "nursery.sock")
         self._listener.bind(self._path)
         self._listener.listen()
-        self._listener.settimeout(30)
+        self._listener.settimeout(LIMIT_S)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.engine_actors", self._path],
             cwd=ROOT,
@@ -94,7 +95,7 @@ class Nursery:
         self.end_children()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(LIMIT_S)
         self._listener.close()
 
 
@@ -139,7 +140,7 @@ def _grow_up(path: str, order: dict[str, Any]) -> None:
             say(tokens=completion.token_ids, cached=completion.cached_tokens, ttft_s=completion.ttft_s)
         traffic = llm.engine.transfer.traffic
         assert traffic is not None
-        say(settled=traffic.settle(10.0), num_threads=threading.active_count())
+        say(settled=traffic.settle(LIMIT_S), num_threads=threading.active_count())
         file.readline()
 
 

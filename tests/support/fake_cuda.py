@@ -22,8 +22,9 @@ from kvtier.transfer.copiers.geometry import Geometry
 from tests.support.fake_cudart import FakeLibrary
 from tests.support.paged_kv import PagedKv
 from tests.support.pages import NUM_PAGES, Case, places_in, random_tensors
+from tests.support.waiting import LIMIT_S
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S
 
 
 class FakeStream:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.waiting import LIMIT_S
+
 TO_DEVICE = 1
 
 
@@ -67,7 +69,7 @@ class FakeLibrary:
         return 0
 
     def _HostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.may_register.wait(10)
+        self.may_register.wait(LIMIT_S)
         if len(self.registered) == self.max_registered_pieces:
             return 2
         self.registered[address] = nbytes

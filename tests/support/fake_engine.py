@@ -13,7 +13,6 @@ import dataclasses
 import os
 import socket
 import threading
-import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -49,6 +48,7 @@ from kvtier.engine.process.messages import (
     decode_request,
     encode,
 )
+from tests.support.waiting import LIMIT_S, wait_until
 
 MODEL: Final = "tiny"
 ALIAS: Final = "kvtier/tiny:latest"
@@ -258,7 +258,7 @@ class FakeEngine:
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.result(10)
+        future.result(LIMIT_S)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, str(self.path))
@@ -380,7 +380,7 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
     thread = threading.Thread(target=run, name=f"kvtier-test-{api}", daemon=True)
     thread.start()
     try:
-        service, end = started.result(10)
+        service, end = started.result(LIMIT_S)
         there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
         wait_until(
             lambda: sum(connection.hello is not None for connection in service.engines.connections) >= len(there)
@@ -390,7 +390,7 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
         finally:
             end()
     finally:
-        thread.join(20)
+        thread.join(LIMIT_S)
         listener.close()
 
 
@@ -398,7 +398,7 @@ def http_client(server: Running, *, key: str | None = None) -> httpx.Client:
     """A client that keeps no connection, so that it may outlive a test."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(base_url=server.url, headers=headers, limits=limits, timeout=20, trust_env=False)
+    return httpx.Client(base_url=server.url, headers=headers, limits=limits, timeout=LIMIT_S, trust_env=False)
 
 
 @contextlib.contextmanager
@@ -411,13 +411,6 @@ def fake_engine(
         yield engine
     finally:
         engine.close()
-
-
-def wait_until(is_so: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so within {timeout_s} s"
-        time.sleep(0.002)
 
 
 def _end_serving(server: uvicorn.Server) -> None:

@@ -11,8 +11,9 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.testing.tier_contract import LAYOUT, payload
 from kvtier.transfer.copier import Copies, Mark
 from kvtier.transfer.device_lease import DeviceLease
+from tests.support.waiting import LIMIT_S
 
-WAIT_S = 10.0
+WAIT_S = LIMIT_S
 
 
 class Past:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import httpx
 
 from kvtier.testing.tiny_models import save_tiny_model
 from tests.support.deployments import DeploymentProcess
+from tests.support.waiting import LIMIT_S, wait_until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 4096
@@ -66,7 +67,9 @@ def client_of(deployment: DeploymentProcess, *, key: str | None = None) -> httpx
     """A client that keeps no connection."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.Client(base_url=deployment.openai_url, headers=headers, limits=limits, timeout=40, trust_env=False)
+    return httpx.Client(
+        base_url=deployment.openai_url, headers=headers, limits=limits, timeout=LIMIT_S, trust_env=False
+    )
 
 
 def ask(
@@ -94,13 +97,6 @@ def ask(
 def right_answers(deployment: DeploymentProcess, *, key: str | None = None) -> dict[str, str]:
     """To all questions, each asked alone."""
     return {question: ask(deployment, question, key=key).text for question in QUESTIONS}
-
-
-def wait_until(is_so: Callable[[], object], sentence: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {sentence}"
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:
@@ -207,7 +203,7 @@ class Traffic:
     def wait_for_right_answers(self, count: int) -> None:
         """So many more of them."""
         wanted = self.count(Way.RIGHT) + count
-        wait_until(lambda: self.count(Way.RIGHT) >= wanted, f"{count} right answers, but {self.told()}", 40.0)
+        wait_until(lambda: self.count(Way.RIGHT) >= wanted, f"{count} right answers, but {self.told()}")
 
     def told(self) -> list[str]:
         """What the requests that got no answer were told, each once."""

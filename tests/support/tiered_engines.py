@@ -9,7 +9,6 @@ import contextlib
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,13 @@ from kvtier.engine.answer import Completion, RequestOutput
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import VOCAB_SIZE
 from kvtier.tiers.host import HostTier
-from tests.support.actors import wait_until
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 8192
 MAX_TOKENS = 20
 LONGEST_PROMPT = 200
 TIERS = ("host", "unix", "tcp", "disk", "host+unix", "host+tcp")
-SLACK_S = 5.0
-"""How much longer than without a failure a request may take."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -159,7 +156,7 @@ class Tiers:
     @contextlib.contextmanager
     def operator(self) -> Iterator[SingleClient]:
         assert self.server is not None
-        with kvtier.connect(self.server.unix, timeout_s=10.0) as client:
+        with kvtier.connect(self.server.unix, timeout_s=CALL_S) as client:
             yield client
 
     def write_out(self) -> None:
@@ -212,7 +209,6 @@ class Asking:
         self._asked = asked
         self._outputs: list[RequestOutput] | None = None
         self._error: BaseException | None = None
-        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="asking")
 
     def __enter__(self) -> Asking:
@@ -222,7 +218,7 @@ class Asking:
     def __exit__(self, *_: object) -> None:
         self._thread.join()
 
-    def result(self, timeout_s: float = 30.0) -> list[RequestOutput]:
+    def result(self, timeout_s: float = LIMIT_S) -> list[RequestOutput]:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"no answer within {timeout_s} s"
         if self._error is not None:
@@ -231,9 +227,7 @@ class Asking:
         return self._outputs
 
     def _run(self) -> None:
-        started_at = time.monotonic()
         try:
             self._outputs = ask(self._llm, self._asked)
         except BaseException as error:
             self._error = error
-        self.seconds = time.monotonic() - started_at

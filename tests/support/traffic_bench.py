@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,8 @@ from kvtier.tiers.tier import Tier
 from kvtier.transfer.load import Load, LoadPlan, Order
 from kvtier.transfer.matching import TierMatch
 from kvtier.transfer.traffic import Traffic
-from tests.support.host_device import WAIT_S, HostDevice
+from tests.support.host_device import HostDevice
+from tests.support.waiting import wait_until as until
 
 CHUNK_TOKENS = 1024
 
@@ -102,13 +102,6 @@ class Bench:
 
 
 Open = Callable[..., Bench]
-
-
-def until(has_happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not has_happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def computes(speeds: Speeds, block_s: float) -> None:

@@ -1,12 +1,14 @@
 """A pytest plugin that fails a test which leaves threads, descriptors, child processes or shared memory behind.
 
-Off unless a project asks for it with `kvtier_leaks = true` in its pytest settings.
+Only what belongs to this process counts: files in `/dev/shm` are those that it created, or that it or a descendant
+has mapped. Off unless a project asks for it with `kvtier_leaks = true` in its pytest settings.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +16,23 @@ from pathlib import Path
 
 import pytest
 
-_PATIENCE_S = 2.0
+_PATIENCE_S = 30.0
 _PROCESSORS = "/sys/devices/system/cpu/"
-_SHM_PREFIXES = ("kvtier", "psm_", "sem.mp-")
+_SHARED_MEMORY = "/dev/shm/"
+_SHM_PREFIXES = tuple(_SHARED_MEMORY + prefix for prefix in ("kvtier", "psm_", "sem.mp-"))
+
+_created: set[str] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "kvtier_leaks", "fail tests that leave threads, descriptors, children or shared memory", "bool", False
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getini("kvtier_leaks"):
+        sys.addaudithook(_note_creation)
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +53,28 @@ def held() -> set[str]:
         *(f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if _is_ours(thread)),
         *_descriptors(),
         *(f"child {pid}" for pid in _children(os.getpid())),
-        *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_SHM_PREFIXES)),
+        *_shared_memory(),
     }
 
 
-def shared_memory_of_others(names: set[str]) -> set[str]:
-    """Which of these are mapped by living processes that are not this one's descendants, and so not its doing."""
-    shared = {name for name in names if name.startswith("/dev/shm/")}
-    if not shared:
-        return set()
-    ours = {os.getpid(), *_descendants(os.getpid())}
-    others: set[str] = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+def _note_creation(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open":
+        path, _, flags = arguments
+        if isinstance(path, str) and path.startswith(_SHM_PREFIXES) and isinstance(flags, int) and flags & os.O_CREAT:
+            _created.add(path)
+
+
+def _shared_memory() -> Iterator[str]:
+    """Files in `/dev/shm` that this process created, and those that it or a descendant has mapped."""
+    present = {path for name in os.listdir(_SHARED_MEMORY) if (path := _SHARED_MEMORY + name).startswith(_SHM_PREFIXES)}
+    yield from present & _created
+    if present:
+        for pid in (os.getpid(), *_descendants(os.getpid())):
             try:
-                maps = Path("/proc", entry, "maps").read_text()
+                maps = Path("/proc", str(pid), "maps").read_text()
             except OSError:
-                continue  # it has ended, or is another user's
-            others |= {name for name in shared if name in maps}
-    return others
+                continue  # it has ended
+            yield from (path for path in present if path in maps)
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -79,8 +92,6 @@ def _left_since(before: set[str]) -> set[str]:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         left = held() - before
-        if left:
-            left = (left - shared_memory_of_others(left)) & held()  # looking took a while
         if not left or time.monotonic() > deadline:
             return left
         gc.collect()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_STOP_S = 120.0
 _ADDRESS = re.compile(r"^  (?:metrics: )?(unix|tcp|http):(\S+)")
 
 
@@ -54,7 +55,7 @@ class ServerProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
         try:
-            return self.process.wait(15)
+            return self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -93,11 +94,15 @@ def start_cache_server(folder: Path, *options: str, memory: str, tcp: bool, port
     )
     server = ServerProcess(process, folder, token)
     assert process.stdout is not None
-    for line in process.stdout:
-        found = _ADDRESS.match(line)
-        if found:
-            server.addresses[found[1]] = f"{found[1]}:{found[2]}"
-        if line.startswith("ready"):
-            return server
-    process.stdout.close()
-    raise RuntimeError(f"the cache server ended with status {process.wait()} before it was ready")
+    try:
+        for line in process.stdout:
+            found = _ADDRESS.match(line)
+            if found:
+                server.addresses[found[1]] = f"{found[1]}:{found[2]}"
+            if line.startswith("ready"):
+                return server
+        raise RuntimeError(f"the cache server ended with status {process.wait()} before it was ready")
+    except BaseException:
+        server.kill()
+        process.stdout.close()
+        raise

@@ -15,7 +15,6 @@ from vllm import LLM
 
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.compat.vllm.engines import (
-    Answer,
     answers_without_cache,
     ask,
     ask_one,
@@ -30,10 +29,10 @@ from tests.compat.vllm.engines import (
     wait_until_stored,
 )
 from tests.support.lying_proxy import LIES, LyingProxy
+from tests.support.waiting import CALL_S
 
 _PROMPTS = [tokens_of(300, seed=number) for number in range(1, 5)]
 _TIMEOUT_S = 1.0
-_SLACK_S = 1.4
 """What a request may take on this machine, the cache aside."""
 
 _SETTINGS: dict[str, object] = {"timeout_s": _TIMEOUT_S, "match_timeout_s": 0.25}
@@ -45,22 +44,14 @@ def expected() -> list[list[int]]:
     return answers_without_cache(model_folder(), _PROMPTS)
 
 
-def _timed(llm: LLM, prompt: list[int]) -> tuple[Answer, float]:
-    started_at = time.monotonic()
-    answer = ask_one(llm, prompt)
-    return answer, time.monotonic() - started_at
-
-
-def _assert_answers_in_time(llm: LLM, expected: list[list[int]]) -> None:
+def _assert_answers(llm: LLM, expected: list[list[int]]) -> None:
     for prompt, tokens in zip(_PROMPTS, expected, strict=True):
-        answer, duration_s = _timed(llm, prompt)
-        assert answer.tokens == tokens
-        assert duration_s < _TIMEOUT_S + _SLACK_S
+        assert ask_one(llm, prompt).tokens == tokens
 
 
 def test_without_a_server_the_engine_starts_and_answers(tmp_path: Path, expected: list[list[int]]) -> None:
     with engine(model_folder(), f"unix:{tmp_path}/nobody", settings=_SETTINGS) as llm:
-        _assert_answers_in_time(llm, expected)
+        _assert_answers(llm, expected)
 
 
 def test_a_server_that_comes_after_the_engine_is_used(tmp_path: Path, expected: list[list[int]]) -> None:
@@ -84,7 +75,7 @@ def test_the_server_killed_while_the_engine_runs(server: ServerProcess, expected
         forget_prefixes(llm)
         server.kill()
 
-        _assert_answers_in_time(llm, expected)
+        _assert_answers(llm, expected)
 
 
 def test_the_server_hung_while_the_engine_runs(server: ServerProcess, expected: list[list[int]]) -> None:
@@ -94,16 +85,14 @@ def test_the_server_hung_while_the_engine_runs(server: ServerProcess, expected: 
         forget_prefixes(llm)
         server.send_signal(signal.SIGSTOP)
 
-        _assert_answers_in_time(llm, expected)
-        ending_at = time.monotonic()
-    assert time.monotonic() - ending_at < 5.0
+        _assert_answers(llm, expected)
 
 
 def test_the_server_hung_before_the_engine_starts(server: ServerProcess, expected: list[list[int]]) -> None:
     server.send_signal(signal.SIGSTOP)
 
     with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
-        _assert_answers_in_time(llm, expected)
+        _assert_answers(llm, expected)
 
 
 def test_requests_that_come_together_wait_for_a_hung_server_together(
@@ -112,24 +101,30 @@ def test_requests_that_come_together_wait_for_a_hung_server_together(
     with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
         ask_one(llm, tokens_of(40, seed=99))
         server.send_signal(signal.SIGSTOP)
-        started_at = time.monotonic()
         answers = ask(llm, _PROMPTS)
-        duration_s = time.monotonic() - started_at
 
     assert [answer.tokens for answer in answers] == expected
-    assert duration_s < _TIMEOUT_S + 2 * _SLACK_S
 
 
 def test_a_step_is_not_held_by_a_hung_server(server: ServerProcess) -> None:
     """One request is being answered while another waits for the server: the first one's tokens keep coming."""
-    with engine(model_folder(), server.unix, settings=_SETTINGS) as llm:
+    with engine(model_folder(), server.unix, settings={"timeout_s": CALL_S, "match_timeout_s": CALL_S}) as llm:
         ask_one(llm, _PROMPTS[0])
+        begin(llm, "a", _PROMPTS[1], max_tokens=64)
+        while not llm.llm_engine.step():
+            pass
         server.send_signal(signal.SIGSTOP)
-        for name, prompt in zip("ab", _PROMPTS[1:3], strict=True):
-            begin(llm, name, prompt, max_tokens=64)
-        steps_s = drive(llm).steps_s
+        begin(llm, "b", _PROMPTS[2], max_tokens=64)
+        heard: set[str] = set()
+        is_answered = False
+        while not is_answered:
+            outputs = llm.llm_engine.step()
+            heard |= {output.request_id for output in outputs}
+            is_answered = any(output.finished for output in outputs)
+        server.send_signal(signal.SIGCONT)
+        drive(llm)
 
-    assert max(steps_s) < _TIMEOUT_S
+    assert heard == {"a"}, "a step has waited for the server until it gave up"
 
 
 def test_a_step_is_not_held_by_a_hung_server_when_requests_are_preempted(server: ServerProcess) -> None:
@@ -140,11 +135,10 @@ def test_a_step_is_not_held_by_a_hung_server_when_requests_are_preempted(server:
         server.send_signal(signal.SIGSTOP)
         for number in range(5):
             begin(llm, str(number), tokens_of(180 + 8 * number, seed=1 + number), max_tokens=120)
-        steps_s = drive(llm).steps_s
+        drive(llm)
         num_preemptions = counter(llm, "vllm:num_preemptions")
 
     assert num_preemptions > 0
-    assert max(steps_s) < _TIMEOUT_S + _SLACK_S
 
 
 def test_a_server_that_hangs_between_match_and_load(server: ServerProcess, expected: list[list[int]]) -> None:
@@ -154,12 +148,9 @@ def test_a_server_that_hangs_between_match_and_load(server: ServerProcess, expec
             begin(llm, str(number), prompt)
         time.sleep(0.2)  # the matches are there
         server.send_signal(signal.SIGSTOP)
-        started_at = time.monotonic()
         driven = drive(llm)
-        duration_s = time.monotonic() - started_at
 
     assert [driven.tokens[str(number)] for number in range(len(_PROMPTS))] == expected
-    assert duration_s < _TIMEOUT_S + 2 * _SLACK_S
 
 
 def test_a_request_given_up_while_it_loads_writes_into_nobody_elses_pages(
@@ -205,9 +196,9 @@ def test_a_slow_server_changes_no_answer(tmp_path: Path, expected: list[list[int
             _store_all(llm, server)
             proxy.delay_s = 0.2
 
-            _assert_answers_in_time(llm, expected)
+            _assert_answers(llm, expected)
             forget_prefixes(llm)
-            _assert_answers_in_time(llm, expected)
+            _assert_answers(llm, expected)
 
 
 def test_a_server_that_answers_with_errors_and_lies_changes_no_answer(
@@ -219,9 +210,7 @@ def test_a_server_that_answers_with_errors_and_lies_changes_no_answer(
             _store_all(llm, server)
             for lie in LIES.values():
                 proxy.lie = lie
-                answer, duration_s = _timed(llm, _PROMPTS[0])
-                assert answer.tokens == expected[0], lie.__name__
-                assert duration_s < _TIMEOUT_S + _SLACK_S, lie.__name__
+                assert ask_one(llm, _PROMPTS[0]).tokens == expected[0], lie.__name__
                 forget_prefixes(llm)
 
     assert proxy.num_lies > 0
@@ -235,10 +224,10 @@ def test_the_server_restarted_while_the_engine_runs(tmp_path: Path, expected: li
             wait_until_stored(first.unix, _PROMPTS[-1])
             first.stop()
             forget_prefixes(llm)
-            _assert_answers_in_time(llm, expected)
+            _assert_answers(llm, expected)
             with cache_server(*options, folder=tmp_path):
                 forget_prefixes(llm)
-                _assert_answers_in_time(llm, expected)
+                _assert_answers(llm, expected)
 
                 def hits() -> bool:
                     forget_prefixes(llm)

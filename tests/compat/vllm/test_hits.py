@@ -238,7 +238,6 @@ def test_a_server_over_tcp_serves_as_well(tmp_path: Path) -> None:
     assert warm.num_cached >= _whole_pages(300, 32)
 
 
-@pytest.mark.timeout(120)
 def test_an_engine_in_processes_of_its_own_hits_what_another_stored(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

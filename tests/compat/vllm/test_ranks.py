@@ -19,7 +19,6 @@ from tests.compat.vllm.engines import (
 )
 
 
-@pytest.mark.timeout(180)
 def test_two_ranks_hit_what_one_stored_and_one_what_two_stored(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,6 @@ def _loads_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
         yield
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("signals", [(), (signal.SIGSTOP,)], ids=["well", "hangs"])
 def test_random_requests_are_answered_as_without_the_plug_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: tuple[signal.Signals, ...]

@@ -17,9 +17,10 @@ from kvtier.api.client_connection import MAX_HEAD_BYTES, ClientConnection
 from kvtier.api.server import raise_file_limit
 from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running
 from tests.support.openai_asking import CHAT, chat_body, raw_post, receive_until
+from tests.support.waiting import LIMIT_S
 
 _GET = b"GET /health HTTP/1.1\r\nHost: test\r\n"
-_SHORT_S = 0.2
+_SHORT_S = 0.5
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def connected(server: Running) -> Iterator[socket.socket]:
-    with socket.create_connection(server.address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
         yield connection
 
 
@@ -109,13 +110,10 @@ def test_a_connection_without_a_whole_head_is_closed(server: Running, sent: byte
 
 @pytest.mark.usefixtures("is_impatient")
 def test_dripping_headers_wins_no_time(server: Running) -> None:
-    began_at = time.monotonic()
     with connected(server) as connection, contextlib.suppress(ConnectionError):
-        while time.monotonic() < began_at + 50 * _SHORT_S:
+        while True:  # until the server hangs up
             connection.sendall(b"G")
             time.sleep(_SHORT_S / 10)
-
-    assert time.monotonic() < began_at + 25 * _SHORT_S
 
 
 @pytest.mark.usefixtures("is_impatient")

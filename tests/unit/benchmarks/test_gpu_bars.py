@@ -47,6 +47,7 @@ def test_what_was_measured_before_a_failure_is_written(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["figures"] == {"speed": 3.0}
 
 
+@pytest.mark.slow
 def test_the_bars_of_host_hits_are_those_of_what_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(offloading_long_prefill, "is_h200", lambda device: True)
     target = tmp_path / "result.json"
@@ -59,6 +60,7 @@ def test_the_bars_of_host_hits_are_those_of_what_is_measured(monkeypatch, tmp_pa
     assert {"vLLM 0.24"} <= {key for row in document["rows"] for key in row}
 
 
+@pytest.mark.slow
 def test_swap_in_says_at_which_hit_rate_host_memory_falls_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(swap_in, "CLOSE", 1e9)
     target = tmp_path / "result.json"

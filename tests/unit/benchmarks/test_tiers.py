@@ -51,6 +51,7 @@ MAINS = {
 }
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", MAINS)
 def test_a_tiny_run_passes_its_checks_and_writes_its_figure(name, tmp_path):
     main, arguments, figure = MAINS[name]
@@ -63,6 +64,7 @@ def test_a_tiny_run_passes_its_checks_and_writes_its_figure(name, tmp_path):
     assert document["settings"]["quick"]
 
 
+@pytest.mark.slow
 def test_tcp_after_a_restart_stands_beside_a_bare_socket(tmp_path):
     """In a process of its own: the socket's other end is one that multiprocessing watches from a third."""
     target = tmp_path / "result.json"
@@ -78,6 +80,7 @@ def test_tcp_after_a_restart_stands_beside_a_bare_socket(tmp_path):
     assert [row["what"] for row in document["rows"]][1:] == ["raw socket, 1 connections", "raw socket, 4 connections"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("main", "name"), [(swap_out_profile.main, "store"), (swap_in_profile.main, "load")])
 def test_a_profile_leaves_a_trace_with_the_copies_and_the_engines_steps(main, name, tmp_path):
     target = tmp_path / "trace.json"

@@ -22,6 +22,7 @@ from kvtier.cacheserver.served_client import ServedClient
 from kvtier.errors import TierRefused
 from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
+from tests.support.waiting import LIMIT_S
 
 NAMESPACE = Namespace(bytes(range(32)))
 LOCAL_PID = 4711
@@ -498,7 +499,7 @@ class Awaiting:
         self.catalog.blocks.end_loading([block], [arrived])
 
     def result(self) -> int | None:
-        self._thread.join(30)
+        self._thread.join(LIMIT_S)
         assert not self.catalog.blocks._awaited, "nobody waits any more"
         (found,) = self.found
         return found

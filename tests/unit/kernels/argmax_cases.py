@@ -9,6 +9,8 @@ from kvtier.kernels import reference
 from kvtier.kernels.argmax import best_tokens
 from tests.support.batches import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 INF = float("inf")
 
 

@@ -11,6 +11,8 @@ from kvtier.models import fused_operations
 from kvtier.models.quantization import fp8
 from tests.support.batches import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """In 16 bits, one step of the last digit where a sum was added in another order."""
 

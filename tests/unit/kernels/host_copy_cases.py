@@ -9,6 +9,8 @@ from kvtier.kernels import reference
 from kvtier.kernels.host_copy import copy_words, hand_out, place_words
 from tests.support.batches import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 IS_GPU = DEVICE.type == "cuda"
 
 

@@ -12,6 +12,8 @@ from kvtier.models import fused_operations, linear
 from kvtier.models.quantization import fp8, gptq
 from tests.support.batches import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 # The interpreter cuts float32 off to bfloat16 where a GPU rounds, which is one step of the last digit.
@@ -115,6 +117,7 @@ def test_rows_may_come_in_eight_bits(
     assert not layer[3].any(), "the counters are left at zero"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
 def test_a_few_rows_in_eight_bits_give_what_they_give_when_they_are_quantised_on_the_way(num_tokens: int) -> None:
     """With any numbers, and to the last bit."""

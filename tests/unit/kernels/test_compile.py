@@ -269,6 +269,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "head_dim", "window"),
     [("bf16", 2, 128, 0), ("bf16", 2, 256, 4096), ("fp32", 4, 80, 0)],
@@ -289,6 +290,7 @@ def test_kernels_compile_for_hopper(dtype: str, itemsize: int, head_dim: int, wi
     assert compiled["prefill"][1] == (dtype == "bf16"), "prefills of 16 bits run on the tensor cores' widest products"
 
 
+@pytest.mark.slow
 def test_products_compile_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", STARTS_EARLY + COMPILE_PRODUCTS]

@@ -11,6 +11,7 @@ from kvtier.kernels import reference
 from kvtier.kernels.attention import attend
 from kvtier.kernels.backend import Backend
 from tests.support.batches import DEVICE, NAN, Case, Shape, assert_close, dense_attention, make_case
+from tests.support.examples import examples
 
 LENGTHS = st.tuples(st.integers(0, 9), st.integers(0, 40)).map(lambda pair: (min(pair), max(pair)))
 
@@ -20,7 +21,7 @@ def twin(case: Case, window: int | None = None) -> torch.Tensor:
     return attend(case.query, case.key, case.value, case.cache, batch, scale=case.scale, window=window)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),

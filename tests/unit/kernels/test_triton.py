@@ -1,31 +1,23 @@
-"""Runs the cases of the Triton kernels in a process of its own.
+"""Runs the cases of the Triton kernels in processes of their own.
 
 Triton decides at its import whether to interpret kernels, which a machine without a GPU needs. Other tests may have
-imported it before, as transformers does.
+imported it before, as transformers does. Several processes, so that the workers of a run can share the cases.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.support.kernel_cases import run_cases
 
 NAMES = ("triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "argmax_cases.py")
 CASES = [Path(__file__).with_name(name) for name in NAMES]
-REPOSITORY = Path(__file__).parents[3]
+NUM_SHARES = 3
 
 
-@pytest.mark.timeout(300)
-def test_triton_kernels_agree_with_their_twins() -> None:
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *map(str, CASES)]
-
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **interpret}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.scaled
+@pytest.mark.parametrize("share", range(1, NUM_SHARES + 1))
+def test_triton_kernels_agree_with_their_twins(share: int, pytestconfig: pytest.Config) -> None:
+    run_cases(CASES, f"{share}/{NUM_SHARES}", pytestconfig)

@@ -9,6 +9,7 @@ from kvtier.kernels import tuning
 HOPPER, AMPERE, ADA = 227 << 10, 163 << 10, 99 << 10
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("shared_bytes", [HOPPER, AMPERE, ADA])
 @pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (128, 2), (128, 4), (256, 2)])
 @pytest.mark.parametrize("max_query_tokens", [1, 2, 16, 4096])

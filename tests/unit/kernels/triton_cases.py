@@ -23,6 +23,9 @@ from kvtier.kernels.backend import Backend, paged_attention_of, rotate_and_write
 from kvtier.kernels.paged_batch import cut
 from kvtier.kernels.rotation import Rotation
 from tests.support.batches import DEVICE, NAN, Case, Shape, assert_close, make_case
+from tests.support.examples import examples
+
+pytestmark = pytest.mark.sampled
 
 HALF = Shape(heads=6, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16)
 MIXED = [(1, 21), (0, 5), (1, 1), (6, 6), (0, 0), (5, 26)]
@@ -205,6 +208,7 @@ def test_a_context_in_parts_equals_the_whole(window: int | None) -> None:
     assert_close(found, expected, torch.float32)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.usefixtures("_many_splits")
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("lengths", [[(5, 300), (2, 65), (0, 4)], [(24, 90), (1, 30), (13, 13), (3, 60)]])
@@ -264,7 +268,7 @@ def test_gathered_chunks(heads: int, kv_heads: int, head_dim: int, dtype: torch.
 
 
 @pytest.mark.usefixtures("_gathering")
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 150)).map(lambda pair: (min(pair), max(pair))),
@@ -361,7 +365,7 @@ def test_keys_are_rotated_on_their_way_into_the_cache(
     assert torch.equal(value, case.value), "what is beside query and key stays"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 20), st.integers(0, 50)).map(lambda pair: (min(pair), max(pair))),

@@ -20,6 +20,7 @@ from kvtier.memory.copying import address_of
 from kvtier.memory.cuda import Copies, Cudart, Direction, Registration, cut, load_cudart, pieces_of
 from kvtier.memory.mapped import MappedArena
 from tests.support.fake_cudart import FakeLibrary
+from tests.support.waiting import LIMIT_S
 
 PIECE_BYTES = 1 << 20
 ARENA_BYTES = 3 * PIECE_BYTES + 4096
@@ -122,7 +123,7 @@ def test_an_arena_is_registered_piece_by_piece_and_let_go(arena: MappedArena) ->
     library = FakeLibrary()
     registration = Registration(arena, Cudart(library), 0, PIECE_BYTES)
 
-    assert registration.wait(10)
+    assert registration.wait(LIMIT_S)
     assert library.registered == {
         arena.address: PIECE_BYTES,
         arena.address + PIECE_BYTES: PIECE_BYTES,
@@ -152,7 +153,7 @@ def test_a_registration_keeps_the_mapping_and_not_the_arena() -> None:
     with contextlib.closing(MappedArena.create(8192)) as owners:
         arena = MappedArena.attach(os.dup(owners.fd), 8192)
     registration = Registration(arena, Cudart(FakeLibrary()), 0, PIECE_BYTES)
-    registration.wait(10)
+    registration.wait(LIMIT_S)
     seen = weakref.ref(arena)
 
     del arena
@@ -172,7 +173,7 @@ def test_closing_while_a_piece_is_being_registered_leaves_none(arena: MappedAren
 
     assert not registration.covers(0, 1)
     library.may_register.set()
-    closing.join(10)
+    closing.join(LIMIT_S)
 
     assert library.registered == {}
     assert library.calls.count("cudaHostRegister") <= 1
@@ -184,7 +185,7 @@ def test_what_cannot_be_registered_is_said_once_and_left(arena: MappedArena, cap
     library.max_registered_pieces = 2
     with caplog.at_level(logging.WARNING):
         registration = Registration(arena, Cudart(library), 0, PIECE_BYTES)
-        assert not registration.wait(10)
+        assert not registration.wait(LIMIT_S)
 
     assert registration.covers(0, 2 * PIECE_BYTES)
     assert not registration.covers(2 * PIECE_BYTES - 1, 2)

@@ -17,6 +17,7 @@ import pytest
 from kvtier.memory import huge_pages
 from kvtier.memory.huge_pages import HUGE_BYTES, HugePages
 from kvtier.memory.mapped import MappedArena
+from tests.support.waiting import LIMIT_S
 
 NUM_HUGE = 8
 NBYTES = NUM_HUGE * HUGE_BYTES
@@ -230,13 +231,13 @@ def test_threads_that_make_an_arena_resident_do_not_wait_for_one_that_does_all_o
             joined.append(first)
             if first == 0:
                 has_begun.set()
-                gate.wait(30)
+                gate.wait(LIMIT_S)
             join(first, nbytes)
 
         huge.join = slow_join  # type: ignore[method-assign]
         all_of_it = threading.Thread(target=arena.populate, args=(0, arena.nbytes))
         all_of_it.start()
-        assert has_begun.wait(30)
+        assert has_begun.wait(LIMIT_S)
         arena.populate(5 * HUGE_BYTES, 3 * HUGE_BYTES)
         assert joined == [0, 5 * HUGE_BYTES, 6 * HUGE_BYTES, 7 * HUGE_BYTES], "that one is at the first piece still"
         gate.set()

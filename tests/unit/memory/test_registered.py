@@ -15,6 +15,7 @@ from kvtier.memory.cuda import Copies, Cudart, Direction, Registration
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas, RowShape, by_speed
 from tests.support.fake_cudart import FakeLibrary
+from tests.support.waiting import LIMIT_S
 
 PIECE_BYTES = 1 << 20
 SLOT_BYTES = 4096
@@ -32,7 +33,7 @@ class Stand:
         self.arenas.adopt(arena)
         registration = self.arenas.registration(arena)
         assert registration is not None
-        registration.wait(10)
+        registration.wait(LIMIT_S)
         return registration
 
 
@@ -41,7 +42,7 @@ def test_copies_are_fast_as_far_as_memory_is_registered_and_cut_at_pieces() -> N
     library.max_registered_pieces = 1
     with contextlib.closing(MappedArena.create(2 * PIECE_BYTES)) as arena:
         registration = Registration(arena, Cudart(library), 0, PIECE_BYTES)
-        registration.wait(10)
+        registration.wait(LIMIT_S)
         offsets = [0, PIECE_BYTES - 100, PIECE_BYTES + 5000]
 
         fast, slow = by_speed([10_000, 20_000, 30_000], offsets, 300, arena.address, PIECE_BYTES, registration)
@@ -55,7 +56,7 @@ def test_copies_are_fast_as_far_as_memory_is_registered_and_cut_at_pieces() -> N
 def test_a_registered_arena_makes_every_copy_fast() -> None:
     with contextlib.closing(MappedArena.create(2 * PIECE_BYTES)) as arena:
         registration = Registration(arena, Cudart(FakeLibrary()), 0, PIECE_BYTES)
-        assert registration.wait(10)
+        assert registration.wait(LIMIT_S)
 
         for offsets, expected in (([0, 900], [500, 500]), ([PIECE_BYTES - 250], [250, 250])):
             fast, slow = by_speed([1] * len(offsets), offsets, 500, arena.address, PIECE_BYTES, registration)
@@ -96,7 +97,7 @@ def test_an_arena_that_nobody_refers_to_is_told_and_let_go() -> None:
     del arena
     gc.collect()
 
-    assert here.forgotten.get(timeout=10) is registration
+    assert here.forgotten.get(timeout=LIMIT_S) is registration
     assert here.library.registered != {}, "the collector's thread does nothing long"
     here.arenas.end(registration)
     assert here.library.registered == {}

@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.models.hub import find_model_folder
+from tests.support.waiting import LIMIT_S
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -169,7 +170,7 @@ def test_the_clients_own_settings_hold(endpoint: str, tmp_path: Path) -> None:
             env={**os.environ, "HF_HOME": str(tmp_path), **environment},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=LIMIT_S,
             check=False,
         )
 

@@ -21,6 +21,7 @@ from kvtier.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from kvtier.models.loading import LoadedModel, load_model
 from kvtier.testing.tiny_models import make_tiny_model, save_tiny_model
 from tests.support.dense import all_logits
+from tests.support.waiting import LIMIT_S
 
 TOKENS = torch.arange(20)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -144,7 +145,7 @@ def test_the_namespace_knows_weights_quantization_and_dtype(folder: Path) -> Non
 def test_a_config_can_be_read_without_torch() -> None:
     code = "import sys, kvtier, kvtier.models.config; sys.exit('torch' in sys.modules)"
 
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=LIMIT_S).returncode == 0
 
 
 # --- dummy weights -------------------------------------------------------------------------------------------------

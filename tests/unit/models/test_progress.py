@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.models.progress import terminal_progress
+from tests.support.waiting import LIMIT_S
 
 CODE = """
 from kvtier.models.progress import terminal_progress
@@ -34,7 +35,7 @@ def test_on_a_terminal_the_bytes_are_counted(tmp_path: Path) -> None:
             [sys.executable, "-c", CODE],
             stderr=terminal,
             check=True,
-            timeout=30,
+            timeout=LIMIT_S,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
         )
         shown = os.read(screen, 65536).decode()

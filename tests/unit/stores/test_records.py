@@ -65,6 +65,7 @@ def test_a_long_name_is_cut_and_the_record_stays_whole(name: str) -> None:
     assert len(record.name) > 20
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("byte", range(RECORD_BYTES))
 def test_a_record_with_any_bit_flipped_is_damaged_and_its_neighbours_are_not(byte: int) -> None:
     raw = bytearray(b"".join(encode_block(_RECORD, number) for number in range(3)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier.testing.leaks import held, shared_memory_of_others
+from kvtier.testing.leaks import held
 
 pytest_plugins = ("pytester",)
 
@@ -153,23 +155,44 @@ def test_a_thread_more_is_something_more_to_hold(name: str) -> None:
             thread.join()
 
 
-def test_shared_memory_that_a_stranger_maps_is_not_our_leak() -> None:
-    """The one who maps it is a child of a child that has ended, and so no descendant of this process."""
-    path = Path(f"/dev/shm/psm_stranger_{os.getpid()}")
-    path.write_bytes(b"\0" * 4096)
-    stranger = (
-        "import mmap, sys, time, os\n"
-        "if os.fork():\n"
-        "    os._exit(0)\n"
-        f"memory = mmap.mmap(os.open({str(path)!r}, os.O_RDWR), 4096)\n"
-        "print('mapped', os.getpid(), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", stranger], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"mapped")
-        process.wait()
-        of_others = shared_memory_of_others({str(path), "/dev/shm/psm_nobodys", "fd 3 /dev/null"})
-    path.unlink()
+CREATE = "import os, sys; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR))"
+MAP = """
+import mmap, os, sys
+memory = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 4096)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
 
-    assert of_others == {str(path)}
+
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    """In shared memory, created by another program."""
+    path = Path(f"/dev/shm/psm_test_{os.getpid()}")
+    subprocess.run([sys.executable, "-c", CREATE, str(path)], check=True)
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+def test_shared_memory_of_another_program_is_not_ours(shared_file: Path) -> None:
+    assert str(shared_file) not in held()
+
+
+def test_shared_memory_that_this_process_maps_is_ours(shared_file: Path) -> None:
+    with shared_file.open("r+b") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            assert str(shared_file) in held()
+    assert str(shared_file) not in held()
+
+
+def test_shared_memory_that_a_descendant_maps_is_ours(shared_file: Path) -> None:
+    os.truncate(shared_file, 4096)
+    command = [sys.executable, "-c", MAP, str(shared_file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"mapped\n"
+        assert str(shared_file) in held()
+        child.communicate(b"")
+    assert str(shared_file) not in held()

@@ -14,6 +14,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.memory.lease import EmptyLease
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
+from tests.support.examples import examples
 from tests.support.host_device import Past
 
 
@@ -180,7 +181,7 @@ def test_no_block_is_brought_twice_whatever_the_order(order: Order, acts: list[t
 
 
 @given(seed=st.integers(0, 1000), is_abandoned=st.booleans(), unit=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_two_threads_bring_every_block_once(seed: int, is_abandoned: bool, unit: int) -> None:
     load = load_of(Order.BACK, 0, 200)
     written: list[int] = []

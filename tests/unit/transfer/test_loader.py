@@ -20,6 +20,7 @@ from kvtier.tiers.remote import RemoteTier, SingleServerTier
 from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.load import DISK, Load, LoadPlan, Order, Span
 from kvtier.transfer.loader import Loader
+from tests.support.waiting import LIMIT_S
 
 _LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
 
@@ -154,14 +155,14 @@ class _Loads:
     def leased(self, num_more: int) -> int:
         """What is leased of the disk once that are `num_more` than the last time, and no more come."""
         for _ in range(num_more):
-            assert self.disk.leased.acquire(timeout=10)
+            assert self.disk.leased.acquire(timeout=LIMIT_S)
         assert not self.disk.leased.acquire(timeout=0.1)
         return self.disk.num_leased
 
     def end(self) -> None:
         self.disk.is_open.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(LIMIT_S)
         assert self.disk.num_leased == 0
         assert vars(self.bringing._ahead)["_num_loads"] == vars(self.bringing._ahead)["_nbytes"] == 0
 

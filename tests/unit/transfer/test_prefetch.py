@@ -16,7 +16,8 @@ from kvtier.transfer.load import LoadPlan, Order
 from kvtier.transfer.prefetch import READY, WAIT, Prefetch, State
 from kvtier.transfer.transfer import NoTransfer, Transfer
 from tests.support.host_device import WAIT_S, HostDevice
-from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads, until
+from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads
+from tests.support.waiting import wait_until as until
 
 SIZE = LAYOUT.block_tokens
 NUM_BLOCKS = 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.step_marks import StepMarks
 from kvtier.transfer.storer import Storer
 from tests.support.host_device import WAIT_S, HostDevice
+from tests.support.waiting import wait_until as until
 
 
 @dataclass
@@ -45,13 +45,6 @@ class Bench:
 
 
 Open = Callable[..., Bench]
-
-
-def until(has_happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not has_happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 @pytest.fixture

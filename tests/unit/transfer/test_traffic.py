@@ -16,7 +16,8 @@ from kvtier.transfer.load import Load, LoadPlan, Order
 from kvtier.transfer.matching import TierMatch
 from kvtier.transfer.transfer import Transfer
 from tests.support.host_device import Past
-from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads, until
+from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads
+from tests.support.waiting import wait_until as until
 
 # --- matching ----------------------------------------
 

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
 
 from kvtier.transfer.worker_threads import WorkerThreads
+from tests.support.waiting import LIMIT_S, wait_until
 
 
 def test_one_thread_does_jobs_in_their_order() -> None:
@@ -27,8 +27,8 @@ def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
     barrier = threading.Barrier(4)
     threads = WorkerThreads(3, "test-worker")
     for _ in range(3):
-        threads.submit(lambda: barrier.wait(10))
-    barrier.wait(10)
+        threads.submit(lambda: barrier.wait(LIMIT_S))
+    barrier.wait(LIMIT_S)
     threads.close()
     assert not barrier.broken
 
@@ -37,7 +37,7 @@ def test_closing_waits_for_all_jobs_and_ends_the_threads() -> None:
     may_go, done = threading.Event(), []
     threads = WorkerThreads(2, "test-closing")
     for number in range(8):
-        threads.submit(lambda number=number: (may_go.wait(10), done.append(number)))  # type: ignore[misc]
+        threads.submit(lambda number=number: (may_go.wait(LIMIT_S), done.append(number)))  # type: ignore[misc]
     threading.Timer(0.05, may_go.set).start()
     threads.close()
     assert sorted(done) == list(range(8))
@@ -79,7 +79,7 @@ def work():
 
 WorkerThreads(2, "worker").submit(work)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert ended.stdout.split() == ["done"]
 
 
@@ -91,10 +91,7 @@ def test_a_forked_child_that_ends_waits_for_nothing() -> None:
             threads.close()
         finally:
             os._exit(0)
-    deadline = time.monotonic() + 30
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
     threads.submit(lambda: None)
     threads.close()
 
@@ -109,6 +106,6 @@ def test_nothing_of_a_job_is_kept_once_it_is_done() -> None:
     threads.submit(lambda load=load: None)  # type: ignore[misc]
     del load
     threads.submit(is_over.set)
-    assert is_over.wait(10)
+    assert is_over.wait(LIMIT_S)
     assert reference() is None
     threads.close()

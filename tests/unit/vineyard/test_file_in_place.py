@@ -74,7 +74,6 @@ def test_a_client_with_a_small_capacity_that_only_reads_leaves_others_chunks(tmp
     assert len(chunk_paths(tmp_path)) == 6
 
 
-@pytest.mark.timeout(60)
 def test_updates_and_queries_of_many_threads_do_not_wait_for_each_other_for_ever(tmp_path: Path) -> None:
     with closing(open_files(tmp_path, io_workers=2)) as cache:
         failures: list[BaseException] = []

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.vineyard.kv_tensor import TokenTensors
+from tests.support.examples import examples
 from tests.support.vineyard_tensors import empty, expect, found, open_cache, store
 
 _CAPACITY = 9
@@ -123,4 +124,4 @@ def test_two_cache_objects_share_one_tree_and_prune_it_alike(server):
     class Tree(_Tree):
         socket = server.unix
 
-    run_state_machine_as_test(Tree, settings=settings(max_examples=80, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Tree, settings=settings(max_examples=examples(80), stateful_step_count=25, deadline=None))

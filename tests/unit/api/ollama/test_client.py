@@ -25,6 +25,7 @@ from tests.support.fake_engine import (
     running,
     words_then,
 )
+from tests.support.waiting import LIMIT_S
 
 USER = {"role": "user", "content": "one two three"}
 
@@ -43,7 +44,7 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 
 @pytest.fixture
 def client(server: Running) -> Iterator[ollama.Client]:
-    with ollama.Client(host=server.url, timeout=10) as found:
+    with ollama.Client(host=server.url, timeout=LIMIT_S) as found:
         yield found
 
 
@@ -159,7 +160,7 @@ def test_the_async_client_with_many_streams_at_once(server: Running) -> None:
         return "".join([part.message.content or "" async for part in parts])
 
     async def ask_all() -> list[str]:
-        async with ollama.AsyncClient(host=server.url, timeout=20) as client:
+        async with ollama.AsyncClient(host=server.url, timeout=LIMIT_S) as client:
             whole = await client.generate(MODEL, "one two")
             assert whole.response == "one two"
             assert [model.model for model in (await client.list()).models] == [MODEL, ALIAS]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from kvtier import __version__
 from kvtier.api.config import ApiKey
 from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, Refused, Submit
+from tests.support.examples import examples
 from tests.support.fake_engine import (
     ALIAS,
     DIE,
@@ -44,6 +45,7 @@ from tests.support.fake_engine import (
     wait_until,
     words_then,
 )
+from tests.support.waiting import LIMIT_S
 
 USER = {"role": "user", "content": "one two three"}
 GENERATE = {"model": MODEL, "prompt": "one two three"}
@@ -70,7 +72,7 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=10) as client:
+    with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
         yield client
 
 
@@ -225,7 +227,7 @@ def test_the_example_of_ollamas_documentation_works_with_curl(server: Running) -
     body = json.dumps({"model": MODEL, "prompt": "Why is the sky blue?"})
     command = ["curl", "--silent", "--no-buffer", f"{server.url}/api/generate", "-d", body]
 
-    done = subprocess.run(command, capture_output=True, check=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=LIMIT_S)
 
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert "".join(line["response"] for line in lines) == "Why is the sky blue?"
@@ -607,7 +609,7 @@ _BODIES = st.fixed_dictionaries(
 
 
 def test_no_json_in_any_field_gives_a_500(server: Running, http: httpx.Client) -> None:
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
     @given(path=st.sampled_from(["/api/generate", "/api/chat", "/api/show"]), body=_BODIES)
     def send(path: str, body: dict[str, Any]) -> None:
         reply = http.post(path, content=json.dumps(body))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvtier.api.openai.requests import MAX_ANSWERS, MAX_PROMPTS, MAX_TEMPLATE_DEPTH
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from kvtier.engine.sampling_params import SamplingParams
+from tests.support.examples import examples
 from tests.support.fake_engine import FakeEngine, config_of, fake_engine, http_client, running
 from tests.support.openai_asking import (
     CHAT,
@@ -469,7 +470,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(path=st.sampled_from([CHAT, COMPLETIONS]), fields=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3))
 def test_no_value_in_any_field_is_the_servers_fault(asking: Asking, path: str, fields: Document) -> None:
     response = asking.client.post(path, content=msgspec.json.encode({**body_for(path), **fields}))
@@ -479,7 +480,7 @@ def test_no_value_in_any_field_is_the_servers_fault(asking: Asking, path: str, f
         error_of(response)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(body=st.binary(max_size=64))
 def test_no_bytes_are_the_servers_fault(asking: Asking, body: bytes) -> None:
     assert asking.client.post(CHAT, content=body).status_code in (400, 404)

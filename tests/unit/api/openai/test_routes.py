@@ -43,6 +43,7 @@ from tests.support.openai_asking import (
     raw_post,
     receive_until,
 )
+from tests.support.waiting import LIMIT_S
 
 _KEYS = (ApiKey(name="ann", key="key-a", salt="salt-a"), ApiKey(name="bob", key="key-b", salt="salt-b"))
 
@@ -219,7 +220,7 @@ def test_a_client_that_leaves_during_the_answer_aborts(
     with raw_post(server, path, body_for(path, stream=stream)) as connection:
         if stream:
             receive_until(connection, b" two")
-        assert has_spoken.wait(10)
+        assert has_spoken.wait(LIMIT_S)
 
     _assert_aborted(server, engine)
 

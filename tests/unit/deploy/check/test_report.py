@@ -145,14 +145,14 @@ def test_a_folder_without_a_model_is_a_problem(deploy: Deploy, here: Path) -> No
             "tiny: kv_cache_space 8KiB holds fewer than two blocks of 8KiB",
         ),
         (
-            "[{model: TINY}]\ncache: {memory: 1MiB, disk: 2TiB, folder: /var/kv}",
+            "[{model: TINY}]\ncache: {memory: 1MiB, disk: 2TiB, folder: kv}",
             {},
-            "/var/kv may grow by 2TiB, but there is 1TiB of free disk",
+            "HERE/kv may grow by 2TiB, but there is 1TiB of free disk",
         ),
         (
-            "[{model: TINY, cache: a}]\ncache: [{name: a, disk: 600, folder: /a}, {name: b, disk: 600, folder: /b}]",
+            "[{model: TINY, cache: a}]\ncache: [{name: a, disk: 600, folder: a}, {name: b, disk: 600, folder: b}]",
             {},
-            "/a, /b may grow by 1.17TiB, but there is 1TiB of free disk",
+            "HERE/a, HERE/b may grow by 1.17TiB, but there is 1TiB of free disk",
         ),
         (
             "[{model: TINY}]",

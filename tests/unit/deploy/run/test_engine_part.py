@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+from tests.support.waiting import LIMIT_S
+
 _PROGRAM = """
 import signal
 from kvtier.deploy.run.engine_part import _is_signalled
@@ -31,4 +33,4 @@ def test_a_process_that_was_stopped_for_a_while_goes_on_until_a_signal_comes() -
         assert process.poll() is None
         process.terminate()
         assert process.stdout.readline() == "signalled\n"
-        assert process.wait(10) == 0
+        assert process.wait(LIMIT_S) == 0

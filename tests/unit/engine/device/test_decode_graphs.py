@@ -19,9 +19,10 @@ from kvtier.engine.engine import Engine
 from kvtier.kernels.paged_batch import PagedArrays, PagedBatch, PagedRow
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.transfer.copiers import cuda_copier
+from tests.support.waiting import LIMIT_S
 
 NUM_BLOCKS = 6
-WAIT_S = 20.0
+WAIT_S = LIMIT_S
 
 
 class Parts:

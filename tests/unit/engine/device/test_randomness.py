@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.engine.device.randomness import uniform
+from tests.support.examples import examples
 
 MASK = (1 << 64) - 1
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -20,7 +21,7 @@ def mix(number: int) -> int:
     return number ^ (number >> 31)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=INT64, position=st.integers(0, 1 << 40))
 def test_numbers_are_those_of_the_definition(seed: int, position: int) -> None:
     expected = (mix((seed & MASK) ^ mix(position)) >> 12) / 2**52

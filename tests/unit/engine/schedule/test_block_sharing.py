@@ -69,6 +69,7 @@ def test_hashing_alone_hashes_every_full_block() -> None:
 # --- prefix caching ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @every_length
 @every_chunk
 def test_prefix_caching_computes_only_the_tail_of_a_finished_prompt(length: int, chunk: int) -> None:
@@ -84,6 +85,7 @@ def test_prefix_caching_computes_only_the_tail_of_a_finished_prompt(length: int,
     assert engine.num_computed(again) == length - cached
 
 
+@pytest.mark.sampled(together=2)
 @every_length
 @every_chunk
 @pytest.mark.parametrize("num_steps_ahead", [0, 2])
@@ -111,6 +113,7 @@ def test_prompts_that_differ_in_the_first_token_share_nothing() -> None:
     assert engine.num_computed(other) == 13
 
 
+@pytest.mark.sampled(together=2)
 @every_caching_manager
 @pytest.mark.parametrize("num_steps_ahead", [0, 1, 2, 3])
 @every_chunk
@@ -170,6 +173,7 @@ def test_cached_tokens_count_what_the_request_did_not_compute() -> None:
 # --- yoco -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @every_length
 @every_chunk
 def test_yoco_computes_one_token_of_a_prompt_that_is_done(length: int, chunk: int) -> None:
@@ -184,6 +188,7 @@ def test_yoco_computes_one_token_of_a_prompt_that_is_done(length: int, chunk: in
     assert again.cached_tokens == length - 1
 
 
+@pytest.mark.sampled(together=2)
 @every_length
 @every_chunk
 @pytest.mark.parametrize("num_steps_ahead", [0, 2])

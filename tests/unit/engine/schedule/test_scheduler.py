@@ -229,6 +229,7 @@ def test_a_request_that_finds_no_room_evicts_nothing(manager: BlockManagerName) 
 # --- aborts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @every_manager
 @every_schedule
 @pytest.mark.parametrize("num_steps", range(6))

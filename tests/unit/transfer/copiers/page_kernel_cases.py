@@ -18,6 +18,8 @@ from tests.support.fake_cuda import FakeCuda, check_against_twin
 from tests.support.paged_kv import PagedKv
 from tests.support.pages import NUM_PAGES, STRIDES, Case, moved, places_in, random_tensors
 
+pytestmark = pytest.mark.sampled
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

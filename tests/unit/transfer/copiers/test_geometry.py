@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.transfer.copiers.geometry import Geometry, PageOrder, Run
+from tests.support.examples import examples
 from tests.support.paged_kv import PagedKv
 from tests.support.pages import (
     NUM_PAGES,
@@ -46,7 +47,7 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 @given(case=_cases(), seed=st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_blocks_read_from_pages_are_those_of_the_format_and_come_back_the_same(case: Case, seed: int) -> None:
     layout = case.layout
     pages, key, value = sequence(case, seed)
@@ -67,7 +68,7 @@ def test_blocks_read_from_pages_are_those_of_the_format_and_come_back_the_same(c
 
 
 @given(case=_cases(), seed=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_what_two_ranks_write_together_one_reads_and_the_other_way_round(case: Case, seed: int) -> None:
     layout = case.layout
     if layout.kv_heads == 1:

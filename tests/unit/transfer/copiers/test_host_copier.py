@@ -23,7 +23,9 @@ from kvtier.transfer.copiers import host_copier as module
 from kvtier.transfer.copiers.geometry import Geometry, PageOrder
 from kvtier.transfer.copiers.host_copier import HostCopier, neighbours
 from kvtier.transfer.copiers.page_copier import page_copier
+from tests.support.examples import examples
 from tests.support.pages import NUM_PAGES, STRIDES, Case, places_in, random_tensors, token_of
+from tests.support.waiting import LIMIT_S
 
 SLOTS = ("side by side", "every other", "backwards", "scattered")
 
@@ -147,7 +149,7 @@ LARGE = _Move(
 
 @given(move=_moves(), run_bytes=st.sampled_from([1, 5000, 4 << 20]), seed=st.integers(0, 1000))
 @example(move=LARGE, run_bytes=20_000, seed=1)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_loads_and_stores_move_what_a_loop_over_tokens_moves(move: _Move, run_bytes: int, seed: int) -> None:
     tensors = random_tensors(move.case, move.num_heads, seed)
     with pytest.MonkeyPatch.context() as patch, _arena(move.num_slots, move.layout, seed) as arena:
@@ -218,7 +220,7 @@ def test_threads_move_different_pages_at_once() -> None:
             pages, blocks = [2 * number, 2 * number + 1], [0, 1, 2, 3]
             offsets = [(4 * number + block) * layout.slot_bytes for block in blocks]
             places = places_in(case, pages, blocks)
-            barrier.wait(10)
+            barrier.wait(LIMIT_S)
             for _ in range(10):
                 copier.store(places, arena, offsets, copier.mark()).wait()
                 for tensor in tensors:

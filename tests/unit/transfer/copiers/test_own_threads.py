@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtier.transfer.copiers.own_threads import cores, own_threads
+from tests.support.waiting import LIMIT_S
 
 
 def test_threads_are_not_bound_where_the_thread_that_made_them_is() -> None:
@@ -20,7 +21,7 @@ def test_threads_are_not_bound_where_the_thread_that_made_them_is() -> None:
     def bound() -> None:
         os.sched_setaffinity(0, {min(usable)})
         with own_threads(1, "test") as threads:
-            found.append(threads.submit(os.sched_getaffinity, 0).result(10))
+            found.append(threads.submit(os.sched_getaffinity, 0).result(LIMIT_S))
 
     thread = threading.Thread(target=bound)
     thread.start()
@@ -34,7 +35,7 @@ def test_torch_computes_with_one_thread_there_and_with_as_many_as_before_elsewhe
     before = torch.get_num_threads()
 
     with own_threads(1, "test") as threads:
-        inside = threads.submit(torch.get_num_threads).result(10)
+        inside = threads.submit(torch.get_num_threads).result(LIMIT_S)
 
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))

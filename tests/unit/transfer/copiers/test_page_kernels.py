@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.support.kernel_cases import run_cases
 
 CASES = Path(__file__).with_name("page_kernel_cases.py")
-REPOSITORY = Path(__file__).parents[4]
 
 COMPILE = """
 import triton
@@ -37,16 +37,9 @@ for is_scatter in (False, True):
 """
 
 
-@pytest.mark.timeout(300)
-def test_kernels_move_what_their_twin_moves() -> None:
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", str(CASES)]
-
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **interpret}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.scaled
+def test_kernels_move_what_their_twin_moves(pytestconfig: pytest.Config) -> None:
+    run_cases([CASES], "1/1", pytestconfig)
 
 
 def test_kernels_compile_for_hopper_and_move_wide_words(tmp_path: Path) -> None:
