@@ -40,6 +40,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600

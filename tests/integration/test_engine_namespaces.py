@@ -126,7 +126,7 @@ def test_an_engine_that_differs_finds_nothing_and_is_told_in_what(model: Path, t
             assert cached(found.outputs[0]) == {}
             assert answers([found]) == answers(expected)
             assert llm.engine.explain(found.request_id).cached_tokens.get("server", 0) == 0
-            fields = llm.engine._namespace_fields
+            fields = llm.engine.parts.namespace_fields
             settled(llm)
             with kvtier.connect(server.unix, timeout_s=CALL_S) as operator:
                 wait_until(lambda: operator.noted(found.request_id))
@@ -158,7 +158,7 @@ def test_another_lora_is_another_namespace(model: Path) -> None:
         with open_engine(model, cache_server=server.unix) as llm:
             ask(llm, ASKED)
             settled(llm)
-            fields = replace(llm.engine._namespace_fields, lora="an adapter")
+            fields = replace(llm.engine.parts.namespace_fields, lora="an adapter")
             with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=CALL_S) as client:
                 assert client.match(client.hashes(PROMPT)).num_blocks == 0
                 explained = explain(client, fields, PROMPT)

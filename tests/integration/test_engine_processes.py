@@ -64,7 +64,7 @@ def children(everyone: Nursery) -> Iterator[Nursery]:
 @contextlib.contextmanager
 def _client(server: ServerProcess, llm: LLM) -> Iterator[SingleClient]:
     """A client of the engine's own namespace."""
-    fields = llm.engine._namespace_fields
+    fields = llm.engine.parts.namespace_fields
     with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=CALL_S) as client:
         yield client
 

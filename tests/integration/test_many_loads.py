@@ -49,7 +49,8 @@ def test_prompts_that_wait_for_each_others_loads_are_not_computed(
     ) as llm:
         first = llm.generate(prompts, params, progress=False)
         settled(llm)
-        speeds = llm.engine.speeds
+        assert llm.engine.transfer.traffic is not None
+        speeds = llm.engine.transfer.traffic.decision.speeds
         monkeypatch.setattr(speeds, "prefill_s", lambda start, count, chunk: count * COMPUTE_S / PROMPT_TOKENS)
         for _ in range(2):
             again = llm.generate(prompts, params, progress=False)

@@ -10,55 +10,37 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from typing import Annotated
 
-import msgspec
-import torch
 from prometheus_client import CollectorRegistry
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tokens_of, completion_of
+from kvtier.engine.building import make_current, make_parts, make_runner, make_transfer
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS
-from kvtier.engine.device.decode_graphs import MAX_GRAPH_ROWS
 from kvtier.engine.device.kv_arena import KvArena
-from kvtier.engine.device.prefill_probe import measure_prefill
-from kvtier.engine.device.runner import Runner, Submitted, TokenResult
-from kvtier.engine.device.sizing import allocated_bytes, choose_num_blocks
-from kvtier.engine.device.step_timer import NoStepTimer, StepTimer
-from kvtier.engine.device.warm_up import compile_kernels
+from kvtier.engine.device.runner import Submitted, TokenResult
+from kvtier.engine.explanations import Explanations
 from kvtier.engine.gc_control import collect_young
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
-from kvtier.engine.tier_building import has_tiers, make_hierarchy
-from kvtier.errors import ConfigError, EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.latency_guard import LatencyGuard
-from kvtier.models.loading import LoadedModel, LoadProgress, load_model
+from kvtier.models.loading import LoadedModel, LoadProgress
 from kvtier.models.progress import terminal_progress
 from kvtier.models.prompt_encoder import PromptEncoder
-from kvtier.models.tokenizer import TextStream, Tokenizer
+from kvtier.models.tokenizer import Tokenizer
 from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
-from kvtier.tiers.explanation import Explanation, MatchEnd
-from kvtier.tiers.speeds import Speeds
-from kvtier.transfer.copiers.cuda_copier import CudaCopier
-from kvtier.transfer.copiers.geometry import Geometry
-from kvtier.transfer.copiers.host_copier import HostCopier
-from kvtier.transfer.traffic import Traffic
-from kvtier.transfer.transfer import NoTransfer, Transfer
+from kvtier.tiers.explanation import Explanation
 
 logger = logging.getLogger(__name__)
 
 _TIER_WAIT_S = 0.01
 """How long a step that has nothing to compute waits for a tier before it looks for new requests."""
-
-_MAX_EXPLANATIONS = 4096
-_EXPLAINED_TOKENS = 64
-"""So many tokens of a prompt tell whether another namespace has its first block, also one with larger blocks."""
 
 
 StepOutput = tuple[Request, StreamPiece]
@@ -79,64 +61,17 @@ class Engine:
 
         `metrics` are in `registry`, or in one of their own; `progress` shows how far the weights are.
         """
+        # As large as it is, since everything that one model is served with hangs on it, each thing in one place.
         self.config = config
-        device = _device_of(config.device)
-        _make_current(device)
-        if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
-        allocated_before_bytes = allocated_bytes(device)
-        self.loaded: LoadedModel = load_model(
-            config.model,
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            quantization=config.quantization,
-            revision=config.revision,
-            cache_dir=config.cache_dir,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=config.max_model_len,
-            progress=progress,
-        )
-        folder = self.loaded.folder
-        self.tokenizer = None if folder is None else Tokenizer(folder, trust_remote_code=config.trust_remote_code)
-        model_config = self.loaded.config
-        layout = model_config.kv_layout(config.block_size, self.loaded.dtype)
-        num_blocks = choose_num_blocks(config, self.loaded, layout, device, allocated_before_bytes)
-        # A block is kept spare: yoco copies from one while its request has all others.
-        capacity = (num_blocks - 1) * config.block_size
-        self.max_model_len = min(config.max_model_len or model_config.max_position_embeddings, capacity)
-        self.prompts = PromptEncoder(self.tokenizer, self.max_model_len)
-        self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]]
-        self._eos_token_ids = {*model_config.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer else ())}
-        try:
-            self.arena = KvArena(num_blocks, layout, device)
-        except RuntimeError as error:
-            nbytes = format_size(num_blocks * layout.block_bytes)
-            raise ConfigError(f"the device {device} has no room for {nbytes} of KV: set kv_cache_space") from error
-        self.runner = Runner(
-            self.loaded.model,
-            self.arena,
-            max_num_requests=config.max_num_requests,
-            max_model_len=self.max_model_len,
-            eos_token_ids=sorted(self._eos_token_ids),
-            max_graph_rows=min(config.max_num_requests, MAX_GRAPH_ROWS)
-            if config.cuda_graphs and device.type == "cuda"
-            else 0,
-            max_graph_tokens=min(config.max_num_batched_tokens, MAX_GRAPH_TOKENS),
-            has_arrivals=has_tiers(config),
-        )
-        if device.type == "cuda":
-            compile_kernels(self.runner, config, self.max_model_len)
-        self._namespace_fields = self.loaded.namespace_fields(layout, salt=config.salt)
-        self._namespace = self._namespace_fields.digest()
-        self.speeds = Speeds()
+        self.parts = parts = make_parts(config, progress)
+        self.prompts = PromptEncoder(parts.tokenizer, parts.max_model_len, parts.loaded.config.vocab_size)
+        self.runner = make_runner(config, parts)
         self._latency_guard = LatencyGuard()
-        self._timer: StepTimer | NoStepTimer = NoStepTimer()
-        self.transfer = self._make_transfer(device)
+        self.transfer, self._timer = make_transfer(config, parts, self.runner, self.name, self._latency_guard)
         # Its threads would keep it, and all it holds, after the engine.
         weakref.finalize(self, self.transfer.close).atexit = False
         self.scheduler = self._make_scheduler()
-        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self._explanations = Explanations(self.name, parts.namespace, config.block_size, self.transfer.note)
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
@@ -144,13 +79,13 @@ class Engine:
         self._is_closed = False
         self.num_steps = 0
         self.schedule_s = 0.0
-        self._counts = EngineCounts(num_blocks=num_blocks)
+        self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
         self.metrics = EngineMetrics(self._counts, registry)
         logger.info(
             "%s: weights %s, %d KV blocks of %d tokens (%s) left, prompts up to %d tokens",
-            model_config.architecture,
-            format_size(self.loaded.weights_bytes),
-            num_blocks,
+            parts.loaded.config.architecture,
+            format_size(parts.loaded.weights_bytes),
+            parts.arena.num_blocks,
             config.block_size,
             format_size(self.arena.nbytes),
             self.max_model_len,
@@ -159,7 +94,23 @@ class Engine:
     @property
     def namespace(self) -> Namespace:
         """Whose blocks this engine shares, on the device and in every tier."""
-        return self._namespace
+        return self.parts.namespace
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self.parts.loaded
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.parts.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.parts.max_model_len
+
+    @property
+    def arena(self) -> KvArena:
+        return self.parts.arena
 
     @property
     def has_requests(self) -> bool:
@@ -192,7 +143,7 @@ class Engine:
             raise InvalidParameter(f"a request with the id {request_id} is being served already")
         if not isinstance(salt, str):
             raise InvalidParameter("cache_salt must be text")
-        tokens = self.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        tokens = self.encode(prompt) if isinstance(prompt, str) else self.prompts.check(prompt)
         if not tokens:
             raise InvalidParameter("the prompt is empty")
         if len(tokens) >= self.max_model_len:
@@ -214,9 +165,8 @@ class Engine:
                 group=request_id,
                 salt=salt,
             )
-            self._texts[request] = AnswerText(
-                self._text_stream(params), params.stop_strings, min_tokens=params.min_tokens
-            )
+            stream = self.prompts.text_stream(skip_special_tokens=params.skip_special_tokens)
+            self._texts[request] = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)
             self.scheduler.add(request)
             requests.append(request)
         self._requests[request_id] = requests
@@ -248,7 +198,7 @@ class Engine:
         If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
         between any two lines, and a block that was never filled must not be used.
         """
-        _make_current(self.arena.device)
+        make_current(self.arena.device)
         if self._is_broken:
             self._start_over()
         try:
@@ -293,35 +243,14 @@ class Engine:
         )
 
     def _make_scheduler(self) -> Scheduler:
-        config, namespace = self.config, self._namespace
-        blocks = make_block_manager(config.block_manager, self.arena.num_blocks, config.block_size, namespace)
+        config, arena = self.config, self.arena
+        blocks = make_block_manager(config.block_manager, arena.num_blocks, config.block_size, self.namespace)
         return Scheduler(
             blocks,
             max_num_requests=config.max_num_requests,
             max_num_batched_tokens=config.max_num_batched_tokens,
             transfer=self.transfer,
         )
-
-    def _make_transfer(self, device: torch.device) -> Transfer | NoTransfer:
-        config, layout = self.config, self.arena.layout
-        hierarchy = make_hierarchy(config, layout, self._namespace_fields, self.name, device_bytes=self.arena.nbytes)
-        if hierarchy is None:
-            return NoTransfer()
-        self._timer = timer = StepTimer(self.speeds, device)
-        if not config.always_load:
-            measure_prefill(self.runner, timer, config, self.max_model_len)
-        let_pass = self._latency_guard.let_pass
-        geometry = Geometry(self.arena.layers, layout)
-        traffic = Traffic(
-            hierarchy,
-            CudaCopier(geometry, let_pass=let_pass) if device.type == "cuda" else HostCopier(geometry),
-            self.speeds,
-            layout=layout,
-            chunk_tokens=config.max_num_batched_tokens,
-            always_loads=config.always_load,
-            let_pass=let_pass,
-        )
-        return Transfer(traffic, self.arena.num_blocks)
 
     @property
     def name(self) -> str:
@@ -398,7 +327,7 @@ class Engine:
         text = self._texts[request]
         params = request.params
         is_long_enough = request.num_outputs >= params.min_tokens
-        is_end = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
+        is_end = token_id in params.stop_token_ids or (token_id in self.parts.eos_token_ids and not params.ignore_eos)
         if (is_end and is_long_enough) or (not is_end and text.push(token_id) and is_long_enough):
             return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
@@ -409,7 +338,7 @@ class Engine:
         self.scheduler.finish(request, reason)
         self.runner.forget(request)
         request.times.finished_at = time.monotonic()
-        self._explain(request)
+        self._explanations.add(request)
         text = self._texts[request]
         text.finish()
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
@@ -419,71 +348,12 @@ class Engine:
 
     def explain(self, request_id: str) -> Explanation:
         """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
-        known = self._explanations.get(request_id)
-        if known is None:
-            raise InvalidParameter(f"no request with the id {request_id} has ended lately")
-        return known
-
-    def _explain(self, request: Request) -> None:
-        ending = request.prefetch.ending
-        if ending is None:
-            return
-        block_tokens = self.config.block_size
-        detail, num_first = ending.detail, min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))
-        if request.salt:  # where it is cached without the salt, or with another, says nothing about this one
-            num_first = 0
-            if ending.reason is MatchEnd.NEVER_STORED:
-                detail = "the request has a cache_salt of its own"
-        explanation = Explanation(
-            request_id=request.id,
-            model=self.name,
-            namespace=self._namespace.hex(),
-            prompt_tokens=request.prompt_tokens,
-            block_tokens=block_tokens,
-            cached_tokens=cached_tokens_of(request),
-            ended_at_tokens=min(ending.position * block_tokens, request.prompt_tokens),
-            reason=ending.reason,
-            tier=ending.tier,
-            detail=detail,
-            first_tokens=tuple(request.tokens[:num_first]),
-        )
-        self._explanations[request.id] = explanation
-        if request.index == 0:
-            self._explanations[request.group] = explanation
-        while len(self._explanations) > _MAX_EXPLANATIONS:
-            self._explanations.popitem(last=False)
-        self.transfer.note(explanation)
-        if request.index == 0 and request.id != request.group:  # by the id that the caller knows, too
-            self.transfer.note(msgspec.structs.replace(explanation, request_id=request.group))
+        return self._explanations.of(request_id)
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""
         for request in self._requests.pop(request_id, ()):
             self._texts.pop(request, None)
-
-    def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's tokens. Without a loop over those of a list of ints: there may be a million."""
-        vocab_size = self.loaded.config.vocab_size
-        given: object = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
-            raise InvalidParameter(f"a prompt is text or a list of token ids, not {prompt!r}")
-        try:
-            return msgspec.convert(given, self._token_ids)
-        except msgspec.ValidationError:
-            pass  # numbers of another kind may do; of others, say which
-        tokens = [token_id.item() if hasattr(token_id, "item") else token_id for token_id in given]
-        for token_id in tokens:
-            if type(token_id) is not int:
-                raise InvalidParameter(f"a prompt is text or a list of token ids, and {token_id!r} is no token id")
-        for token_id in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token_id < vocab_size:
-                raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {vocab_size}")
-        return tokens
-
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None or self.tokenizer.is_absent:
-            return None
-        return TextStream(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
 
 
 def _piece(request: Request, token_ids: list[int], text: str, completion: Completion | None = None) -> StreamPiece:
@@ -491,23 +361,3 @@ def _piece(request: Request, token_ids: list[int], text: str, completion: Comple
     if request.params.logprobs is not None:
         logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
     return StreamPiece(request.index, token_ids, text, logprobs, completion)
-
-
-def _make_current(device: torch.device) -> None:
-    """For the calling thread: kernels and events go to the current GPU, whatever their tensors say."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def _device_of(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} is not there: torch finds {torch.cuda.device_count()} GPUs")
-    return device

@@ -21,27 +21,27 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def test_a_chat_is_what_its_template_writes_without_further_special_tokens(tokenizer: Tokenizer) -> None:
-    assert PromptEncoder(tokenizer, 100).encode_chat(CHAT, {}) == tokenizer.apply_chat_template(CHAT)
+    assert PromptEncoder(tokenizer, 100, 1000).encode_chat(CHAT, {}) == tokenizer.apply_chat_template(CHAT)
 
 
 def test_a_value_that_the_template_has_no_use_for_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="has no use for 'colour'"):
-        PromptEncoder(tokenizer, 100).encode_chat(CHAT, {"colour": "red"})
+        PromptEncoder(tokenizer, 100, 1000).encode_chat(CHAT, {"colour": "red"})
 
 
 def test_a_chat_that_is_far_too_long_is_refused_by_its_beginning(tokenizer: Tokenizer) -> None:
     with pytest.raises(PromptTooLong, match="but at most 99 leave room for an answer"):
-        PromptEncoder(tokenizer, 100).encode_chat([{"role": "user", "content": "no end " * 100_000}], {})
+        PromptEncoder(tokenizer, 100, 1000).encode_chat([{"role": "user", "content": "no end " * 100_000}], {})
 
 
 def test_half_a_character_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match="no valid text: surrogates not allowed at character 2"):
-        PromptEncoder(tokenizer, 100).encode("hi\ud800")
+        PromptEncoder(tokenizer, 100, 1000).encode("hi\ud800")
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path, has_folder: bool) -> None:
-    prompts = PromptEncoder(Tokenizer(tmp_path) if has_folder else None, 100)
+    prompts = PromptEncoder(Tokenizer(tmp_path) if has_folder else None, 100, 1000)
 
     assert prompts.token_bytes(5) == b""
     with pytest.raises(InvalidParameter, match="has no tokenizer"):

@@ -123,6 +123,7 @@ class Request:
 
         Requests share blocks if their `salt` is equal.
         """
+        # As large as it is, since scheduler, block managers, sampler and answers read one record of a prompt.
         self.id = request_id
         self.index = index
         self.group = group or request_id
