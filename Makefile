@@ -41,6 +41,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/house.py
+	$(BIN)/python scripts/pictures.py --check
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600

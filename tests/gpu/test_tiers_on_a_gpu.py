@@ -154,7 +154,7 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
             again = generate(engine, prompts)
             assert tokens_of(again) == expected
             if manager in ("naive", "disable_prefix_caching"):
-                assert sum(again[0].loaded_tokens.values()) == _ALL_BUT_ONE
+                assert sum(again[0].prefetch.loaded_tokens.values()) == _ALL_BUT_ONE
             engine.close()
             if tier == "host":
                 continue
@@ -168,7 +168,7 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
             )
             found = generate(restarted, prompts)
             assert tokens_of(found) == expected
-            assert sum(found[0].loaded_tokens.values()) == _ALL_BUT_ONE
+            assert sum(found[0].prefetch.loaded_tokens.values()) == _ALL_BUT_ONE
             restarted.close()
 
 
