@@ -96,9 +96,9 @@ def processes() -> str:
             ["a thread per connection", "shared arena (memfd)", "disk: writers, readers", "no torch"],
             "#eaf7ea",
         ),
-        Box(330, 330, 250, 70, "vLLM with the plug-in", ["scheduler and workers, transfer inside"], "#f6eefb"),
-        Box(20, 330, 230, 70, "programs with the client", ["kvtier.connect, Vineyard's KVCache"], "#f6eefb"),
-        Box(660, 330, 220, 70, "folder on disk", ["blocks.kvtier, records.kvtier"], "#f4f4f4"),
+        Box(330, 370, 250, 70, "vLLM with the plug-in", ["scheduler and workers, transfer inside"], "#f6eefb"),
+        Box(20, 370, 230, 70, "programs with the client", ["kvtier.connect, Vineyard's KVCache"], "#f6eefb"),
+        Box(660, 370, 220, 70, "folder on disk", ["blocks.kvtier, records.kvtier"], "#f4f4f4"),
     ]
     arrows = [
         Arrow((135, 80), (135, 130)),
@@ -107,11 +107,11 @@ def processes() -> str:
         Arrow((250, 190), (330, 190), "Unix socket"),
         Arrow((580, 180), (660, 180), "Unix socket", (0, -8)),
         Arrow((580, 230), (660, 230), "DMA, no copy", (0, -8)),
-        Arrow((580, 360), (680, 280), "the same", (30, 10)),
-        Arrow((250, 350), (660, 270), "Unix socket or TCP", (-70, 40)),
-        Arrow((770, 280), (770, 330), "direct I/O", (40, 4)),
+        Arrow((580, 390), (690, 280), "the same", (36, 16)),
+        Arrow((200, 370), (660, 270), "Unix socket or TCP", (-110, 8)),
+        Arrow((790, 280), (790, 370), "direct I/O", (34, 4)),
     ]
-    return draw(900, 420, boxes, arrows)
+    return draw(900, 460, boxes, arrows)
 
 
 def block() -> str:
