@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections import Counter
 from contextlib import closing
 
@@ -15,9 +16,12 @@ from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 
 
 class Chunk:
-    """Notes what is done to it; fails in a step of a segment if told so."""
+    """Notes what is done to it; fails in a step of a segment if told so. Late ones take their time."""
 
-    def __init__(self, fails_at: tuple[str, int] | None = None, error: BaseException | None = None) -> None:
+    def __init__(
+        self, fails_at: tuple[str, int] | None = None, error: BaseException | None = None, is_late: bool = False
+    ) -> None:
+        self._is_late = is_late
         self.steps: Counter[tuple[str, int]] = Counter()
         self.num_closed = 0
         self._fails_at = fails_at
@@ -38,6 +42,8 @@ class Chunk:
     def _note(self, step: str, number: int) -> None:
         if self._fails_at == (step, number):
             raise self._error
+        if self._is_late:
+            time.sleep(0.05)
         with self._lock:
             self.steps[step, number] += 1
 
@@ -70,7 +76,7 @@ def test_every_segment_takes_both_steps_once_and_every_chunk_is_closed(
 def test_what_is_before_a_failure_is_whole_and_little_behind_it_is_begun(
     direction: Direction, step: str, io_workers: int
 ) -> None:
-    chunks = [Chunk((step, 2) if index == 3 else None) for index in range(60)]
+    chunks = [Chunk((step, 2) if index == 3 else None, is_late=index > 5) for index in range(60)]
 
     with closing(ChunkTransfers(io_workers)) as transfers:
         error = transfers.move(direction, 60, 5, lambda index: chunks[index])
