@@ -32,8 +32,9 @@ _LAST_REST_S = 5.0
 class Guard:
     """One tier and its health. A failing tier rests, longer each time, up to five seconds."""
 
-    def __init__(self, tier: Tier, metrics: TierMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, tier: Tier, metrics: TierMetrics, clock: Callable[[], float], failure: str) -> None:
         self.tier = tier
+        self._failure = failure
         self._metrics = metrics
         self._clock = clock
         self._log = LogLimit(logger)
@@ -65,7 +66,7 @@ class Guard:
             self._rests_until = self._clock() + self._rest_s
             self._generation = self.tier.generation
             self._rest_s = min(2 * self._rest_s, _LAST_REST_S)
-        self._log.warning(kind, "tier failed name=%s: %s", self.tier.name, str(error))
+        self._log.warning(kind, self._failure, {"tier": self.tier.name, "error": str(error)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,15 @@ class Hierarchy:
         *,
         metrics: TierMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        failure: str = "tier failed name=%(tier)s: %(error)s",
     ) -> None:
+        """`failure` is what is logged of a tier that fails."""
         if len({tier.name for tier in tiers}) < len(tiers):
             raise ConfigError("two tiers have the same name")
         if len({tier.layout for tier in tiers}) > 1:
             raise ConfigError("the tiers do not agree on the layout of a block")
         self.metrics = TierMetrics() if metrics is None else metrics
-        self._guards = [Guard(tier, self.metrics, clock) for tier in tiers]
+        self._guards = [Guard(tier, self.metrics, clock, failure) for tier in tiers]
 
     def match(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease
+from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease, Segment
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.load import DISK, LoadPlan, Span
 from kvtier.transfer.worker_threads import WorkerThreads
@@ -164,7 +164,7 @@ class Matcher:
         is_all = lease.ended is MatchEnd.ALL
         self._hierarchy.count(lease, lease.num_blocks if is_all else num_wanted)
         match.leases.append(lease)
-        match.spans = match.spans + _spans_of(lease, first)
+        match.spans = match.spans + spans_of(lease.segments, first)
         match.ending = replace(lease.ending, position=first + lease.num_blocks)
         match.is_matching = False
 
@@ -192,9 +192,10 @@ class Matcher:
         return self._hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_lazy=True)
 
 
-def _spans_of(found: HierarchyLease, first: int) -> list[Span]:
+def spans_of(segments: Sequence[Segment], first: int) -> list[Span]:
+    """What was found of a prompt from its block `first` on, by where the bytes are."""
     spans: list[Span] = []
-    for segment in found.segments:
+    for segment in segments:
         tier, lease = segment.tier, segment.lease
         num_ready = lease.num_ready_at_match
         start = first + segment.first

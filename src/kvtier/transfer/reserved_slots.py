@@ -49,6 +49,9 @@ class ReservedSlots:
         self._store_seconds = metrics.store_seconds.labels(tier=name)
         self._places: dict[BlockHash, tuple[_Slots, int]] = {}
         self._announced: dict[object, list[tuple[BlockHash, _Slots]]] = {}
+        self.num_stored = 0
+        self.num_refused = 0
+        """Blocks that the tier did not take, for want of room or because it failed."""
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
         made = self.make(hashes)
@@ -102,9 +105,13 @@ class ReservedSlots:
         num_stored = 0
         for slots, numbers in copy.slots:
             with self._guard.watched():
-                for first, count in _runs(numbers):
-                    num_stored += slots.reservation.commit(first, count)
+                try:
+                    for first, count in _runs(numbers):
+                        num_stored += slots.reservation.commit(first, count)
+                except CapacityError:
+                    self.count_refused(len(numbers))
         if num_stored:
+            self.num_stored += num_stored
             self._stored_blocks.inc(num_stored)
             self._stored_bytes.inc(num_stored * self._tier.layout.block_bytes)
             self._store_seconds.inc(time.monotonic() - copy.started_at)
@@ -125,29 +132,38 @@ class ReservedSlots:
         self.give_back(list(self._places))
 
     def count_refused(self, num_blocks: int) -> None:
+        self.num_refused += num_blocks
         self._refused_blocks.inc(num_blocks)
 
     def _reserve(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Places for those of `hashes` that are neither there nor being written."""
-        if not hashes or self._guard.is_resting:
+        if not hashes:
             return []
+        reservation = None if self._guard.is_resting else self._reservation(hashes)
+        self.num_refused += len(hashes) if reservation is None else reservation.num_refused
+        if reservation is None:
+            return []
+        if not reservation.num_blocks:
+            with self._guard.watched():
+                reservation.close()
+            return []
+        if reservation.num_refused:
+            self._refused_blocks.inc(reservation.num_refused)
         made: list[BlockHash] = []
+        slots = _Slots(reservation, reservation.num_blocks)
+        for number, position in enumerate(reservation.positions):
+            self._places[hashes[position]] = (slots, number)
+            made.append(hashes[position])
+        return made
+
+    def _reservation(self, hashes: Sequence[BlockHash]) -> Reservation | None:
+        """None when the tier fails, or has room for none of them."""
         with self._guard.watched():
             try:
-                reservation = self._tier.reserve(hashes)
+                return self._tier.reserve(hashes)
             except CapacityError:
                 self._refused_blocks.inc(len(hashes))
-                return []
-            if not reservation.num_blocks:
-                reservation.close()
-                return []
-            if reservation.num_refused:
-                self._refused_blocks.inc(reservation.num_refused)
-            slots = _Slots(reservation, reservation.num_blocks)
-            for number, position in enumerate(reservation.positions):
-                self._places[hashes[position]] = (slots, number)
-                made.append(hashes[position])
-        return made
+        return None
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvtier.blocks.hashing import BlockHash
@@ -38,6 +38,7 @@ class _Offer:
 
     hashes: Sequence[BlockHash]
     held: DeviceLease
+    owner: object
     is_cancelled: bool = False
     is_copying: bool = False
 
@@ -93,7 +94,7 @@ class Storer:
         self._slots = [ReservedSlots(guard, copier, metrics) for guard in guards if guard.tier.is_local]
         far = [guard for guard in guards if not guard.tier.is_local]
         self._noters = [guard.tier for guard in guards if guard.tier.keeps_notes]
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._unsent = _Unsent()
         self._announced: set[object] = set()
         self._waiting: deque[_Offer] = deque()
@@ -126,10 +127,10 @@ class Storer:
         else:
             self._jobs.put(_Withdrawal(owner))
 
-    def offer(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
+    def offer(self, hashes: Sequence[BlockHash], held: DeviceLease, owner: object = None) -> None:
         """Blocks that are full once the device has done what was handed to it. They are held until `take_copied`."""
         unsent = self._unsent
-        unsent.offers.append(_Offer(hashes, held))
+        unsent.offers.append(_Offer(hashes, held, owner))
         unsent.num_blocks += len(held.ids)
         self.num_held += len(held.ids)
 
@@ -177,6 +178,31 @@ class Storer:
                     self._copied.append(offer.held)
                     for slots in self._slots:
                         slots.count_refused(len(offer.hashes))
+
+    def drop(self, owners: Set[object]) -> None:
+        """Return when nothing that was sent for these is being copied, or will be."""
+        with self._lock:
+            offers = [offer for offer in self._waiting if offer.owner in owners]
+            for offer in offers:
+                if not offer.is_copying and not offer.is_cancelled:
+                    offer.is_cancelled = True
+                    self._copied.append(offer.held)
+            self._lock.wait_for(lambda: not any(offer.is_copying for offer in offers))
+
+    def owners(self) -> set[object]:
+        """Whose blocks wait to be copied, or are being copied."""
+        with self._lock:
+            return {offer.owner for offer in self._waiting}
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks that tiers of this host have taken."""
+        return sum(slots.num_stored for slots in self._slots)
+
+    @property
+    def num_refused(self) -> int:
+        """Blocks that tiers of this host have not taken, for want of room or because they failed."""
+        return sum(slots.num_refused for slots in self._slots)
 
     def note(self, explanation: Explanation) -> None:
         """Tell the cache server why a match ended, for clients that ask it."""
@@ -289,6 +315,8 @@ class Storer:
         with self._lock:
             for offer in offers:
                 if offer in self._waiting:
+                    offer.is_copying = False
                     self._waiting.remove(offer)
                     if not offer.is_cancelled:
                         self._copied.append(offer.held)
+            self._lock.notify_all()

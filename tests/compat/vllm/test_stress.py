@@ -17,8 +17,6 @@ from vllm import LLM
 from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import SingleClient
 from kvtier.memory.lease import Lease
-from kvtier.plugins.vllm.plan import Load, Loaded
-from kvtier.plugins.vllm.working import WorkerSide
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.compat.vllm.engines import (
     answers_without_cache,
@@ -102,14 +100,14 @@ def _wait_until_all_pages_are_free(llm: LLM) -> None:
 @contextlib.contextmanager
 def _loads_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
     """Loads begin late, by up to `seconds`: much happens to their requests meanwhile."""
-    at_once = WorkerSide._load
+    at_once = SingleClient.match
 
-    def late(worker: WorkerSide, load: Load, after: object) -> Iterator[Loaded]:
+    def late(client: SingleClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         time.sleep(random.random() * seconds)
-        return at_once(worker, load, after)  # type: ignore[arg-type]
+        return at_once(client, hashes, timeout_s=timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerSide, "_load", late)
+        patch.setattr(SingleClient, "match", late)
         yield
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvtier.transfer.shared_stores import Slots
+from kvtier.transfer.worker_transfer import Loaded
+
 PIECE_BYTES = 64 << 20
 """Blocks are shown to others when so many are written, and go over TCP by as many."""
 
@@ -24,20 +27,6 @@ class Load:
     first_block: int
     hashes: list[bytes]
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Where the scheduler has reserved room: `offsets[i]`, in the arena with this inode, is for `positions[i]`.
-
-    It is the scheduler's process, `holder_pid`, that holds it: when that is gone, so is the room.
-    """
-
-    job: int
-    holder_pid: int
-    arena_inode: int
-    positions: list[int]
-    offsets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +60,6 @@ class StepPlan(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A load that is over: how many bytes came from a tier, and how long that took."""
-
-    tier: str
-    nbytes: int
-    seconds: float
 
 
 @dataclass(slots=True)

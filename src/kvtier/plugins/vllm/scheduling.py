@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,12 +28,12 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
-from kvtier.plugins.vllm.shared_saves import SharedSaves
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.load import DISK, Span
+from kvtier.transfer.shared_stores import SharedStores
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,9 @@ class SchedulerSide:
         self._log = LogLimit(logger)
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
-        self._shared = SharedSaves(client, identity.num_ranks, self._threads) if identity.num_ranks > 1 else None
+        self._shared: SharedStores[Save] | None = None
+        if identity.num_ranks > 1:
+            self._shared = SharedStores(client, identity.num_ranks, self._threads)
         self._tiers = ("server", DISK) if client.is_local else ("tcp", "tcp")
         self._decision = LoadOrCompute(
             Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
@@ -189,10 +191,10 @@ class SchedulerSide:
         if self._shared is None:
             plan.saves = saves
         else:
-            plan.saves = self._shared.take_ready()
+            plan.saves = [replace(save, slots=slots) for save, slots in self._shared.take_ready()]
             for save in saves:
                 for part in save.parts(self._piece_blocks):
-                    self._shared.begin(part)
+                    self._shared.begin(part.request_id, [BlockHash(one) for one in part.hashes], part)
         counts = [(num_computed, output.num_scheduled_tokens[request_id]) for request_id, num_computed in chunks]
         self._steps.append((self._num_steps, time.monotonic(), counts))
         return plan
@@ -206,7 +208,7 @@ class SchedulerSide:
             for loaded in news.loaded:
                 self._decision.note_load(loaded.tier, loaded.nbytes, loaded.seconds)
             if self._shared is not None:
-                self._shared.note(news)
+                self._shared.note(news.written, news.unwritten)
             failed = news.failed_loads
         for request_id in failed:
             tracked = self._tracked.get(request_id)

@@ -9,14 +9,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+MadeT = TypeVar("MadeT")
 
 
 def own_threads(count: int, name: str) -> ThreadPoolExecutor:
     """`count` threads, free to use any core that this process uses; in each, torch computes with that thread alone."""
     return ThreadPoolExecutor(count, name, initializer=_set_apart)
+
+
+def made_apart(make: Callable[[], MadeT]) -> MadeT:
+    """What `make` returns; the threads that it starts are free to use any core that this process uses."""
+    with own_threads(1, "kvtier-start") as threads:
+        return threads.submit(make).result()
 
 
 def cores() -> set[int]:

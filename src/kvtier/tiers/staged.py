@@ -1,0 +1,77 @@
+"""A tier out of reach of the device, with memory of this process through which its blocks pass. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.memory.copying import Buffer
+from kvtier.memory.lease import Lease, Reservation
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.tier import PlainTier, StagingTier, Tier
+
+
+class StagedTier(PlainTier):
+    """Slots of `reserve` lie in the staging memory: a commit sends them on. Owns `inner`."""
+
+    def __init__(self, inner: Tier, staging_bytes: int) -> None:
+        self._inner = inner
+        self._staging = HostTier(inner.layout, staging_bytes, "staging")
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._inner.layout
+
+    @property
+    def is_local(self) -> bool:
+        """A device can write its slots. There is no arena that holds all of its blocks."""
+        return True
+
+    @property
+    def staging(self) -> StagingTier:
+        return self._staging
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        return self._inner.generation
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._inner.match(hashes, timeout_s=timeout_s)
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        """Slots for all of them: what the tier has already is found out by the commit."""
+        positions = {block_hash: position for position, block_hash in reversed(list(enumerate(hashes)))}
+        wanted = list(positions)
+        stage = self._staging.stage(wanted)
+
+        def commit(first: int, count: int) -> int:
+            return self._inner.offer(wanted[first : first + count], stage.views()[first : first + count])
+
+        return Reservation(
+            self._staging.arena,
+            stage.offsets,
+            self.layout.block_bytes,
+            list(positions.values()),
+            (0, 0, 0),
+            commit,
+            stage.close,
+            lambda: None,  # the stage ends itself
+        )
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        return self._inner.offer(hashes, blocks)
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self._inner.contains(hashes)
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        return self._inner.drop(hashes)
+
+    def close(self) -> None:
+        self._staging.close()
+        self._inner.close()

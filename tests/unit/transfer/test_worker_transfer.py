@@ -1,0 +1,392 @@
+"""A process that is told which blocks to bring where, over real tiers and a device of plain memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.errors import TierFull, TierUnavailable
+from kvtier.memory.copying import Buffer
+from kvtier.memory.lease import Lease, Reservation
+from kvtier.memory.mapped import MappedArena
+from kvtier.testing.faults import WrappedTier
+from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payload, payloads
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.staged import StagedTier
+from kvtier.tiers.tier import Tier
+from kvtier.transfer.copier import Copies, Mark
+from kvtier.transfer.worker_transfer import EndedLoad, WorkerTransfer
+from tests.support.host_device import HostDevice
+from tests.support.traffic_bench import FarTier, until
+
+_BATCH_BLOCKS = 4
+
+
+class _ServerTier(WrappedTier):
+    """Memory of this host whose owner may fail, be late, or have read the last blocks from its disk."""
+
+    def __init__(self, num_blocks: int = 32) -> None:
+        self.memory = HostTier(LAYOUT, num_blocks * LAYOUT.slot_bytes, "server")
+        super().__init__(self.memory)
+        self.num_ready: int | None = None
+        self.num_arriving: int | None = None
+        self.late_s = 0.0
+        self.failure: Exception | None = None
+        self.hold = False
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def arena(self) -> MappedArena:
+        return self.memory.arena
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        self._fail()
+        lease = self.memory.match(hashes, timeout_s=timeout_s)
+        if self.num_ready is not None and lease.num_blocks:
+            from_disk = vars(lease)
+            from_disk["num_ready_at_match"] = from_disk["_num_ready"] = self.num_ready
+            from_disk["_arrive"] = self._arrive
+        return lease
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        until(lambda: not self.hold)
+        self._fail()
+        return self.memory.reserve(hashes)
+
+    def _arrive(self, count: int) -> int:
+        time.sleep(self.late_s)
+        return count if self.num_arriving is None else min(count, self.num_arriving)
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class _HalfBlocks:
+    """A device whose pages hold half a block: places `2 * n` and `2 * n + 1` are the halves of its block `n`."""
+
+    is_whole = True
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        return self._device.mark()
+
+    def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
+        return self._device.load(arena, offsets, self._whole(places), after)
+
+    def store(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Copies:
+        return self._device.store(self._whole(places), arena, offsets, after)
+
+    def adopt(self, arena: MappedArena) -> None:
+        self._device.adopt(arena)
+
+    def close(self) -> None:
+        self._device.close()
+
+    def _whole(self, places: Sequence[int]) -> list[int]:
+        assert [place % 2 for place in places] == [0, 1] * (len(places) // 2)
+        return [place // 2 for place in places[::2]]
+
+
+@dataclass
+class Bench:
+    device: HostDevice
+    transfer: WorkerTransfer
+
+    def load(self, hashes: Sequence[BlockHash], places: Sequence[int], timeout_s: float = 10.0) -> EndedLoad:
+        self.transfer.note_step()
+        self.transfer.load("a", hashes, places, timeout_s)
+        ended: list[EndedLoad] = []
+        until(lambda: bool(ended.extend(self.transfer.take_loads()) or ended))
+        return ended[0]
+
+    def store(self, key: str, hashes: Sequence[BlockHash], first_id: int = 0) -> None:
+        self.transfer.note_step()
+        ids = range(first_id, first_id + len(hashes))
+        self.transfer.store(key, hashes, self.device.fill(ids, hashes).ids)
+        self.transfer.send()
+
+    def settle(self) -> None:
+        until(lambda: not self.transfer.storing())
+
+    def has(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [self.device.block(number) == payload(block_hash) for number, block_hash in enumerate(hashes)]
+
+
+Open = Callable[..., Bench]
+
+
+@pytest.fixture
+def open_bench() -> Iterator[Open]:
+    with contextlib.ExitStack() as stack:
+
+        def make(tier: Tier, *, has_small_pages: bool = False) -> Bench:
+            device = HostDevice()
+            transfer = WorkerTransfer(
+                tier,
+                _HalfBlocks(device) if has_small_pages else device,
+                batch_bytes=_BATCH_BLOCKS * LAYOUT.slot_bytes,
+                parts_per_block=2 if has_small_pages else 1,
+            )
+            stack.callback(transfer.close)
+            stack.callback(device.gate.set)
+            return Bench(device, transfer)
+
+        yield make
+
+
+def _staged(far: Tier) -> StagedTier:
+    return StagedTier(far, 24 * LAYOUT.slot_bytes)
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_what_is_cached_comes_byte_for_byte(open_bench: Open, is_far: bool) -> None:
+    inner: Tier = FarTier() if is_far else _ServerTier()
+    bench = open_bench(_staged(inner) if is_far else inner)
+    hashes = chain(1, 9)
+    inner.offer(hashes, payloads(hashes))
+
+    ended = bench.load(hashes, range(9))
+
+    assert (ended.key, ended.num_blocks, ended.num_loaded) == ("a", 9, 9)
+    assert all(bench.has(hashes))
+    assert [(part.tier, part.nbytes) for part in ended.parts] == [
+        ("far" if is_far else "server", 9 * LAYOUT.block_bytes)
+    ]
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_what_is_cached_in_part_comes_in_part(open_bench: Open, is_far: bool) -> None:
+    inner: Tier = FarTier() if is_far else _ServerTier()
+    bench = open_bench(_staged(inner) if is_far else inner)
+    hashes = chain(1, 6)
+    inner.offer(hashes[:4], payloads(hashes[:4]))
+
+    ended = bench.load(hashes, range(6))
+
+    assert ended.num_loaded == 4
+    assert bench.has(hashes) == [True] * 4 + [False] * 2
+
+
+def test_nothing_cached_is_an_answer(open_bench: Open) -> None:
+    ended = open_bench(_ServerTier()).load(chain(1, 3), range(3))
+
+    assert (ended.num_loaded, ended.parts) == (0, [])
+
+
+def test_blocks_from_disk_are_told_from_those_in_memory(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    tier.num_ready = 2
+
+    ended = bench.load(hashes, range(6))
+
+    assert all(bench.has(hashes))
+    assert [(part.tier, part.nbytes // LAYOUT.block_bytes) for part in ended.parts] == [("server", 2), ("disk", 4)]
+
+
+def test_what_came_before_a_lost_block_counts(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    tier.num_ready, tier.num_arriving = 2, 3
+
+    ended = bench.load(hashes, range(6))
+
+    assert ended.num_loaded == 3
+    assert bench.has(hashes) == [True] * 3 + [False] * 3
+
+
+def test_nothing_is_written_after_the_deadline(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    tier.num_ready, tier.late_s = 2, 0.6
+
+    ended = bench.load(hashes, range(6), timeout_s=0.5)
+
+    assert ended.num_loaded == 2
+    assert bench.has(hashes) == [True] * 2 + [False] * 4
+
+
+@pytest.mark.parametrize("failure", [TierUnavailable("gone"), RuntimeError("a bug")])
+def test_a_load_that_fails_ends_with_nothing(open_bench: Open, failure: Exception) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    tier.failure = failure
+
+    assert bench.load(chain(1, 3), range(3)).num_loaded == 0
+
+
+def test_a_device_that_fails_loads_nothing(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 3)
+    tier.offer(hashes, payloads(hashes))
+    bench.device.late_error = TierUnavailable("the device fails")
+
+    assert bench.load(hashes, range(3)).num_loaded == 0
+
+
+def test_small_pages_are_loaded_and_stored_part_by_part(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier, has_small_pages=True)
+    hashes, others = chain(1, 5), chain(2, 3)
+    tier.offer(hashes, payloads(hashes))
+
+    assert bench.load(hashes, range(10)).num_loaded == 5
+    assert all(bench.has(hashes))
+
+    bench.device.fill([8, 9, 10], others)
+    bench.transfer.store("b", others, range(16, 22))
+    bench.transfer.send()
+    bench.settle()
+    until(lambda: all(tier.contains(others)))
+    assert fetch_all(tier, others) == payloads(others)
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_what_is_stored_is_in_the_tier_byte_for_byte(open_bench: Open, is_far: bool) -> None:
+    inner: Tier = FarTier() if is_far else _ServerTier()
+    bench = open_bench(_staged(inner) if is_far else inner)
+    hashes = chain(1, 10)
+
+    bench.store("a", hashes)
+    bench.settle()
+
+    until(lambda: bench.transfer.num_stored == 10)
+    assert fetch_all(inner, hashes) == payloads(hashes)
+    assert bench.transfer.num_refused == 0
+    assert max(map(len, bench.device.stored)) == _BATCH_BLOCKS
+
+
+def test_a_prompt_longer_than_the_staging_memory_is_stored(open_bench: Open) -> None:
+    far = FarTier()
+    bench = open_bench(StagedTier(far, _BATCH_BLOCKS * LAYOUT.slot_bytes))
+    hashes = chain(1, 14)
+
+    bench.store("a", hashes)
+    until(lambda: bench.transfer.num_stored == 14)
+
+    assert fetch_all(far, hashes) == payloads(hashes)
+
+
+def test_the_same_blocks_of_two_prompts_are_stored_once(open_bench: Open) -> None:
+    far = FarTier()
+    bench = open_bench(_staged(far))
+    hashes = chain(1, 2)
+    for key, first_id in (("a", 0), ("b", 2)):
+        bench.transfer.store(key, hashes, bench.device.fill([first_id, first_id + 1], hashes).ids)
+    bench.transfer.send()
+
+    until(lambda: bench.transfer.num_stored == 2)
+    bench.settle()
+
+
+def test_a_key_is_storing_until_its_blocks_are_copied(open_bench: Open) -> None:
+    bench = open_bench(_ServerTier())
+    bench.device.gate.clear()
+    bench.store("a", chain(1, 2))
+    until(lambda: bool(bench.device.stored))
+
+    assert bench.transfer.storing() == {"a"}
+    bench.device.gate.set()
+    bench.settle()
+
+
+def test_a_dropped_key_that_waits_for_the_tier_is_never_copied(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    tier.hold = True
+    dropped, kept = chain(1, 2), chain(2, 2)
+    bench.store("a", dropped)
+    bench.store("b", kept, first_id=2)
+
+    bench.transfer.drop({"a"})
+    bench.device.fill([0, 1], chain(3, 2))
+    tier.hold = False
+    bench.settle()
+
+    until(lambda: all(tier.contains(kept)))
+    assert tier.contains(dropped) == [False, False]
+    assert bench.device.stored == [[2, 3]]
+    assert bench.transfer.num_refused == 0
+
+
+def test_a_drop_waits_for_what_is_being_copied(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 2)
+    bench.device.gate.clear()
+    bench.store("a", hashes)
+    until(lambda: bool(bench.device.stored))
+    opened_at: list[float] = []
+
+    def open_gate() -> None:
+        time.sleep(0.05)
+        opened_at.append(time.monotonic())
+        bench.device.gate.set()
+
+    with _beside(open_gate):
+        bench.transfer.drop({"a"})
+        assert time.monotonic() >= opened_at[0]
+
+    until(lambda: all(tier.contains(hashes)))
+    assert fetch_all(tier, hashes) == payloads(hashes)
+
+
+def test_blocks_that_a_failing_tier_does_not_take_are_refused(open_bench: Open) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    tier.failure = TierUnavailable("gone")
+
+    bench.store("a", chain(1, 3))
+    bench.settle()
+
+    assert (bench.transfer.num_stored, bench.transfer.num_refused) == (0, 3)
+
+
+class _FullTier(FarTier):
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        raise TierFull("full")
+
+
+def test_blocks_that_a_far_tier_has_no_room_for_are_refused(open_bench: Open) -> None:
+    bench = open_bench(_staged(_FullTier()))
+
+    bench.store("a", chain(1, 3))
+
+    until(lambda: bench.transfer.num_refused == 3)
+    bench.settle()
+    assert bench.transfer.num_stored == 0
+
+
+@contextlib.contextmanager
+def _beside(act: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
