@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash, split_hashes
@@ -44,7 +44,8 @@ class ServerAdmin:
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash], timeout_s: float | None = None) -> list[int]:
         deadline = self._endpoint.deadline(timeout_s)
         flags: list[int] = []
-        for part in _parts(hashes):
+        for first in range(0, len(hashes), MAX_HASHES):
+            part = hashes[first : first + MAX_HASHES]
             reply = self._endpoint.call(wire.PresenceRequest(namespace, joined(part)), wire.Contained, deadline)
             if len(reply.flags) != len(part):
                 raise TierUnavailable("the server answered for other blocks than it was asked for")
@@ -86,7 +87,8 @@ class NamespaceAdmin:
         deadline = self._endpoint.deadline(timeout_s)
         flags: list[bool] = []
         try:
-            for part in _parts(hashes):
+            for first in range(0, len(hashes), MAX_HASHES):
+                part = hashes[first : first + MAX_HASHES]
                 with self._endpoint.connection(deadline) as connection:
                     request = wire.ContainsRequest(connection.space, joined(part))
                     reply = connection.call(request, wire.Contained, deadline)
@@ -99,9 +101,10 @@ class NamespaceAdmin:
         """Give an order about `hashes`, made of a space and a run of hashes. Returns how many blocks it changed."""
         deadline = self._endpoint.deadline()
         total = 0
-        for part in _parts(hashes) if hashes else [hashes]:
+        for first in range(0, max(1, len(hashes)), MAX_HASHES):
             with self._endpoint.connection(deadline) as connection:
-                total += connection.call(order(connection.space, joined(part)), wire.Counted, deadline).count
+                request = order(connection.space, joined(hashes[first : first + MAX_HASHES]))
+                total += connection.call(request, wire.Counted, deadline).count
         return total
 
     def list_blocks(self) -> list[tuple[BlockHash, int]]:
@@ -121,8 +124,3 @@ class NamespaceAdmin:
         with self._endpoint.connection(deadline) as connection:
             request = wire.VerifyRequest(connection.space, joined(hashes))
             return list(map(bool, connection.call(request, wire.Contained, deadline).flags))
-
-
-def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
-    """As many as a request may carry."""
-    return (hashes[first : first + MAX_HASHES] for first in range(0, len(hashes), MAX_HASHES))

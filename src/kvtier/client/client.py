@@ -144,11 +144,11 @@ class SingleClient(CacheClient):
         self._admin: NamespaceAdmin | None = None
         self._blocks: LocalBlocks | RemoteBlocks | None = None
         if layout is not None and namespace is not None:
-            nbytes, workers = layout.block_bytes, self._transfers
-            self._admin = NamespaceAdmin(endpoint, nbytes)
-            self._blocks = (
-                LocalBlocks(endpoint, nbytes) if self.is_local else RemoteBlocks(endpoint, nbytes, namespace, workers)
-            )
+            self._admin = NamespaceAdmin(endpoint, layout.block_bytes)
+            if self.is_local:
+                self._blocks = LocalBlocks(endpoint, layout.block_bytes)
+            else:
+                self._blocks = RemoteBlocks(endpoint, layout.block_bytes, namespace, self._transfers)
 
     # --- identity --------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ class Endpoint:
         connection: ServerConnection | None = None
         is_usable = False
         try:
-            self.background.check()
+            if self.background.is_closed or self.breaker.is_open:
+                self.background.check()
             connection = self._pool.take(deadline)
             yield connection
             is_usable = True

@@ -40,15 +40,14 @@ class ArenaMapping:
         The arena before it stays mapped as long as leases on it keep their views.
         """
         fd = connection.take_arena_fd()
-        welcome = connection.welcome
         with self._lock:
             if self._is_closed:
                 os.close(fd)
                 raise TierUnavailable("this client is closed")
-            if self._mapped is not None and self._mapped[0] == welcome.server_id:
+            if self._mapped is not None and self._mapped[0] == connection.welcome.server_id:
                 os.close(fd)
                 return False
-            self._mapped = welcome.server_id, MappedArena.attach(fd, welcome.arena_bytes)
+            self._mapped = connection.welcome.server_id, MappedArena.attach(fd, connection.welcome.arena_bytes)
             return True
 
     def stop_use(self, timeout_s: float) -> bool:

@@ -6,7 +6,7 @@ Every block is verified as it arrives.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -15,7 +15,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.endpoint import Endpoint
 from kvtier.client.grants import Grant
 from kvtier.client.server_blocks import ServerBlocks
-from kvtier.client.server_connection import Place, joined
+from kvtier.client.server_connection import joined
 from kvtier.client.workers import Workers
 from kvtier.errors import BlockCorrupt, RemoteProtocolError, TierError, TierUnavailable
 from kvtier.memory.checksum import start_checksum
@@ -42,6 +42,9 @@ class RemoteBlocks(ServerBlocks):
     def stream(self, hashes: Sequence[BlockHash], into: list[memoryview] | None) -> Iterator[tuple[int, memoryview]]:
         targets = [memoryview(bytearray(self._block_bytes))] * len(hashes) if into is None else into
 
+        def deadline() -> float:
+            return self._endpoint.deadline(None, self._block_bytes)
+
         def place(blocks: wire.Blocks) -> list[memoryview]:
             if blocks.count > 1 or blocks.first >= len(hashes):
                 raise RemoteProtocolError("the server sent other blocks than it was asked for")
@@ -49,10 +52,13 @@ class RemoteBlocks(ServerBlocks):
 
         num_hit = 0
         try:
-            for blocks in self._arriving(hashes, 1, place, lambda: self._endpoint.deadline(None, self._block_bytes)):
-                for position in range(blocks.first, blocks.first + blocks.count):
-                    num_hit += 1
-                    yield position, targets[position]
+            with self._endpoint.connection(deadline()) as connection:
+                request = wire.GetRequest(connection.space, joined(hashes), 1)
+                verifier = _Verifier(self._namespace, hashes)
+                for blocks in connection.get_blocks(request, place, verifier.taste, deadline):
+                    for position in range(blocks.first, blocks.first + blocks.count):
+                        num_hit += 1
+                        yield position, targets[position]
         except TierError as error:
             self._endpoint.counts.failed(error)
         finally:
@@ -103,27 +109,21 @@ class RemoteBlocks(ServerBlocks):
 
     def _pull_part(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], timeout_s: float | None) -> int:
         deadline = self._endpoint.deadline(timeout_s, len(hashes) * self._block_bytes)
-        frame_blocks = max(1, _FRAME_BYTES // self._block_bytes)
+        per_frame = max(1, _FRAME_BYTES // self._block_bytes)
 
         def place(blocks: wire.Blocks) -> list[memoryview]:
             return list(into[blocks.first : blocks.first + blocks.count])
 
         arrived = 0
         try:
-            for blocks in self._arriving(hashes, frame_blocks, place, lambda: deadline):
-                arrived += blocks.count
+            with self._endpoint.connection(deadline) as connection:
+                request = wire.GetRequest(connection.space, joined(hashes), per_frame)
+                verifier = _Verifier(self._namespace, hashes)
+                for blocks in connection.get_blocks(request, place, verifier.taste, lambda: deadline):
+                    arrived += blocks.count
         except TierError as error:
             self._endpoint.counts.failed(error)
         return min(arrived, len(into))
-
-    def _arriving(
-        self, hashes: Sequence[BlockHash], frame_blocks: int, place: Place, deadline: Callable[[], float]
-    ) -> Iterator[wire.Blocks]:
-        """The frames that bring the longest cached prefix, verified; see `ServerConnection.receive_blocks`."""
-        until = deadline()
-        with self._endpoint.connection(until) as connection:
-            number = connection.send(wire.GetRequest(connection.space, joined(hashes), frame_blocks), deadline=until)
-            yield from connection.receive_blocks(number, place, _Verifier(self._namespace, hashes).taste, deadline)
 
     def _fill(self, grant: Grant, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
         """Send `blocks[part]` into a reservation: all frames first, then their answers."""

@@ -70,14 +70,15 @@ class ServerConnection:
             raise RemoteProtocolError(f"{type(message).__name__} does not answer the request")
         return message
 
-    def receive_blocks(
-        self, number: int, place: Place, taste: Taste, deadline: Callable[[], float]
+    def get_blocks(
+        self, request: wire.GetRequest, place: Place, taste: Taste, deadline: Callable[[], float]
     ) -> Iterator[wire.Blocks]:
-        """The frames that answer a get, each after its payload lies where `place` said.
+        """Send `request`; then the frames that answer it, each after its payload lies where `place` said.
 
         `taste` is called with each piece of a payload as it arrives, and whether it ends a block.
         `deadline` is asked anew for each, so that a slow consumer is not taken for a slow server.
         """
+        number = self.send(request, deadline=deadline())
         self._place, self._taste = place, taste
         try:
             next_block = 0

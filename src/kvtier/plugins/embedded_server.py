@@ -262,9 +262,8 @@ class EmbeddedServer:
         deadline = min(deadline, time.monotonic() + _TRY_S)
         with contextlib.ExitStack() as stack:
             try:
-                connection = ServerConnection(
-                    self._address, secrets.token_bytes(wire.HOLDER_BYTES), None, None, deadline
-                )
+                holder = secrets.token_bytes(wire.HOLDER_BYTES)
+                connection = ServerConnection(self._address, holder, None, None, deadline)
                 stack.callback(connection.close)
                 os.close(connection.take_arena_fd())
                 text = connection.call(wire.InfoRequest(), wire.Document, deadline).text
