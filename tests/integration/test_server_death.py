@@ -183,7 +183,12 @@ def test_a_server_that_is_not_there_yet_is_used_once_it_is(transport: str) -> No
     with cache_server(tcp=True) as server:
         server.kill()
         with kvtier.connect(
-            getattr(server, transport), token=server.token, layout=LAYOUT, namespace=NAMESPACE, must_answer=False
+            getattr(server, transport),
+            token=server.token,
+            layout=LAYOUT,
+            namespace=NAMESPACE,
+            must_answer=False,
+            timeout_s=CALL_S,
         ) as client:
             assert client.match(_HASHES).num_blocks == 0
             with restarted(server):
