@@ -216,6 +216,7 @@ def _three_servers(transport: str) -> Iterator[tuple[list[ServerProcess], CacheC
         yield servers, client
 
 
+@pytest.mark.sampled(every=2)
 def test_with_two_replicas_a_server_killed_under_load_is_no_error_and_is_used_again(transport: str) -> None:
     with _three_servers(transport) as (servers, client), _Load(client, _PROMPTS) as load:
         load.go_on_for(30)
