@@ -13,6 +13,7 @@ from kvtier.testing.tier_contract import CAPACITY_BLOCKS, LAYOUT, NAMESPACE, Mak
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier, SingleServerTier
 from kvtier.tiers.tier import Tier
+from tests.support.waiting import CALL_S
 
 MEMORY_BYTES = CAPACITY_BLOCKS * LAYOUT.slot_bytes
 ALL_MEMORY = ("--max-leased", str(MEMORY_BYTES))
@@ -36,7 +37,7 @@ class TestRemoteTierOverSharedMemory(TierContract):
 
             def make() -> Tier:
                 server = stack.enter_context(cache_server(*ALL_MEMORY, memory=str(MEMORY_BYTES)))
-                client = kvtier.connect(server.unix, layout=LAYOUT, namespace=NAMESPACE)
+                client = kvtier.connect(server.unix, layout=LAYOUT, namespace=NAMESPACE, timeout_s=CALL_S)
                 return stack.enter_context(contextlib.closing(SingleServerTier(client)))
 
             yield make
@@ -49,7 +50,9 @@ class TestRemoteTierOverTcp(TierContract):
 
             def make() -> Tier:
                 server = stack.enter_context(cache_server(*ALL_MEMORY, memory=str(MEMORY_BYTES), tcp=True))
-                client = kvtier.connect(server.tcp, token=server.token, layout=LAYOUT, namespace=NAMESPACE)
+                client = kvtier.connect(
+                    server.tcp, token=server.token, layout=LAYOUT, namespace=NAMESPACE, timeout_s=CALL_S
+                )
                 return stack.enter_context(contextlib.closing(SingleServerTier(client)))
 
             yield make
@@ -66,7 +69,11 @@ class TestReplicatedTier(TierContract):
             def make() -> Tier:
                 servers = [stack.enter_context(cache_server(*ALL_MEMORY, memory=str(MEMORY_BYTES))) for _ in range(2)]
                 client = kvtier.connect(
-                    [server.unix for server in servers], replicas=2, layout=LAYOUT, namespace=NAMESPACE
+                    [server.unix for server in servers],
+                    replicas=2,
+                    layout=LAYOUT,
+                    namespace=NAMESPACE,
+                    timeout_s=CALL_S,
                 )
                 return stack.enter_context(contextlib.closing(RemoteTier(client)))
 

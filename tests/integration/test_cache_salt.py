@@ -158,7 +158,7 @@ def test_a_request_with_several_answers_is_explained_by_the_id_that_its_caller_k
     with cache_server() as server, open_engine(model, cache_server=server.unix) as llm:
         [output] = llm.generate([list(PROMPT)], several, progress=False)
         settled(llm)
-        with kvtier.connect(server.unix) as client:
+        with kvtier.connect(server.unix, timeout_s=CALL_S) as client:
             wait_until(lambda: explain_request(client, output.request_id) is not None)
             explanation = explain_request(client, output.request_id)
 

@@ -131,7 +131,7 @@ def test_a_prompt_that_is_being_written_is_pending() -> None:
 
 
 def test_explaining_uses_nothing_and_opens_nothing() -> None:
-    with served() as (server, client), kvtier.connect(server.unix) as bare:
+    with served() as (server, client), kvtier.connect(server.unix, timeout_s=CALL_S) as bare:
         store(client, TOKENS)
         before = client.stats()
         explain(bare, fields(salt="other"), TOKENS)
@@ -159,7 +159,7 @@ def test_what_is_on_disk_counts_as_disk_also_after_a_restart(tmp_path: Path) -> 
         store(client, TOKENS)
         client.flush()
         assert explain(client, fields(), TOKENS).cached_tokens == {"memory": 80, "disk": 0}
-    with cache_server(*options) as server, kvtier.connect(server.unix) as bare:
+    with cache_server(*options) as server, kvtier.connect(server.unix, timeout_s=CALL_S) as bare:
         found = explain(bare, fields(), TOKENS)
         assert (found.reason, found.cached_tokens) == (MatchEnd.ALL, {"memory": 0, "disk": 80})
         other = explain(bare, fields(salt="other"), TOKENS)
@@ -293,7 +293,10 @@ def test_an_evicted_block_stays_evicted_whoever_else_has_it() -> None:
 
 def test_a_namespace_known_by_its_digest_alone_is_found_without_names() -> None:
     other = fields(salt="a")
-    with served() as (server, client), kvtier.connect(server.unix, layout=LAYOUT, namespace=other.digest()) as digest:
+    with (
+        served() as (server, client),
+        kvtier.connect(server.unix, layout=LAYOUT, namespace=other.digest(), timeout_s=CALL_S) as digest,
+    ):
         store(digest, TOKENS)
         found = explain(client, fields(), TOKENS)
 
@@ -382,7 +385,7 @@ def test_what_was_noted_of_a_request_is_read_back(transport: str) -> None:
     note = noted(reason=MatchEnd.SLOWER, ended_at_tokens=16, cached_tokens={"device": 16}, detail="2 ms against 1 ms")
     with cache_server(tcp=True) as server:
         token = server.token if transport == "tcp" else None
-        with kvtier.connect(getattr(server, transport), token=token) as client:
+        with kvtier.connect(getattr(server, transport), token=token, timeout_s=CALL_S) as client:
             client.note(note)
             client.flush()
             assert explain_request(client, "r1") == note
@@ -481,8 +484,12 @@ def test_several_servers_are_asked_as_one() -> None:
     with (
         cache_server(tcp=True) as one,
         cache_server(tcp=True) as two,
-        kvtier.connect([one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields()) as client,
-        kvtier.connect([one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields(salt="a")) as other,
+        kvtier.connect(
+            [one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields(), timeout_s=CALL_S
+        ) as client,
+        kvtier.connect(
+            [one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields(salt="a"), timeout_s=CALL_S
+        ) as other,
     ):
         hashes = other.hashes(range(800))
         other.set(hashes, [bytes(LAYOUT.block_bytes)] * len(hashes))

@@ -12,6 +12,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import SingleClient
 from kvtier.testing.servers import ServerProcess, cache_server
+from tests.support.waiting import CALL_S
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float32", block_tokens=4)
 NUM_BLOCKS = 12
@@ -23,6 +24,7 @@ def connect(server: ServerProcess, *, tcp: bool = False) -> SingleClient:
         token=server.token,
         layout=LAYOUT,
         namespace=NamespaceFields(layout=LAYOUT, weights="lazy"),
+        timeout_s=CALL_S,
     )
 
 

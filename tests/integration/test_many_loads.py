@@ -21,8 +21,8 @@ torch.set_num_threads(1)
 
 NUM_PROMPTS = 100
 PROMPT_TOKENS = 200
-LOAD_S = 0.004
-COMPUTE_S = 0.2
+LOAD_S = 0.02
+COMPUTE_S = 1.0
 """A prompt, alone: fifty times what its load takes, and half of what all loads do."""
 
 

@@ -15,6 +15,7 @@ from kvtier.blocks.hashing import join_hashes, split_hashes
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.client.client import SingleClient
 from kvtier.testing.servers import cache_server
+from tests.support.waiting import CALL_S
 
 _MODEL_A = KvLayout(layers=28, kv_heads=4, head_dim=128)
 _MODEL_B = KvLayout(layers=32, kv_heads=8, head_dim=128)
@@ -32,8 +33,8 @@ def test_nine_tenths_of_the_budget_are_usable_after_another_model_with_a_twentie
     rng = random.Random(seed)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(cache_server("--max-leased", "512MiB", memory="512MiB"))
-        a = stack.enter_context(kvtier.connect(server.unix, layout=_MODEL_A, namespace=_NAMESPACE_A))
-        b = stack.enter_context(kvtier.connect(server.unix, layout=_MODEL_B, namespace=_NAMESPACE_B))
+        a = stack.enter_context(kvtier.connect(server.unix, layout=_MODEL_A, namespace=_NAMESPACE_A, timeout_s=CALL_S))
+        b = stack.enter_context(kvtier.connect(server.unix, layout=_MODEL_B, namespace=_NAMESPACE_B, timeout_s=CALL_S))
 
         _fill(a, seed=1)
         _check_usable(a, leased_bytes=0)
@@ -90,7 +91,7 @@ def _machine_bytes() -> int:
 def test_an_empty_arena_of_8_gib_costs_less_than_100_mib() -> None:
     with (
         cache_server("--metrics", "127.0.0.1:0", memory="8GiB", tcp=True) as server,
-        kvtier.connect(server.unix, layout=_MODEL_A, namespace=_NAMESPACE_A) as client,
+        kvtier.connect(server.unix, layout=_MODEL_A, namespace=_NAMESPACE_A, timeout_s=CALL_S) as client,
     ):
         assert client.stats()["memory_bytes"] == 8 << 30
         assert server.resident_bytes() < 100 << 20

@@ -28,7 +28,7 @@ from tests.support.actors import (
     read_all,
     wait_until,
 )
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S
 
 _BLOCKS = 64
 _MEMORY = str(_BLOCKS * LAYOUT.slot_bytes)
@@ -150,7 +150,7 @@ def test_pinned_blocks_survive_a_flood_and_unpinned_ones_do_not(client: SingleCl
 def test_drop_forgets_what_is_named_or_everything_of_this_namespace(
     server: ServerProcess, client: SingleClient
 ) -> None:
-    with kvtier.connect(server.unix, layout=LAYOUT, namespace=OTHER_NAMESPACE) as neighbour:
+    with kvtier.connect(server.unix, layout=LAYOUT, namespace=OTHER_NAMESPACE, timeout_s=CALL_S) as neighbour:
         neighbour.set(_HASHES, payloads(_HASHES))
         client.set(_HASHES, payloads(_HASHES))
         assert client.drop(_HASHES[12:]) == 4
@@ -221,7 +221,7 @@ def test_info_and_stats_tell_who_and_how_much(server: ServerProcess, client: Sin
 
 def test_a_namespace_that_nobody_uses_and_that_is_empty_is_forgotten(server: ServerProcess) -> None:
     with open_client(server.unix) as watcher:
-        with kvtier.connect(server.unix, layout=LAYOUT, namespace=OTHER_NAMESPACE) as passing:
+        with kvtier.connect(server.unix, layout=LAYOUT, namespace=OTHER_NAMESPACE, timeout_s=CALL_S) as passing:
             passing.set(_HASHES, payloads(_HASHES))
         assert len(watcher.stats()["namespaces"]) == 2  # type: ignore[arg-type]
         _flood(watcher)
@@ -241,8 +241,10 @@ def test_a_prompt_of_100_000_tokens_is_matched_by_one_request(transport: str) ->
         cache_server(
             "--metrics", "127.0.0.1:0", "--max-leased", "32MiB", memory=str(6250 * layout.slot_bytes), tcp=True
         ) as server,
-        kvtier.connect(server.unix, layout=layout, namespace=NAMESPACE) as writer,
-        kvtier.connect(getattr(server, transport), token=server.token, layout=layout, namespace=NAMESPACE) as client,
+        kvtier.connect(server.unix, layout=layout, namespace=NAMESPACE, timeout_s=CALL_S) as writer,
+        kvtier.connect(
+            getattr(server, transport), token=server.token, layout=layout, namespace=NAMESPACE, timeout_s=CALL_S
+        ) as client,
     ):
         hashes = client.hashes(range(100_000))
         with writer.reserve(hashes) as reservation:

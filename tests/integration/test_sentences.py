@@ -28,7 +28,7 @@ from tests.support.actors import (
     read_all,
     wait_until,
 )
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import CALL_S, LIMIT_S
 
 _BLOCKS = 64
 _MEMORY = str(_BLOCKS * LAYOUT.slot_bytes)
@@ -80,13 +80,13 @@ def test_another_block_size_under_the_same_namespace_is_refused() -> None:
     with _serving() as server, open_client(server.unix):
         for address in (server.unix, server.tcp):
             with pytest.raises(TierRefused, match="has blocks of 10240 bytes here; this client says 15360"):
-                kvtier.connect(address, token=server.token, layout=other, namespace=NAMESPACE)
+                kvtier.connect(address, token=server.token, layout=other, namespace=NAMESPACE, timeout_s=CALL_S)
 
 
 def test_a_block_larger_than_the_arena_is_refused() -> None:
     huge = KvLayout(layers=64, kv_heads=8, head_dim=128)
     with _serving() as server, pytest.raises(TierRefused, match="does not fit into this server's 768KiB"):
-        kvtier.connect(server.unix, layout=huge, namespace=b"h" * 32)
+        kvtier.connect(server.unix, layout=huge, namespace=b"h" * 32, timeout_s=CALL_S)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])

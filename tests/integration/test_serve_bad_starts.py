@@ -64,6 +64,7 @@ def test_a_model_whose_config_is_broken_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / MODEL / "config.json") in sentence
 
 
+@pytest.mark.slow
 def test_too_little_room_for_kv_is_said_with_what_is_needed(tmp_path: Path) -> None:
     save_model(tmp_path / MODEL)
     text = TEXT.replace("kv_cache_space: 32MiB", "kv_cache_space: 8KiB")

@@ -148,6 +148,7 @@ def test_ctrl_c_lets_a_stream_end_and_takes_nothing_new(again: DeploymentProcess
     assert again.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_cuts_a_stream_short(folder: Path) -> None:
     with DeploymentProcess(folder, TEXT) as deployment:
         with streaming(deployment, _QUESTION, 2 * _LONG) as texts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.deployments import DeploymentProcess
 from tests.support.serving import ask, save_model
@@ -45,6 +46,7 @@ entrypoints: ["ollama_compatible", "openai_compatible"]   # 启动 ollama 和 op
 _MESSAGES = [{"role": "user", "content": "What is a cache?"}]
 
 
+@pytest.mark.slow
 def test_a_file_in_the_other_form_serves_both_apis_with_its_settings(tmp_path: Path) -> None:
     save_model(tmp_path / _MODEL)
     with DeploymentProcess(tmp_path, _TEXT) as deployment, httpx.Client(timeout=LIMIT_S, trust_env=False) as client:

@@ -184,7 +184,12 @@ def test_a_server_that_is_not_there_yet_is_used_once_it_is(transport: str) -> No
     with cache_server(tcp=True) as server:
         server.kill()
         with kvtier.connect(
-            getattr(server, transport), token=server.token, layout=LAYOUT, namespace=NAMESPACE, must_answer=False
+            getattr(server, transport),
+            token=server.token,
+            layout=LAYOUT,
+            namespace=NAMESPACE,
+            must_answer=False,
+            timeout_s=CALL_S,
         ) as client:
             assert client.match(_HASHES).num_blocks == 0
             with restarted(server):
@@ -212,6 +217,7 @@ def _three_servers(transport: str) -> Iterator[tuple[list[ServerProcess], CacheC
         yield servers, client
 
 
+@pytest.mark.sampled(every=2)
 def test_with_two_replicas_a_server_killed_under_load_is_no_error_and_is_used_again(transport: str) -> None:
     with _three_servers(transport) as (servers, client), _Load(client, _PROMPTS) as load:
         load.go_on_for(30)

@@ -87,7 +87,12 @@ def test_blocks_larger_than_a_tls_record_arrive_whole(tmp_path: Path) -> None:
     with (
         cache_server(*_tls_options(tmp_path), tcp=True) as server,
         kvtier.connect(
-            server.tcp, token=server.token, ca_file=tmp_path / "server.pem", layout=layout, namespace=NAMESPACE
+            server.tcp,
+            token=server.token,
+            ca_file=tmp_path / "server.pem",
+            layout=layout,
+            namespace=NAMESPACE,
+            timeout_s=CALL_S,
         ) as client,
     ):
         assert client.set(_HASHES, blocks) == 12

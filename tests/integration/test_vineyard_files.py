@@ -68,6 +68,7 @@ class Actor:
         self._process.wait()
 
 
+@pytest.mark.slow
 def test_eight_writers_and_eight_readers_agree_while_some_are_killed(tmp_path: Path) -> None:
     root, logs = tmp_path / "cache", tmp_path / "logs"
     logs.mkdir()

@@ -30,7 +30,7 @@ from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
 from kvtier.vineyard.recency import SharedRecency
 from kvtier.vineyard.shared_cache import SharedCache
 from tests.support.vineyard_tensors import LAYERS, TENSOR_BYTES, Source, empty, expect, found, open_cache, store
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 _SLOT_BYTES = 4096  # two layers of two tensors of 1,000 bytes
@@ -79,12 +79,12 @@ class _CountedTable(SharedRecency):
 
 
 def _stat(server: ServerProcess, name: str) -> int:
-    with kvtier.connect(server.unix) as client:
+    with kvtier.connect(server.unix, timeout_s=CALL_S) as client:
         return int(str(client.stats()[name]))
 
 
 def _tokens_there(server: ServerProcess) -> int:
-    with kvtier.connect(server.unix) as client:
+    with kvtier.connect(server.unix, timeout_s=CALL_S) as client:
         spaces = client.info()["namespaces"]
     assert isinstance(spaces, list)
     return sum(space["blocks"] for space in spaces if space["name"] == "tree")

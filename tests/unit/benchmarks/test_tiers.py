@@ -51,7 +51,7 @@ MAINS = {
 }
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", MAINS)
 def test_a_tiny_run_passes_its_checks_and_writes_its_figure(name, tmp_path):
     main, arguments, figure = MAINS[name]

@@ -56,6 +56,7 @@ def measured(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_with_offloading_every_round_starts_with_an_empty_gpu_cache(measured):
     llm, result = measured("offload", *SMALL, *SWEEP)
 
@@ -64,6 +65,7 @@ def test_with_offloading_every_round_starts_with_an_empty_gpu_cache(measured):
     assert result["figures"].keys() == {"cold_n2", "host_hit_n2", "ttft_30k_cold_ms", "ttft_30k_host_hit_ms"}
 
 
+@pytest.mark.slow
 def test_by_default_prompts_repeat_and_the_sweep_starts_over_for_each_hit_rate(measured):
     llm, result = measured("default", *SMALL, *SWEEP, "--set", "max_model_len=99")
 

@@ -218,6 +218,7 @@ def test_a_few_queries_behind_a_long_prefix_equal_the_whole(lengths: list[tuple[
     assert_close(found, expected, torch.float32)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.usefixtures("_garbage")
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(
