@@ -1,4 +1,4 @@
-"""The scheduler's side: what the cache has of each prompt, held until it is loaded, and what to save of each step.
+"""The scheduler's side: what vLLM's scheduler asks and tells, for lookups of its prompts and stores of its steps.
 
 vLLM's scheduler calls everything, in one thread, and never waits: what asks the server runs on threads.
 """
@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -23,16 +23,15 @@ from kvtier.blocks.hashing import BlockHash, block_hashes, salted_root
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
-from kvtier.memory.lease import EmptyLease, Lease
-from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.explanation import Explanation, MatchEnd
+from kvtier.tiers.remote import SingleServerTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.load import DISK, Span
+from kvtier.transfer.lookup import Lookup, Lookups
 from kvtier.transfer.shared_stores import SharedStores
 
 logger = logging.getLogger(__name__)
@@ -40,49 +39,25 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 4
 _EXPLAINED_TOKENS = 64
 _MAX_STEPS_IN_FLIGHT = 64
-_HASHED_AT_ONCE = 128
-_PAUSE_S = 1e-5
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
-_ASK_AGAIN_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A prompt's hashes, and what the cache has of them: blocks leased in memory, then blocks on disk."""
-
-    root: Namespace
-    hashes: list[BlockHash]
-    lease: Lease
-    seconds: float
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request as far as the cache is concerned. `hashes` are those of its full blocks so far.
-
-    What was found lasts until it is loaded, or until the scheduler goes on without it.
-    """
+    """A request as far as the cache is concerned."""
 
     request: Request
-    asked_at: float = 0.0
-    matching: Future[_Found | None] | None = None
-    found: _Found | None = None
-    root: Namespace | None = None
-    hashes: list[BlockHash] = field(default_factory=list)
+    lookup: Lookup
     num_local_tokens: int = 0
-    end: int = 0
     pages: list[int] = field(default_factory=list)
     num_saved: int = 0
     has_saves: bool = False
-    is_loading: bool = False
     is_noted: bool = False
     may_load: bool = True
-    is_over: bool = False
-    limited_at: float | None = None
 
 
 class SchedulerSide:
-    """Owns the leases of everything that is promised to the scheduler."""
+    """Of one engine."""
 
     def __init__(
         self, client: SingleClient, identity: Identity, settings: ConnectorSettings, chunk_tokens: int
@@ -95,20 +70,20 @@ class SchedulerSide:
         self._settings = settings
         self._salts = RequestSalts()
         self._tracked: dict[str, _Tracked] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, Lookup] = {}
         self._ending: set[str] = set()
         self._loads: list[Load] = []
         self._stats = CacheStats()
-        self._log = LogLimit(logger)
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
         self._shared: SharedStores[Save] | None = None
         if identity.num_ranks > 1:
             self._shared = SharedStores(client, identity.num_ranks, self._threads)
-        self._tiers = ("server", DISK) if client.is_local else ("tcp", "tcp")
         self._decision = LoadOrCompute(
             Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
         )
+        tier = SingleServerTier(client, "server" if client.is_local else "tcp")
+        self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s)
         self._num_steps = 0
         self._steps: deque[tuple[int, float, list[tuple[int, int]]]] = deque(maxlen=_MAX_STEPS_IN_FLIGHT)
         self._stepped_at = 0.0
@@ -116,9 +91,9 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return  # nothing that could be hashed
-        tracked = _Tracked(request)
-        self._tracked[request.request_id] = tracked
-        self._begin_match(tracked)
+        lookup = Lookup(lambda: request.all_token_ids[:], lambda: self._root(request))
+        self._tracked[request.request_id] = _Tracked(request, lookup)
+        self._lookups.begin(lookup)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None while that is being found out."""
@@ -128,42 +103,43 @@ class SchedulerSide:
         tracked.num_local_tokens = num_computed_tokens
         if not tracked.may_load or num_computed_tokens % BLOCK_TOKENS:  # small pages: a load begins with a whole block
             return 0
-        if tracked.matching is None and tracked.found is None:  # it was preempted: what was found is used up
-            self._begin_match(tracked)
-        if tracked.found is None and not self._take_found(tracked):
-            if time.monotonic() - tracked.asked_at <= self._settings.match_timeout_s:
+        lookup = tracked.lookup
+        if lookup.is_used_up:  # it was preempted
+            self._lookups.begin(lookup)
+        if lookup.lease is None and not self._take_found(tracked):
+            if time.monotonic() - lookup.asked_at <= self._settings.match_timeout_s:
                 return None
             self._stats.late_matches += 1
             tracked.may_load = False
             return 0
-        if tracked.found is None:
-            return 0  # it cannot be cached
-        if tracked.found.lease.ended is MatchEnd.LIMIT and self._is_worth_waiting(tracked):
+        if not lookup.is_cachable:
+            return 0
+        if self._lookups.is_worth_waiting(lookup):
             return None
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
     def note_allocated(self, request: Request, pages: Sequence[int], num_external_tokens: int) -> None:
         """The scheduler has pages for what was promised, or takes none of it."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or (tracked.is_loading and not num_external_tokens):
+        if tracked is None or (self._lookups.is_loading(tracked.lookup) and not num_external_tokens):
             return
         self._explain(tracked, num_external_tokens)
         if not num_external_tokens:
-            self._let_go(tracked)
+            self._lookups.release(tracked.lookup)
             return
         last = self._end_token(tracked) // BLOCK_TOKENS
         first = last - num_external_tokens // BLOCK_TOKENS
         timeout_s = self._decision.timeout_s(first, last, request.num_tokens, self._settings.timeout_s)
         some_pages, first_block = self._pages_of(pages, first, last)
-        hashes = [bytes(one) for one in tracked.hashes[first:last]]
+        hashes = [bytes(one) for one in tracked.lookup.hashes[first:last]]
         self._loads.append(Load(request.request_id, some_pages, first_block, hashes, timeout_s))
-        tracked.is_loading = True
-        self._loading.add(request.request_id)
+        self._lookups.begin_load(tracked.lookup)
+        self._loading[request.request_id] = tracked.lookup
 
     def hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """By where the blocks were when they were matched."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.found is None or not num_external_tokens:
+        if tracked is None or tracked.lookup.lease is None or not num_external_tokens:
             return {}
         in_memory = self._in_memory(tracked, num_external_tokens)
         counts = {CacheHitSource.HOST: in_memory, CacheHitSource.DISK: num_external_tokens - in_memory}
@@ -217,19 +193,17 @@ class SchedulerSide:
                 tracked.num_saved = 0
                 self._note(self._explanation(tracked, {}, MatchEnd.LOST, tracked.num_local_tokens))
         for request_id in output.finished_recving or ():
-            self._loading.discard(request_id)
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.is_loading = False
-                self._let_go(tracked)
+            lookup = self._loading.pop(request_id, None)
+            if lookup is not None:
+                self._lookups.end_load(lookup)
 
     def finish(self, request: Request) -> bool:
         """The request is over. Whether its pages are still being saved."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
-        self._forget(tracked)
-        if tracked.is_loading:
+        self._lookups.forget(tracked.lookup)
+        if self._lookups.is_loading(tracked.lookup):
             return False  # vLLM keeps the pages until the load is over, and nothing of them is being saved
         if tracked.has_saves:
             self._ending.add(request.request_id)
@@ -249,8 +223,7 @@ class SchedulerSide:
         return stats
 
     def close(self) -> None:
-        for tracked in self._tracked.values():
-            self._forget(tracked)
+        self._lookups.close()
         self._tracked.clear()
         self._threads.shutdown()
         if self._shared is not None:
@@ -259,107 +232,36 @@ class SchedulerSide:
 
     # --- matching -----------------------------------------------------------------------------------------------------
 
-    def _begin_match(self, tracked: _Tracked, to_release: Sequence[Lease] = ()) -> None:
-        request = tracked.request
-        asks = self._decision.is_match_worth_it(0, request.num_tokens // BLOCK_TOKENS)
-        tracked.asked_at = time.monotonic()
-        tracked.matching = self._threads.submit(self._match, tracked, request.all_token_ids[:], asks, to_release)
-
-    def _match(self, tracked: _Tracked, tokens: list[int], asks: bool, to_release: Sequence[Lease]) -> _Found | None:
-        """On a thread. None when the request cannot be told from others, and so cannot be cached."""
-        for lease in to_release:
-            lease.release()
-        if tracked.is_over:
-            return None  # given up while others were matched: those that come after it need not wait for it
-        request = tracked.request
-        try:
-            root = salted_root(self._namespace, self._salts.of(request))
-            hashes = _hashed_gently(root, tokens)
-        except Exception as error:
-            self._log.warning("identity", "a request is computed and not cached: %s", error)
-            return None
-        usable = (len(tokens) - 1) // BLOCK_TOKENS
-        started_at = time.monotonic()
-        if asks:
-            lease = self._client.match_lazily(hashes[:usable], timeout_s=self._settings.timeout_s)
-        else:
-            lease = EmptyLease(MatchEnd.SLOWER)
-        return _Found(root, hashes, lease, time.monotonic() - started_at)
+    def _root(self, request: Request) -> Namespace:
+        """On a thread. Raises when the request cannot be told from others."""
+        return salted_root(self._namespace, self._salts.of(request))
 
     def _take_found(self, tracked: _Tracked) -> bool:
-        """What its match has found, if it is over."""
-        if tracked.matching is None or not tracked.matching.done():
+        """What the lookup has found, if it is over."""
+        lookup, request = tracked.lookup, tracked.request
+        if not self._lookups.take(lookup, tracked.num_local_tokens // BLOCK_TOKENS, request.num_tokens):
             return False
-        found, tracked.matching = tracked.matching.result(), None
-        if found is None:
-            del self._tracked[tracked.request.request_id]
+        if not lookup.is_cachable:
+            del self._tracked[request.request_id]
             return True
-        tracked.found, tracked.root, tracked.hashes = found, found.root, found.hashes
-        in_memory = found.lease.num_blocks
-        on_disk = found.lease.num_stored
-        tracked.num_saved = in_memory + on_disk
-        if in_memory or on_disk or found.lease.ended is MatchEnd.NEVER_STORED:
-            self._decision.note_match(found.seconds)
-        first = tracked.num_local_tokens // BLOCK_TOKENS
-        spans = [
-            Span(tier, tier, start, end, None, 0)
-            for tier, start, end in zip(self._tiers, (0, in_memory), (in_memory, in_memory + on_disk), strict=True)
-            if start < end
-        ]
-        tracked.end = max(first, self._decision.end_of_load(spans, first, tracked.request.num_tokens))
-        if tracked.end < in_memory + on_disk:
+        tracked.num_saved = lookup.num_found
+        if lookup.end < lookup.num_found:
             self._stats.slower_loads += 1
         return True
 
-    def _is_worth_waiting(self, tracked: _Tracked) -> bool:
-        """This client holds as much as it may, and the request got less than there is. Asks again now and then.
-
-        What loads hold comes back soon; when there are none, it is requests that wait who hold it.
-        """
-        now = time.monotonic()
-        tracked.limited_at = tracked.limited_at or now
-        if now - tracked.limited_at > self._settings.timeout_s:
-            return False
-        if now - tracked.asked_at > _ASK_AGAIN_S:
-            if self._loading:
-                self._let_go(tracked)
-                self._begin_match(tracked)
-            else:
-                self._make_room(tracked)
-        return True
-
-    def _make_room(self, tracked: _Tracked) -> None:
-        """Requests whose turn comes later give back what was found for them."""
-        leases = []
-        for other in self._tracked.values():
-            if other.found is not None and not other.is_loading:
-                leases.append(other.found.lease)
-                other.found = None
-        self._begin_match(tracked, leases)
-
     def _end_token(self, tracked: _Tracked) -> int:
         """Where the load ends: at a page, and before the last token, which vLLM computes."""
-        return min(tracked.end * BLOCK_TOKENS, tracked.request.num_tokens - 1) // self._unit_tokens * self._unit_tokens
+        return (
+            min(tracked.lookup.end * BLOCK_TOKENS, tracked.request.num_tokens - 1)
+            // self._unit_tokens
+            * self._unit_tokens
+        )
 
     def _in_memory(self, tracked: _Tracked, num_external_tokens: int) -> int:
         """How many of the tokens to be loaded were in the cache's memory."""
-        assert tracked.found is not None
+        assert tracked.lookup.lease is not None
         first = self._end_token(tracked) - num_external_tokens
-        return min(max(0, tracked.found.lease.num_blocks * BLOCK_TOKENS - first), num_external_tokens)
-
-    def _let_go(self, tracked: _Tracked) -> None:
-        """Release what was found, on a thread: it takes a call."""
-        found, tracked.found = tracked.found, None
-        if found is not None:
-            self._threads.submit(found.lease.release)
-
-    def _forget(self, tracked: _Tracked) -> None:
-        """The request is over: what is still being found is of no use either."""
-        self._let_go(tracked)
-        tracked.is_over = True
-        if tracked.matching is not None:
-            tracked.matching.add_done_callback(_release_result)
-            tracked.matching = None
+        return min(max(0, tracked.lookup.lease.num_blocks * BLOCK_TOKENS - first), num_external_tokens)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -376,9 +278,10 @@ class SchedulerSide:
 
     def _plan_save(self, saves: list[Save], tracked: _Tracked, num_tokens: int) -> None:
         """Full blocks of known tokens that are there once this step is done."""
-        if tracked.root is None:
-            self._take_late(tracked)
-        if tracked.root is None:
+        lookup = tracked.lookup
+        if lookup.root is None and self._take_found(tracked):  # too late to load from: it says what need not be saved
+            self._lookups.release(lookup)
+        if lookup.root is None:
             return  # later, or never
         request = tracked.request
         num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
@@ -386,20 +289,15 @@ class SchedulerSide:
         first = tracked.num_saved
         if end <= first:
             return
-        if len(tracked.hashes) < end:
-            parent = tracked.hashes[-1] if tracked.hashes else None
-            tokens = request.all_token_ids[len(tracked.hashes) * BLOCK_TOKENS : end * BLOCK_TOKENS]
-            tracked.hashes += block_hashes(tracked.root, tokens, BLOCK_TOKENS, parent=parent)
+        if len(lookup.hashes) < end:
+            parent = lookup.hashes[-1] if lookup.hashes else None
+            tokens = request.all_token_ids[len(lookup.hashes) * BLOCK_TOKENS : end * BLOCK_TOKENS]
+            lookup.hashes += block_hashes(lookup.root, tokens, BLOCK_TOKENS, parent=parent)
         pages, first_block = self._pages_of(tracked.pages, first, end)
-        hashes = [bytes(one) for one in tracked.hashes[first:end]]
+        hashes = [bytes(one) for one in lookup.hashes[first:end]]
         saves.append(Save(request.request_id, pages, first_block, hashes))
         tracked.num_saved = end
         tracked.has_saves = True
-
-    def _take_late(self, tracked: _Tracked) -> None:
-        """A match that came too late to load from still says what need not be saved."""
-        if self._take_found(tracked):
-            self._let_go(tracked)
 
     def _pages_of(self, pages: Sequence[int], first: int, end: int) -> tuple[list[int], int]:
         """The pages that hold blocks `first..end`, and which block of theirs is the first."""
@@ -431,24 +329,23 @@ class SchedulerSide:
         if tracked.is_noted:
             return
         tracked.is_noted = True
-        found = tracked.found
-        if found is None:
+        lookup = tracked.lookup
+        if lookup.lease is None:
             self._note(self._explanation(tracked, {}, MatchEnd.TIER_DOWN, tracked.num_local_tokens))
             return
         in_memory = self._in_memory(tracked, num_external_tokens)
         counts = {"server": in_memory, "disk": num_external_tokens - in_memory}
-        num_found = found.lease.num_blocks + found.lease.num_stored
-        if tracked.end < num_found:
-            reason, ended_at = MatchEnd.SLOWER, tracked.end * BLOCK_TOKENS
+        if lookup.end < lookup.num_found:
+            reason, ended_at = MatchEnd.SLOWER, lookup.end * BLOCK_TOKENS
         else:
-            reason, ended_at = found.lease.ended, num_found * BLOCK_TOKENS
+            reason, ended_at = lookup.lease.ended, lookup.num_found * BLOCK_TOKENS
         self._note(self._explanation(tracked, counts, reason, ended_at))
 
     def _explanation(
         self, tracked: _Tracked, counts: dict[str, int], reason: MatchEnd, ended_at_tokens: int
     ) -> Explanation:
         request = tracked.request
-        is_salted = tracked.root is not None and tracked.root != self._namespace
+        is_salted = tracked.lookup.root not in (None, self._namespace)
         num_first = 0 if is_salted else min(request.num_prompt_tokens, _EXPLAINED_TOKENS)
         return Explanation(
             request_id=request.request_id,
@@ -481,20 +378,3 @@ def _ids_known_to_clients(request_id: str) -> Iterator[str]:
     given = given.removeprefix("0_")
     yield given
     yield given.removesuffix("-0")
-
-
-def _hashed_gently(root: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
-    """The hashes of all full blocks. Lets the scheduler's thread have the GIL between some and the next."""
-    hashes: list[BlockHash] = []
-    for first in range(0, len(tokens), _HASHED_AT_ONCE * BLOCK_TOKENS):
-        if hashes:
-            time.sleep(_PAUSE_S)
-        some = tokens[first : first + _HASHED_AT_ONCE * BLOCK_TOKENS]
-        hashes += block_hashes(root, some, BLOCK_TOKENS, parent=hashes[-1] if hashes else None)
-    return hashes
-
-
-def _release_result(matching: Future[_Found | None]) -> None:
-    found = None if matching.cancelled() else matching.result()
-    if found is not None:
-        found.lease.release()

@@ -1,0 +1,214 @@
+"""Prompts looked up in a real tier, for an engine that asks once: found, held, given back. Without an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvtier.blocks.hashing import BlockHash, block_hashes
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.namespace import Namespace
+from kvtier.memory.lease import EmptyLease, Lease
+from kvtier.testing.faults import WrappedTier
+from kvtier.testing.tier_contract import LAYOUT, payloads
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.speeds import Speeds
+from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.lookup import Lookup, Lookups
+from tests.support.traffic_bench import computes, loads, until
+
+_ROOT = Namespace(bytes(32))
+_CHUNK_TOKENS = 1024
+
+
+class _Tier(WrappedTier):
+    """Answers while `is_open`. Of its leases no more than `most_held` may be open."""
+
+    def __init__(self) -> None:
+        super().__init__(HostTier(LAYOUT, 32 * LAYOUT.slot_bytes, "server"))
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.most_held = 100
+        self.num_waiting = 0
+        self.asked: list[int] = []
+        self.leases: list[Any] = []
+
+    @property
+    def num_held(self) -> int:
+        return sum(not vars(lease)["_is_over"] for lease in self.leases)
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        self.num_waiting += 1
+        assert self.is_open.wait(10)
+        self.asked.append(len(hashes))
+        if self.num_held >= self.most_held:
+            return EmptyLease(MatchEnd.LIMIT)
+        lease = self.match(hashes)
+        if lease.num_blocks:
+            self.leases.append(lease)
+        return lease
+
+
+@dataclass
+class Bench:
+    tier: _Tier
+    lookups: Lookups
+    speeds: Speeds
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def lookup(self, seed: int, num_blocks: int, *, num_stored: int = 0) -> Lookup:
+        """Of a prompt with one token more than whole blocks, the first `num_stored` of which are in the tier."""
+        tokens = [seed * 1000 + number for number in range(num_blocks * LAYOUT.block_tokens + 1)]
+        hashes = block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
+        if num_stored:
+            self.tier.offer(hashes[:num_stored], payloads(hashes[:num_stored]))
+        return Lookup(lambda: tokens[:], lambda: _ROOT)
+
+    def found(self, lookup: Lookup, first: int = 0) -> int:
+        self.lookups.begin(lookup)
+        return self.answer(lookup, first)
+
+    def answer(self, lookup: Lookup, first: int = 0) -> int:
+        until(lambda: self.lookups.take(lookup, first, len(lookup.tokens())))
+        return lookup.num_found
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    tier, speeds = _Tier(), Speeds()
+    decision = LoadOrCompute(speeds, LAYOUT, _CHUNK_TOKENS, always_loads=False, clock=lambda: 0.0)
+    with ThreadPoolExecutor(2) as threads:
+        lookups = Lookups(tier, decision, threads, timeout_s=10.0)
+        yield Bench(tier, lookups, speeds)
+        tier.is_open.set()
+        lookups.close()
+    assert tier.num_held == 0
+    tier.close()
+
+
+def test_what_the_tier_has_is_found_and_held_until_it_is_released(bench: Bench) -> None:
+    lookup = bench.lookup(1, 6, num_stored=4)
+
+    assert bench.found(lookup) == 4
+    assert (lookup.end, len(lookup.hashes), lookup.root) == (4, 6, _ROOT)
+    assert bench.tier.num_held == 1
+
+    bench.lookups.release(lookup)
+    until(lambda: bench.tier.num_held == 0)
+    assert lookup.is_used_up
+
+
+def test_there_is_no_answer_before_the_tier_has_one(bench: Bench) -> None:
+    lookup = bench.lookup(1, 6, num_stored=4)
+    bench.tier.is_open.clear()
+    bench.lookups.begin(lookup)
+
+    assert not bench.lookups.take(lookup, 0, 100)
+    assert not lookup.is_used_up
+    bench.tier.is_open.set()
+    assert bench.answer(lookup) == 4
+
+
+def test_the_block_of_the_last_token_is_not_asked_for(bench: Bench) -> None:
+    tokens = list(range(3 * LAYOUT.block_tokens))
+    lookup = Lookup(lambda: tokens, lambda: _ROOT)
+
+    bench.found(lookup)
+
+    assert bench.tier.asked == [2]
+    assert len(lookup.hashes) == 3
+
+
+def test_a_long_prompt_is_hashed_in_pieces_as_in_one(bench: Bench) -> None:
+    tokens = list(range(300 * LAYOUT.block_tokens))
+    lookup = Lookup(lambda: tokens, lambda: _ROOT)
+
+    bench.found(lookup)
+
+    assert lookup.hashes == block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
+
+
+def test_a_prompt_that_cannot_be_told_from_others_is_not_looked_for(bench: Bench) -> None:
+    def fail() -> Namespace:
+        raise OSError("no such adapter")
+
+    lookup = Lookup(lambda: list(range(100)), fail)
+
+    assert bench.found(lookup) == 0
+    assert not lookup.is_cachable
+    assert bench.tier.asked == []
+
+
+def test_the_load_ends_at_once_where_computing_is_faster(bench: Bench) -> None:
+    computes(bench.speeds, 0.001)
+    loads(bench.speeds, "server", 0.1)
+    lookup = bench.lookup(1, 6, num_stored=4)
+
+    assert bench.found(lookup, first=1) == 4
+    assert lookup.end == 1
+
+
+def test_a_prompt_that_was_given_up_is_not_matched_and_holds_nothing(bench: Bench) -> None:
+    bench.tier.is_open.clear()
+    first = [bench.lookup(seed, 4, num_stored=4) for seed in (1, 2)]
+    late = bench.lookup(3, 4, num_stored=4)
+    for lookup in (*first, late):
+        bench.lookups.begin(lookup)
+    until(lambda: bench.tier.num_waiting == 2)
+
+    for lookup in (*first, late):
+        bench.lookups.forget(lookup)
+    bench.tier.is_open.set()
+
+    assert bench.found(bench.lookup(4, 5)) == 0
+    until(lambda: bench.tier.num_held == 0)
+    assert sorted(bench.tier.asked) == [4, 4, 5]
+
+
+def test_a_prompt_beyond_the_limit_waits_while_others_load(bench: Bench) -> None:
+    bench.tier.most_held = 1
+    holder, waiting = bench.lookup(1, 4, num_stored=4), bench.lookup(2, 4, num_stored=4)
+    bench.found(holder)
+    bench.lookups.begin_load(holder)
+    assert bench.found(waiting) == 0
+
+    assert bench.lookups.is_worth_waiting(waiting)
+    assert bench.lookups.is_loading(holder)
+    bench.lookups.end_load(holder)
+
+    def has_all() -> bool:
+        is_there = waiting.lease is not None or bench.lookups.take(waiting, 0, 100)
+        return is_there and not bench.lookups.is_worth_waiting(waiting)
+
+    until(has_all)
+    assert waiting.num_found == 4
+    bench.lookups.release(waiting)
+
+
+def test_what_later_prompts_hold_makes_room_where_nothing_loads(bench: Bench) -> None:
+    bench.tier.most_held = 1
+    later, now = bench.lookup(1, 4, num_stored=4), bench.lookup(2, 4, num_stored=4)
+    bench.found(later)
+    bench.found(now)
+
+    def has_all() -> bool:
+        is_there = now.lease is not None or bench.lookups.take(now, 0, 100)
+        return is_there and not bench.lookups.is_worth_waiting(now)
+
+    until(has_all)
+    assert now.num_found == 4
+    assert later.is_used_up
+
+
+def test_a_forgotten_prompt_holds_what_it_loads_no_longer(bench: Bench) -> None:
+    lookup = bench.lookup(1, 4, num_stored=4)
+    bench.found(lookup)
+
+    bench.lookups.forget(lookup)
+
+    until(lambda: bench.tier.num_held == 0)
