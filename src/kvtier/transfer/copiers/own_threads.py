@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -42,5 +44,14 @@ def _set_apart() -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, cores())
     torch.get_num_threads()  # sets up this thread, with as many as the others have
-    with contextlib.suppress(AttributeError):  # torch may be built without OpenMP
-        ctypes.CDLL(None).omp_set_num_threads(1)  # torch's own call would set it for threads to come, too
+    for path in _openmp_libraries():
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_set_num_threads(1)  # torch's own call would set it for threads to come, too
+
+
+@functools.cache
+def _openmp_libraries() -> list[str]:
+    """Those in this process: torch brings one of its own, which may not be the one that other names lead to."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.rstrip("\n").partition("/")[2] for line in maps}
+    return sorted(f"/{path}" for path in paths if re.match(r"lib(gomp|i?omp5?)\b", path.rpartition("/")[2]))
