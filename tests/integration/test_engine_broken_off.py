@@ -64,15 +64,14 @@ def test_what_was_offered_before_an_interrupt_is_never_stored(
 ) -> None:
     with cache_server() as server:
         with open_llm(model, cache_server=server.unix) as llm:
-            loading = llm.engine.scheduler._loading
-            assert loading is not None
 
             def interrupted(*, is_last: bool = False) -> None:
                 raise KeyboardInterrupt
 
-            monkeypatch.setattr(loading, "send_offers", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                answers(llm, SOME)
+            with monkeypatch.context() as patched:
+                patched.setattr(llm.engine.transfer, "send", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    answers(llm, SOME)
             assert answers(llm, OTHERS) == expected["others"]
             assert answers(llm, SOME) == expected["some"]
         with open_llm(model, cache_server=server.unix) as llm:

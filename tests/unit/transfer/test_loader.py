@@ -1,4 +1,4 @@
-"""How much of a load comes together, and ahead, by the memory that it passes through. Others: test_tier_traffic."""
+"""How much of a load comes together, and ahead, by the memory that it passes through. Others: test_traffic."""
 
 from __future__ import annotations
 
