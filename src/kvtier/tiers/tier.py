@@ -36,12 +36,12 @@ class Tier(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """The blocks lie in memory of this host: `arena` maps it, and a device can write the slots of `reserve`."""
+        """A device can write the slots of `reserve`: they lie in memory of this host."""
         ...
 
     @property
     def arena(self) -> MappedArena | None:
-        """The memory of a local tier. Raises `TierUnavailable` while its server is away."""
+        """The memory that holds all blocks of a local tier, if one does. Raises `TierUnavailable` without a server."""
         ...
 
     @property

@@ -212,15 +212,13 @@ class Prefetch:
         match = self.match
         return match is not None and match.has_all and match.asked_end < self.blocks.num_wanted
 
-    def ask(self, *, is_idle: bool) -> bool:
-        """Look for what the device lacks of the prompt. False when more of it has to be hashed first."""
+    def ask(self, *, is_idle: bool) -> None:
+        """Look for what the device lacks of the prompt. It stays `UNASKED` if more of it has to be hashed first."""
         hashes = self._hash_piece(is_idle=is_idle)
         first = self.blocks.num_on_device()
         is_quick = self._shared.traffic.matcher.is_quick
-        if len(hashes) < self.blocks.num_wanted and (first == len(hashes) or not is_quick):
-            return False
-        self._ask(first, hashes)
-        return True
+        if len(hashes) == self.blocks.num_wanted or (is_quick and first < len(hashes)):
+            self._ask(first, hashes)
 
     def _ask(self, first: int, hashes: list[BlockHash]) -> TierMatch:
         num_more = self.blocks.num_wanted - len(hashes)

@@ -1,4 +1,4 @@
-"""What a deployment consists of: every part with all it needs to start. `plan/deployment` makes it of a file.
+"""What a deployment consists of: every part with all it needs to start. `deploy/plan/deployment` makes it of a file.
 
 Each part is a process of its own and gets its value here as JSON.
 """
