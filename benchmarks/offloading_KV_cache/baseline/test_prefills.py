@@ -95,6 +95,7 @@ def measure(arguments: argparse.Namespace, size: Size, quantization: Quantizatio
             arguments,
             tiers,
             kv_tokens=2 * length,
+            always_load=True,
             max_model_len=length + 32,
             max_num_requests=4,
             max_num_batched_tokens=size.max_num_batched_tokens,

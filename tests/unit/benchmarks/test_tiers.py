@@ -94,7 +94,8 @@ def test_a_profile_leaves_a_trace_with_the_copies_and_the_engines_steps(main, na
 
 
 def test_a_stand_loads_only_what_its_tiers_have_and_only_with_them():
-    with EngineStand("small", "cpu", max_model_len=256, kv_cache_space=8 << 20, swap_space=8 << 20) as stand:
+    settings = {"max_model_len": 256, "kv_cache_space": 8 << 20, "swap_space": 8 << 20, "always_load": True}
+    with EngineStand("small", "cpu", **settings) as stand:
         prompts = PromptMaker(stand.vocab_size).make(2, 40)
         rounds = []
         for variant in (Variant(DEVICE_ON), Variant(DEVICE_OFF), Variant(DEVICE_OFF, has_tiers=False)):
