@@ -130,7 +130,7 @@ def test_blocks_used_while_they_are_written_are_stored_once_and_keep_their_room(
             thread.start()
         for thread in threads:
             thread.join()
-        levels = server.catalog.levels()
+        levels = server.catalog.inventory.levels()
         assert wrong == []
         assert levels["blocks"] * LAYOUT.slot_bytes == levels["used_bytes"] <= levels["memory_bytes"]
         assert levels["held_bytes"] == 0

@@ -118,5 +118,5 @@ def test_a_stored_block_costs_less_than_500_bytes_of_heap() -> None:
     finally:
         tracemalloc.stop()
 
-    assert catalog.levels()["blocks"] == num_blocks
+    assert catalog.inventory.levels()["blocks"] == num_blocks
     assert (after - before) / num_blocks < 500

@@ -206,14 +206,15 @@ class CatalogAgainstModel(RuleBasedStateMachine):
     def borrow(self, hashes: list[BlockHash], data: st.DataObject) -> list[Block]:
         space = self._space(data)
         expected = hashes[: self._leading(space, hashes)]
-        blocks = self.catalog.borrow(space, hashes)
+        blocks, is_all = self.catalog.borrow(space, hashes)
+        assert is_all
         assert [block.hash for block in blocks] == expected
         self.loans.update(blocks)
         return blocks
 
     @rule(blocks=consumes(borrowed))
     def give_back(self, blocks: list[Block]) -> None:
-        self.catalog.give_back(blocks)
+        self.catalog.return_borrowed(blocks)
         self.loans.subtract(blocks)
 
     # --- writing ---------------------------------------------------------------------------------------------------
@@ -306,7 +307,10 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         num_ready = sum(self.catalog.contains(space, hashes))
         pinned = {name for name in hashes if name in space.index.blocks and space.index.blocks[name].is_pinned}
         new_units = (num_ready - len(pinned)) * space.index.block_units
-        if self.catalog.levels()["pinned_bytes"] + new_units * SLOT_ALIGN_BYTES > PINNED_UNITS * SLOT_ALIGN_BYTES:
+        if (
+            self.catalog.inventory.levels()["pinned_bytes"] + new_units * SLOT_ALIGN_BYTES
+            > PINNED_UNITS * SLOT_ALIGN_BYTES
+        ):
             with pytest.raises(TierRefused, match=f"of {num_ready} blocks"):
                 self.catalog.pin(space, hashes)
         else:
@@ -384,7 +388,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def levels_add_up(self) -> None:
-        levels = self.catalog.levels()
+        levels = self.catalog.inventory.levels()
         present = [client for client in self.everyone if not client.is_gone]
         indexed = [block for space in self.catalog._namespaces for block in space.index.blocks.values()]
 
@@ -419,7 +423,7 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*holds, *holds, *holds, data.draw(numbers)]))
 
     def _listed(self) -> dict[object, object]:
-        return {entry["namespace"]: entry["connections"] for entry in self.catalog.spaces()}
+        return {entry["namespace"]: entry["connections"] for entry in self.catalog.inventory.spaces()}
 
     def _leading(self, space: MemorySpace, hashes: list[BlockHash]) -> int:
         return (self.catalog.contains(space, hashes) + b"\0").index(0)

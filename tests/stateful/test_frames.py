@@ -168,7 +168,7 @@ def test_any_body_is_a_message_or_a_protocol_error(body: bytes) -> None:
 def test_any_order_of_messages_opens_a_session_only_as_it_should(
     messages: list[wire.Message], token: bytes | None
 ) -> None:
-    server, client = ServerSession(WELCOME, token, LIMITS), ClientSession("client", NONCE, token)
+    server, client = ServerSession(WELCOME, [token] if token else [], LIMITS), ClientSession("client", NONCE, token)
     for message in messages:
         for session in (server, client):
             if session.is_open:

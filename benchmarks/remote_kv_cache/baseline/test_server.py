@@ -300,7 +300,7 @@ def measure_memory() -> dict[str, float]:
     gc.collect()
     heap_bytes = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert catalog.levels()["blocks"] == HEAP_BLOCKS
+    assert catalog.inventory.levels()["blocks"] == HEAP_BLOCKS
     return {"server_rss_mib": rss_mib, "heap_bytes_per_block": heap_bytes / HEAP_BLOCKS}
 
 

@@ -1,8 +1,9 @@
 """Hashes of blocks that were evicted not long ago: what tells "evicted" from "never stored". No bytes, no lock.
 
 A table of buckets of eight places, eight bytes a place; the oldest of a full bucket is forgotten. So memory is bounded
-whatever is evicted, and a wrong answer is as likely as two equal 64-bit numbers in one bucket. The owner calls
-everything under the lock of its pool.
+whatever is evicted, and a wrong answer is as likely as two equal 64-bit numbers in one bucket. Hashes of different
+scopes have nothing to do with each other: who asks in one learns nothing of another. The owner calls everything under
+the lock of its pool.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ class Ghosts:
     def nbytes(self) -> int:
         return len(self._places) * self._places.itemsize
 
-    def add(self, block_hash: BlockHash) -> None:
+    def add(self, block_hash: BlockHash, scope: int = 0) -> None:
         if not self._places:
             self._places = array("q", bytes(8 * _WAYS * self._num_buckets))
-        number, first = self._place(block_hash)
+        number, first = self._place(block_hash, scope)
         places = self._places
         places[first + 1 : first + _WAYS] = places[first : first + _WAYS - 1]
         places[first] = number
 
-    def discard(self, block_hash: BlockHash) -> None:
+    def discard(self, block_hash: BlockHash, scope: int = 0) -> None:
         """Whoever drops a block on purpose says so here: it is no ghost."""
         if not self._places:
             return
-        number, first = self._place(block_hash)
+        number, first = self._place(block_hash, scope)
         bucket = self._places[first : first + _WAYS]
         while number in bucket:  # as often as it was evicted
             bucket.remove(number)
@@ -51,21 +52,21 @@ class Ghosts:
     def clear(self) -> None:
         self._places = array("q")
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
+    def has(self, block_hash: BlockHash, scope: int = 0) -> bool:
         places = self._places
         if not places:
             return False
-        number = hash(block_hash) or 1  # as in `_place`; this one is called for every block of a cold prompt
+        number = hash(block_hash) ^ scope or 1  # as in `_place`; this one is called for every block of a cold prompt
         first = number % self._num_buckets * _WAYS
         return number in places[first : first + _WAYS]
 
     def ending(self, match: Match, hashes: Sequence[BlockHash]) -> MatchEnd:
         """What a lease says of the block that ended `match`, which was asked for `hashes`."""
-        if match.ended is Presence.MISS and hashes[len(match.blocks)] in self:
+        if match.ended is Presence.MISS and self.has(hashes[len(match.blocks)]):
             return MatchEnd.EVICTED
         return ENDED[match.ended]
 
-    def _place(self, block_hash: BlockHash) -> tuple[int, int]:
+    def _place(self, block_hash: BlockHash, scope: int) -> tuple[int, int]:
         """The number that stands for a hash (0 is an empty place), and where its bucket begins."""
-        number = hash(block_hash) or 1
+        number = hash(block_hash) ^ scope or 1
         return number, number % self._num_buckets * _WAYS

@@ -14,11 +14,12 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeGuard, cast
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
+from kvtier.blocks.share import Share
 from kvtier.blocks.space import Region, Space, TakenRegion
 
 _START = operator.attrgetter("start")
@@ -78,13 +79,16 @@ class Block(TakenRegion):
 
 
 class PrefixIndex:
-    """The blocks of one namespace by hash. Every block in it has `block_units` units.
+    """The blocks of one namespace by hash. Every block in it has `block_units` units, and counts towards `share`.
 
-    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY.
+    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY. `scope` is
+    what the index has among `Ghosts`.
     """
 
-    def __init__(self, block_units: int) -> None:
+    def __init__(self, block_units: int, share: Share | None = None, scope: int = 0) -> None:
         self.block_units = block_units
+        self.share = Share() if share is None else share
+        self.scope = scope
         self.blocks: dict[BlockHash, Block] = {}
 
     def __len__(self) -> int:
@@ -133,6 +137,7 @@ class BlockPool:
         """`make` builds the blocks, which may carry more; `on_evict` hears of each one that is evicted."""
         self._space = Space(num_units)
         self._policy: EvictionPolicy[Block] = LruPolicy() if policy is None else policy
+        self._counts_shares = self._policy.counts_shares
         self._make = make
         self._on_evict = on_evict
         self.num_evicted = 0
@@ -195,7 +200,7 @@ class BlockPool:
             else:
                 num_pending += 1
         count = len(wanted) if max_blocks is None else min(len(wanted), max_blocks)
-        blocks = self._take_room(count, index.block_units)
+        blocks = self._take_room(count, index.block_units, index.share)
         positions = []
         for block, (block_hash, position) in zip(blocks, wanted.items(), strict=False):
             block.hash = block_hash
@@ -204,6 +209,8 @@ class BlockPool:
             index.blocks[block_hash] = block
             positions.append(position)
         self.referenced_units += len(blocks) * index.block_units
+        if self._counts_shares:
+            index.share.used += len(blocks) * index.block_units
         self.free(present)
         return Grant(blocks, positions, len(present), num_pending, len(wanted) - len(blocks))
 
@@ -322,19 +329,25 @@ class BlockPool:
         return num_dropped
 
     def pin(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_units: int) -> int:
-        """Keep READY blocks until `unpin` or `drop`, the leading ones up to `max_units` pinned in all."""
-        num_pinned = 0
+        """Keep READY blocks until `unpin` or `drop`, the leading ones up to `max_units` pinned in all.
+
+        Where shares are counted, up to what the index's share may have.
+        """
+        num_pinned, share = 0, index.share
+        if self._counts_shares and share.max_pinned is not None:
+            max_units = min(max_units, share.max_pinned)
         for block_hash in hashes:
             block = index.blocks.get(block_hash)
             if block is None or block.state is not BlockState.READY:
                 continue
             if not block.is_pinned:
-                if self.pinned_units + block.size > max_units:
+                num_units = share.pinned if self._counts_shares else self.pinned_units
+                if num_units + block.size > max_units:
                     break
                 if block.num_refs == 0:
                     self._policy.remove(block)
                 block.is_pinned = True
-                self.pinned_units += block.size
+                self._count_pinned(block, block.size)
             num_pinned += 1
         return num_pinned
 
@@ -346,7 +359,7 @@ class BlockPool:
                 continue
             num_unpinned += 1
             block.is_pinned = False
-            self.pinned_units -= block.size
+            self._count_pinned(block, -block.size)
             if block.num_refs == 0:
                 self._policy.add(block)
         return num_unpinned
@@ -359,16 +372,16 @@ class BlockPool:
         assert block.num_holds > 0, "a hold was given up twice"
         block.num_holds -= 1
         if block.state is BlockState.GONE and not block.num_refs and not block.num_holds:
-            self._space.give_back(block)
+            self._return_room(block)
 
     def has_room(self, size: int) -> bool:
         """`size` adjacent units are free: nothing need be evicted for them."""
         return self._space.has_room(size)
 
-    def evict(self, count: int) -> None:
-        """Evict the `count` coldest blocks that may go."""
+    def evict(self, count: int, requester: Share | None = None) -> None:
+        """Evict the `count` coldest blocks that may go for `requester`."""
         blocked: list[Block] = []
-        while count and (victim := self._policy.pop_coldest()) is not None:
+        while count and (victim := self._policy.pop_coldest(requester)) is not None:
             if victim.is_held:
                 blocked.append(victim)
             else:
@@ -380,14 +393,17 @@ class BlockPool:
         self._space.extend(num_units)
 
     def shrink(self, num_units: int) -> bool:
-        """Give up the last units, evicting what lies there. False, and nothing changes, when some of it is in use."""
+        """Give up the last units, evicting what lies there.
+
+        False, and nothing changes, when some of it is in use, or is not to be evicted for others.
+        """
         end = self.num_units - num_units
         victims: list[Block] = []
         for region in self._space.regions_backwards():
             if region.start + region.size <= end:
                 break
             if isinstance(region, Block):
-                if not _is_evictable(region):
+                if not _is_evictable(region) or not self._policy.may_evict(region, None, victims):
                     return False
                 victims.append(region)
         for block in victims:
@@ -403,8 +419,10 @@ class BlockPool:
             block.num_refs = 0
             block.state = BlockState.READY
             block.index.blocks[block.hash] = block
+            if self._counts_shares:
+                block.index.share.used += block.size
             if block.is_pinned:
-                self.pinned_units += block.size
+                self._count_pinned(block, block.size)
             else:
                 self._policy.add(block)
 
@@ -422,24 +440,29 @@ class BlockPool:
             self.referenced_units += block.size
         block.num_refs += 1
 
+    def _count_pinned(self, block: Block, num_units: int) -> None:
+        self.pinned_units += num_units
+        if self._counts_shares:
+            block.index.share.pinned += num_units
+
     def _forget(self, block: Block) -> None:
         if block.is_pinned:
             block.is_pinned = False
-            self.pinned_units -= block.size
+            self._count_pinned(block, -block.size)
         block.state = BlockState.GONE
         del block.index.blocks[block.hash]
 
-    def _take_room(self, count: int, size: int) -> list[Block]:
+    def _take_room(self, count: int, size: int, requester: Share | None = None) -> list[Block]:
         """Up to `count` new blocks of `size`, evicting as needed."""
         blocks = self._space.take(count, size, self._make)
         if len(blocks) < count:
-            blocks += self._replace_coldest(count - len(blocks), size)
+            blocks += self._replace_coldest(count - len(blocks), size, requester)
         if len(blocks) < count:
-            self._make_room(count - len(blocks), size)
+            self._make_room(count - len(blocks), size, requester)
             blocks += self._space.take(count - len(blocks), size, self._make)
         return blocks
 
-    def _replace_coldest(self, count: int, size: int) -> list[Block]:
+    def _replace_coldest(self, count: int, size: int, requester: Share | None) -> list[Block]:
         """New blocks in the places of the coldest, as long as those have the right size and nothing else is free.
 
         What `_make_room` would evict then too, without joining and splitting regions: prompts take thousands.
@@ -449,19 +472,21 @@ class BlockPool:
             return blocks
         pop_coldest, on_evict, replace, make = self._policy.pop_coldest, self._on_evict, self._space.replace, self._make
         gone = BlockState.GONE
-        while len(blocks) < count and (victim := pop_coldest()) is not None:
+        while len(blocks) < count and (victim := pop_coldest(requester)) is not None:
             if victim.size != size or victim.num_holds:
                 self._policy.put_back([victim])
                 break
             on_evict(victim)
             victim.state = gone
             del victim.index.blocks[victim.hash]
+            if self._counts_shares:
+                victim.index.share.used -= size
             blocks.append(replace(victim, make))
         self.num_evicted += len(blocks)
         blocks.sort(key=_START)
         return blocks
 
-    def _make_room(self, count: int, size: int) -> None:
+    def _make_room(self, count: int, size: int, requester: Share | None) -> None:
         """Evict the coldest blocks until `count` more regions of `size` fit, or nothing more can be evicted.
 
         Where blocks of another size are in the way, the coldest block's neighbours go with it, so that room for
@@ -471,13 +496,16 @@ class BlockPool:
         blocked: list[Block] = []
         hopeless: set[Block] = set()
         while fitting < count and len(hopeless) < _MAX_HOPELESS:
-            victim = self._policy.pop_coldest()
+            victim = self._policy.pop_coldest(requester)
             if victim is None:
                 break
             if victim in hopeless:
                 blocked.append(victim)
                 continue
-            window = _Window([victim], None) if victim.is_held else _window_around(victim, size)
+            if victim.is_held:
+                window = _Window([victim], None)
+            else:
+                window = _window_around(victim, size, requester, self._policy.may_evict)
             if window.num_gained is None:
                 # None of the blocks between two that must stay: no window of theirs is larger.
                 hopeless.update(window.blocks)
@@ -492,12 +520,17 @@ class BlockPool:
 
     def _give_back(self, block: Block) -> None:
         if not block.is_held:
-            self._space.give_back(block)
+            self._return_room(block)
+
+    def _return_room(self, block: Block) -> None:
+        if self._counts_shares:
+            block.index.share.used -= block.size
+        self._space.give_back(block)
 
     def _evict(self, block: Block) -> None:
         self._on_evict(block)
         self._forget(block)
-        self._space.give_back(block)
+        self._return_room(block)
         self.num_evicted += 1
 
 
@@ -522,7 +555,12 @@ class _Window:
     num_gained: int | None
 
 
-def _window_around(victim: Block, size: int) -> _Window:
+def _window_around(
+    victim: Block,
+    size: int,
+    requester: Share | None,
+    may_evict: Callable[[Block, Share | None, Sequence[Block]], bool],
+) -> _Window:
     """The smallest window of evictable blocks around `victim` that makes room for `size`, or the largest there is.
 
     Prefixes are written upwards and go cold from their end, so it grows downwards first, but not into a larger block
@@ -532,6 +570,10 @@ def _window_around(victim: Block, size: int) -> _Window:
     run = victim.size
     fitting_before = 0
     left, right = victim.left, victim.right
+
+    def can_go(region: Region | None) -> TypeGuard[Block]:
+        return isinstance(region, Block) and _is_evictable(region) and may_evict(region, requester, blocks)
+
     while True:
         if left is not None and left.is_free:
             run, fitting_before, left = run + left.size, fitting_before + left.size // size, left.left
@@ -539,13 +581,11 @@ def _window_around(victim: Block, size: int) -> _Window:
             run, fitting_before, right = run + right.size, fitting_before + right.size // size, right.right
         if run >= size:
             return _Window(blocks, run // size - fitting_before)
-        is_right_smaller = (
-            isinstance(right, Block) and _is_evictable(right) and left is not None and right.size < left.size
-        )
-        if isinstance(left, Block) and _is_evictable(left) and not is_right_smaller:
+        is_right_smaller = can_go(right) and left is not None and right.size < left.size
+        if can_go(left) and not is_right_smaller:
             blocks.append(left)
             run, left = run + left.size, left.left
-        elif isinstance(right, Block) and _is_evictable(right):
+        elif can_go(right):
             blocks.append(right)
             run, right = run + right.size, right.right
         else:

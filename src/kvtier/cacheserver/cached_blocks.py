@@ -5,14 +5,17 @@ What the disk's threads call takes that lock itself, for a moment.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.policies import EvictionPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
@@ -27,14 +30,23 @@ Clock: TypeAlias = Callable[[], float]
 class CachedBlocks:
     """One pool over the arena, and the disk behind it.
 
-    Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it.
+    Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it. If it `is_shared`, tenants
+    have shares of it.
     """
 
     def __init__(
-        self, num_units: int, disk: Disk, namespaces: Namespaces, lock: threading.Lock, clock: Clock, keeps_stored: bool
+        self,
+        num_units: int,
+        disk: Disk,
+        namespaces: Namespaces,
+        lock: threading.Lock,
+        clock: Clock,
+        keeps_stored: bool,
+        is_shared: bool,
     ) -> None:
         self.ghosts = Ghosts()
-        policy = disk.eviction_policy(evicts_unsafe=keeps_stored)
+        make_policy = functools.partial(disk.eviction_policy, evicts_unsafe=keeps_stored)
+        policy: EvictionPolicy[Block] = FairPolicy(make_policy) if is_shared else make_policy()
         self.pool = BlockPool(num_units, policy, make=MemoryBlock, on_evict=self._note_evicted)
         self._disk = disk
         self._namespaces = namespaces
@@ -70,6 +82,12 @@ class CachedBlocks:
         if ended is Presence.MISS:
             return blocks, self._why_absent(space, hashes[len(blocks)])
         return blocks, ENDED[ended]
+
+    def find_in_memory(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> list[Block]:
+        """Reference the longest prefix that is in memory, or on its way there."""
+        blocks = self.pool.match(space.index, hashes, max_blocks).blocks
+        self._disk.note_reused(space, blocks)
+        return blocks
 
     def find_lazily(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> tuple[list[Block], MatchEnd, int]:
         """Reference the longest prefix in memory, and count what follows it on disk or in memory."""
@@ -130,7 +148,7 @@ class CachedBlocks:
         flags = self._disk.presence(space.namespace, [block_hash])[0]
         if flags & LISTED_DISK:
             return MatchEnd.LIMIT  # it is on disk, and there is no more memory to load it into
-        if block_hash in self.ghosts:
+        if self.ghosts.has(block_hash, space.index.scope):
             return MatchEnd.EVICTED  # before it was stored: a disk that is down does not have it either
         return match_end_of(flags)
 
@@ -186,7 +204,7 @@ class CachedBlocks:
         found = list(filter(None, map(space.index.blocks.get, hashes)))
         num_dropped = self.pool.drop(space.index, hashes)
         for block_hash in hashes:
-            self.ghosts.discard(block_hash)
+            self.ghosts.discard(block_hash, space.index.scope)
         self._num_dropping += 1
         try:
             self._changed.wait_for(lambda: not any(block.is_held for block in found), _ROOM_S)
@@ -204,7 +222,7 @@ class CachedBlocks:
     def _note_evicted(self, block: Block) -> None:
         assert isinstance(block, MemoryBlock)
         if not block.is_stored:  # else the disk knows what becomes of it
-            self.ghosts.add(block.hash)
+            self.ghosts.add(block.hash, block.index.scope)
 
     # --- the disk's threads, without the lock ----------------------------------------------------------------------
 
@@ -225,7 +243,7 @@ class CachedBlocks:
                 for block in blocks:
                     if block.is_ready:
                         self.pool.drop(block.index, [block.hash])
-                        self.ghosts.add(block.hash)
+                        self.ghosts.add(block.hash, block.index.scope)
 
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
         with self._lock:
@@ -246,7 +264,7 @@ class CachedBlocks:
                     self.pool.commit([block])
                 else:
                     self.pool.fail(block)
-                    self.ghosts.discard(block.hash)  # it was stored again since, and is lost now
+                    self.ghosts.discard(block.hash, block.index.scope)  # it was stored again since, and is lost now
             for block in blocks:
                 for event in self._awaited.pop(block, ()):
                     event.set()

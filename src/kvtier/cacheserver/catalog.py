@@ -5,24 +5,28 @@ Thread-safe: one short lock around everything, never held over I/O.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState, Grant, Presence
 from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock
+from kvtier.cacheserver.inventory import Inventory, flags_of
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
 from kvtier.cacheserver.served_client import Claim, ServedClient
+from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
-from kvtier.wire.messages import LISTED_DISK, LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
+from kvtier.wire.messages import LISTED_DISK, LISTED_EVICTED, LISTED_PENDING
+
+_MAX_AT_ONCE = 1 << 14
+"""Blocks that are looked at under one hold of the lock: some milliseconds."""
+_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +52,42 @@ class Catalog:
         leased_bytes_per_client: int,
         pinned_bytes: int,
         lease_timeout_s: float,
+        tenants: Tenants | None = None,
         disk: Disk = NO_DISK,
         keeps_stored: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         """Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it."""
+        self.tenants = Tenants(memory_bytes=memory_bytes, file_bytes=None, file=None) if tenants is None else tenants
         num_units = memory_bytes // SLOT_ALIGN_BYTES
         self._lock = threading.Lock()
         self._disk = disk
         self._namespaces = Namespaces(num_units * SLOT_ALIGN_BYTES)
-        self.blocks = CachedBlocks(num_units, disk, self._namespaces, self._lock, clock, keeps_stored)
+        is_shared = self.tenants.has_several
+        self.blocks = CachedBlocks(num_units, disk, self._namespaces, self._lock, clock, keeps_stored, is_shared)
         self._pool = self.blocks.pool
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
         self._lease_timeout_s = lease_timeout_s
         self._clock = clock
-        self._clients: dict[bytes, ServedClient] = {}
+        self._clients: dict[tuple[str, bytes], ServedClient] = {}
+        self.inventory = Inventory(
+            self._lock, self._pool, self._namespaces, self._clients.values(), self.tenants, self._disk
+        )
 
     # --- clients and namespaces ------------------------------------------------------------------------------------
 
-    def join(self, client_id: bytes, pid: int | None) -> ServedClient:
-        """A connection of the client `client_id`. Raises `TierRefused` when another process has that id."""
+    def join(self, client_id: bytes, pid: int | None, tenant: Tenant | None = None) -> ServedClient:
+        """A connection of `tenant`'s client `client_id`, the owner's by default.
+
+        Raises `TierRefused` when another process has that id.
+        """
+        tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
-            client = self._clients.get(client_id)
+            client = self._clients.get((tenant.name, client_id))
             if client is None:
-                client = self._clients[client_id] = ServedClient(client_id, pid, self._held_units_per_client)
+                client = ServedClient(client_id, tenant, pid, self._held_units_per_client)
+                self._clients[tenant.name, client_id] = client
             elif client.pid != pid:
                 raise TierRefused("this client's id belongs to another process; connect anew after a fork")
             client.num_connections += 1
@@ -92,14 +107,33 @@ class Catalog:
             self._end(client)
 
     def open(
-        self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int, fields: str = ""
+        self,
+        called: Namespace,
+        name: str,
+        block_bytes: int,
+        block_tokens: int,
+        fields: str = "",
+        tenant: Tenant | None = None,
     ) -> MemorySpace:
         """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has.
 
         `fields` is the JSON of what the namespace covers, for people to look at; empty if unknown.
         """
+        tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
-            return self._namespaces.open(namespace, name, block_bytes, block_tokens, fields)
+            namespace = self._own(tenant, called)
+            if tenant.sees_all:  # the namespace may be somebody else's
+                stored_name = self._disk.name_of(namespace)
+                tenant = self.tenants.owner if stored_name is None else self.tenants.owner_of(stored_name)
+            return self._namespaces.open(tenant, namespace, called, name, block_bytes, block_tokens, fields)
+
+    def _own(self, tenant: Tenant, called: Namespace) -> Namespace:
+        """What the server keeps under the name that `tenant` has for it, or that `spaces` showed to it."""
+        if not tenant.sees_all:
+            stored_name = self._disk.name_of(called)
+            if stored_name is not None and split_tagged(stored_name)[0] == tenant.name:
+                return called
+        return tenant.own(called)
 
     def close(self, space: MemorySpace) -> None:
         with self._lock:
@@ -112,18 +146,39 @@ class Catalog:
         self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes, *, is_lazy: bool = False
     ) -> LeaseOutcome:
         """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, what of it is in memory."""
+        before = self._lease_beginning(client, number, space, hashes) if len(hashes) > _MAX_AT_ONCE else []
         with self._lock:
-            max_blocks = client.blocks_left(number, space)
+            try:
+                max_blocks = max(0, client.blocks_left(number, space) - len(before))
+            except TierRefused:
+                self.blocks.free(before)
+                raise
             num_stored = 0
+            rest = hashes[len(before) :] if before else hashes
             if is_lazy:
-                blocks, ended, num_stored = self.blocks.find_lazily(space, hashes, max_blocks)
+                blocks, ended, num_stored = self.blocks.find_lazily(space, rest, max_blocks)
             else:
-                blocks, ended = self.blocks.find(space, hashes, max_blocks)
+                blocks, ended = self.blocks.find(space, rest, max_blocks)
+            blocks = before + blocks if before else blocks
             if ended is MatchEnd.ALL and len(blocks) + num_stored < len(hashes):
                 ended = MatchEnd.LIMIT
             num_ready = self.blocks.num_ready(blocks) if self.blocks.num_loading else len(blocks)
             self._claim(client, client.leases, number, space, blocks)
             return LeaseOutcome(blocks, ended, num_ready, num_stored)
+
+    def _lease_beginning(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> list[Block]:
+        """Reference what is in memory of a huge prompt, but for its end, in pieces: others are served in between."""
+        blocks: list[Block] = []
+        for first in range(0, len(hashes) - _MAX_AT_ONCE, _MAX_AT_ONCE):
+            with self._lock:
+                max_blocks = 0 if client.is_gone else client.blocks_left(number, space) - len(blocks)
+                wanted = hashes[first : first + _MAX_AT_ONCE]
+                found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks))
+            blocks += found
+            if len(found) < len(wanted):
+                break
+            time.sleep(_PAUSE_S)
+        return blocks
 
     def await_lease(self, client: ServedClient, number: int, count: int, timeout_s: float) -> int | None:
         """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are, or more."""
@@ -141,12 +196,41 @@ class Catalog:
 
     def release(self, client: ServedClient, number: int) -> None:
         with self._lock:
-            self._end_claim(client, client.leases, number)
-
-    def borrow(self, space: MemorySpace, hashes: Hashes) -> list[Block]:
-        """Reference the longest cached prefix while it is sent; `give_back` ends that. Some may yet be loading."""
+            claim = client.leases.get(number)
+            if claim is None or len(claim.blocks) <= _MAX_AT_ONCE:
+                self._end_claim(client, client.leases, number)
+                return
+            client.take(client.leases, number)
+        blocks = claim.blocks
+        while blocks:  # from the end on, which is to be the coldest; others are served in between
+            with self._lock:
+                self.blocks.free(blocks[-_MAX_AT_ONCE:])
+            del blocks[-_MAX_AT_ONCE:]
+            time.sleep(_PAUSE_S)
         with self._lock:
-            return self.blocks.find(space, hashes, self._pool.num_units // space.index.block_units)[0]
+            self._namespaces.forget_if_empty(claim.space)
+
+    def borrow(
+        self, space: MemorySpace, hashes: Hashes, at_least: int = 1, tenant: Tenant | None = None
+    ) -> tuple[list[Block], bool]:
+        """Reference the longest cached prefix while it is sent, and whether that is all of it.
+
+        Some may yet be loading. It is as much as `tenant` may hold, but `at_least` so many blocks if they are there.
+        `return_borrowed` ends it.
+        """
+        holds = (self.tenants.owner if tenant is None else tenant).holds
+        with self._lock:
+            units = space.index.block_units
+            max_blocks = min(self._pool.num_units // units, max(at_least, holds.left // units))
+            blocks = self.blocks.find(space, hashes, max_blocks)[0]
+            holds.held_units += len(blocks) * units
+            return blocks, len(blocks) < max_blocks or len(blocks) == len(hashes)
+
+    def return_borrowed(self, blocks: Sequence[Block], tenant: Tenant | None = None) -> None:
+        holds = (self.tenants.owner if tenant is None else tenant).holds
+        with self._lock:
+            holds.held_units -= sum(block.size for block in blocks)
+            self.blocks.free(blocks)
 
     def give_back(self, blocks: Sequence[Block]) -> None:
         with self._lock:
@@ -158,19 +242,21 @@ class Catalog:
             stored = self._disk.contains(space, hashes)
             return bytes([there or presence(each) is ready for each, there in zip(hashes, stored, strict=True)])
 
-    def presence(self, namespace: Namespace, hashes: Hashes) -> bytes:
+    def presence(self, called: Namespace, hashes: Hashes, tenant: Tenant | None = None) -> bytes:
         """Where each of `hashes` is, or why it is not there: LISTED_ flags. Uses nothing, opens nothing."""
         with self._lock:
+            namespace = self._own(self.tenants.owner if tenant is None else tenant, called)
+            scope = hash(namespace)
             space = self._namespaces.get(namespace)
             blocks = {} if space is None else space.index.blocks
             flags = self._disk.presence(namespace, hashes)
             for position, block_hash in enumerate(hashes):
                 block = blocks.get(block_hash)
                 if block is None:
-                    if block_hash in self.blocks.ghosts and not flags[position] & LISTED_DISK:
+                    if self.blocks.ghosts.has(block_hash, scope) and not flags[position] & LISTED_DISK:
                         flags[position] = LISTED_EVICTED
                 elif block.is_ready:
-                    flags[position] = flags[position] & LISTED_DISK | _listed(block)
+                    flags[position] = flags[position] & LISTED_DISK | flags_of(block)
                 elif block.state is BlockState.PENDING:
                     flags[position] = LISTED_PENDING
             return bytes(flags)
@@ -230,10 +316,12 @@ class Catalog:
         """Raises `TierRefused` when the share for pinned blocks is used up; the leading ones are pinned then."""
         with self._lock:
             num_ready = sum(space.index.presence(block_hash) is Presence.READY for block_hash in hashes)
-            num_pinned = self._pool.pin(space.index, hashes, self._max_pinned_units)
+            share = space.tenant.memory.max_pinned
+            max_units = self._max_pinned_units if share is None else share
+            num_pinned = self._pool.pin(space.index, hashes, max_units)
             num_stored = self._disk.pin(space, hashes, keep=True)
         if num_pinned < num_ready:
-            limit = format_size(self._max_pinned_units * SLOT_ALIGN_BYTES)
+            limit = format_size(max_units * SLOT_ALIGN_BYTES)
             raise TierRefused(f"pinned {num_pinned} of {num_ready} blocks: at most {limit} may be pinned")
         return max(num_pinned, num_stored)
 
@@ -251,22 +339,7 @@ class Catalog:
             self.blocks.store_again(space, wanted)
         return num_dropped
 
-    def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
-        """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
-
-        What comes or goes between two calls may be missed by who lists part by part.
-        """
-        with self._lock:
-            blocks = space.index.blocks.copy()
-            stored = self._disk.blocks(space)
-        pinned = dict(stored)
-        only_stored = [block_hash for block_hash in pinned if block_hash not in blocks]
-        listed = itertools.islice(itertools.chain(blocks, only_stored), first, first + count)
-        flags = {each: _listed(blocks.get(each)) | _listed_on_disk(pinned.get(each)) for each in listed}
-        found = {block_hash: each for block_hash, each in flags.items() if each}
-        return list(found), bytes(found.values()), first + count >= len(blocks) + len(only_stored)
-
-    # --- time and numbers ------------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------------------------
 
     def expire(self) -> int:
         """End what remote clients have held too long without a sign. Returns how many leases and reservations.
@@ -285,38 +358,6 @@ class Catalog:
                         num_ended += 1
             self._namespaces.forget_unused(self._disk.spaces())
             return num_ended
-
-    def levels(self) -> dict[str, float]:
-        """The numbers that go up and down, and the count of evictions."""
-        with self._lock:
-            pool = self._pool
-            clients = self._clients.values()
-            return {
-                **self._disk.levels(),
-                "memory_bytes": pool.num_units * SLOT_ALIGN_BYTES,
-                "used_bytes": (pool.num_units - pool.free_units) * SLOT_ALIGN_BYTES,
-                "free_bytes": pool.free_units * SLOT_ALIGN_BYTES,
-                "held_bytes": pool.referenced_units * SLOT_ALIGN_BYTES,
-                "pinned_bytes": pool.pinned_units * SLOT_ALIGN_BYTES,
-                "blocks": sum(len(space.index) for space in self._namespaces),
-                "namespaces": len(self._namespaces),
-                "clients": len(clients),
-                "leases": sum(len(client.leases) for client in clients),
-                "reservations": sum(len(client.reservations) for client in clients),
-                "evicted_blocks": pool.num_evicted,
-            }
-
-    def spaces(self) -> list[dict[str, object]]:
-        """Every namespace in memory or on disk, for people."""
-        with self._lock:
-            return list(self._namespaces.describe(self._disk.spaces()).values())
-
-    def spaces_with_fields(self) -> list[dict[str, object]]:
-        """As `spaces`, each with what its namespace covers, or None if unknown."""
-        with self._lock:
-            found = self._namespaces.describe(self._disk.spaces())
-            fields = self._namespaces.descriptions
-            return [{**each, "fields": fields.get(namespace)} for namespace, each in found.items()]
 
     # --- private, under the lock -----------------------------------------------------------------------------------
 
@@ -340,15 +381,6 @@ class Catalog:
             for number in list(claims):
                 self._end_claim(client, claims, number)
         client.is_gone = True
-        if self._clients.get(client.id) is client:
-            del self._clients[client.id]
-
-
-def _listed(block: Block | None) -> int:
-    if block is None or not block.is_ready:
-        return 0
-    return LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
-
-
-def _listed_on_disk(is_pinned: bool | None) -> int:
-    return 0 if is_pinned is None else LISTED_DISK | (LISTED_PINNED if is_pinned else 0)
+        key = client.tenant.name, client.id
+        if self._clients.get(key) is client:
+            del self._clients[key]

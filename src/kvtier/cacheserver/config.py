@@ -8,12 +8,11 @@ from typing import Literal
 import msgspec
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.cacheserver.tenants import MIN_TOKEN_BYTES
 from kvtier.errors import ConfigError
 from kvtier.memory.machine import machine_memory_bytes
 from kvtier.sizes import format_size
 from kvtier.transport.address import TcpAddress, UnixAddress
-
-_MIN_TOKEN_BYTES = 8
 
 
 class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +20,8 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `max_leased_bytes` (half of the memory unless given) is how much one client may hold at once; `lease_timeout_s`
     ends leases of TCP clients, who hold copies, and never those of local ones; `gone_grace_s` is how long the memory
-    of a client that died is left alone, for copies still in flight.
+    of a client that died is left alone, for copies still in flight. TCP clients know the `token`, and are the server's
+    owner then, or are among the tenants of `tenants_file`, by a token or by a certificate that `tls_client_ca` signed.
 
     With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
     is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
@@ -32,8 +32,10 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     unix: UnixAddress | None = None
     tcp: TcpAddress | None = None
     token: bytes | None = None
+    tenants_file: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     metrics: TcpAddress | None = None
     max_connections: int = 256
     max_payload_bytes: int = 256 << 20
@@ -62,10 +64,14 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if self.unix is None and self.tcp is None:
             raise ConfigError("a cache server needs a Unix socket or a TCP address to listen on")
-        if self.tcp is not None and not self.token:
-            raise ConfigError("TCP needs a token, also on loopback: set one with --token-file")
-        if self.token is not None and len(self.token) < _MIN_TOKEN_BYTES:
-            raise ConfigError(f"the token is too short: use {_MIN_TOKEN_BYTES} characters or more")
+        if self.tcp is not None and not self.token and self.tenants_file is None:
+            raise ConfigError("TCP needs a token, also on loopback: set one with --token-file, or give --tenants")
+        if self.tenants_file is not None and self.tcp is None:
+            raise ConfigError("tenants come over TCP: give a TCP address too")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ConfigError("clients' certificates need TLS: give a certificate and a key too")
+        if self.token is not None and len(self.token) < MIN_TOKEN_BYTES:
+            raise ConfigError(f"the token is too short: use {MIN_TOKEN_BYTES} characters or more")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("TLS needs both a certificate and a key")
         if self.tls_certificate is not None and self.tcp is None:

@@ -6,29 +6,24 @@ own connection ends.
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from kvtier.blocks.hashing import join_hashes, split_hashes
+from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
-from kvtier.cacheserver.catalog import Catalog
-from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.admin_requests import AdminRequests
+from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
-from kvtier.cacheserver.notes import Notes
-from kvtier.cacheserver.persistence import Disk
-from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.served_client import ServedClient
+from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant, printable
 from kvtier.errors import (
     KvtierError,
     RemoteProtocolError,
@@ -36,14 +31,10 @@ from kvtier.errors import (
     TierFull,
     TierRefused,
     TierTimeout,
-    TierUnavailable,
 )
 from kvtier.memory.checksum import checksum_of
-from kvtier.memory.mapped import MappedArena
-from kvtier.observe.log_limit import LogLimit
-from kvtier.observe.metrics import ServerMetrics
 from kvtier.transport.listening import peer_process
-from kvtier.transport.stream import Stream
+from kvtier.transport.stream import Pace, Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, Frame, FrameLimits
 from kvtier.wire.session import ServerSession
@@ -51,29 +42,17 @@ from kvtier.wire.session import ServerSession
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
+"""For all of it, TLS too."""
+_WRONG_TOKEN_S = 1.0
+"""Whoever guesses waits."""
+_SLOWEST_BYTES_PER_S = 256 << 10
 _SCRATCH_BYTES = 1 << 20
 _LOAD_S = 30.0
 _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
+_PIECE_HASHES = 1024
+_PIECE_PAUSE_S = 0.0001
 _MAX_LISTED = 1 << 18
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConnectionContext:
-    """What every connection of one server shares."""
-
-    config: CacheServerConfig
-    catalog: Catalog
-    disk: Disk
-    arena: MappedArena
-    watch: ProcessWatch
-    metrics: ServerMetrics
-    describe: Callable[[], dict[str, object]]
-    count_up: Callable[[], dict[str, object]]
-    server_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    notes: Notes = field(default_factory=Notes)
-    is_stopping: threading.Event = field(default_factory=threading.Event)
-    log: LogLimit = field(default_factory=lambda: LogLimit(logger))
 
 
 class ClientRequests:
@@ -83,13 +62,19 @@ class ClientRequests:
     carries it out.
     """
 
-    def __init__(self, context: ConnectionContext, client: ServedClient, stream: Stream) -> None:
+    def __init__(
+        self, context: ConnectionContext, client: ServedClient, stream: Stream, *, may_write: bool = True
+    ) -> None:
         self._context = context
+        self._may_write = may_write
         self._catalog = context.catalog
         self._client = client
+        self._tenant = client.tenant
+        self._admin = AdminRequests(context, client, self._space)
         self._stream = stream
         self._number = 0
         self._spaces: dict[int, MemorySpace] = {}
+        self._called: dict[int, Namespace] = {}
         self._filling: tuple[MemorySpace, list[Block]] | None = None
 
     def answer(self, number: int, request: wire.Request) -> None:
@@ -99,6 +84,8 @@ class ClientRequests:
         metrics = self._context.metrics
         operation, carry_out = _OPERATIONS[type(request)]
         try:
+            if operation in _WRITES and not self._may_write:
+                raise TierRefused(f"this token or certificate of the tenant {self._tenant.name} may only read")
             reply = carry_out(self, request)
         except (TierRefused, TierFull) as error:
             kind = "refused" if isinstance(error, TierRefused) else "full"
@@ -145,8 +132,14 @@ class ClientRequests:
         if request.fields:
             read_fields(request.fields)
         space = self._catalog.open(
-            Namespace(request.namespace), request.name, request.block_bytes, request.block_tokens, request.fields
+            Namespace(request.namespace),
+            printable(request.name),
+            request.block_bytes,
+            request.block_tokens,
+            request.fields,
+            self._tenant,
         )
+        self._called[space.number] = Namespace(request.namespace)
         if space.number in self._spaces:
             self._catalog.close(space)
         self._spaces[space.number] = space
@@ -181,31 +174,63 @@ class ClientRequests:
     def on_get(self, request: wire.GetRequest) -> None:
         space = self._space(request.space)
         hashes = split_hashes(request.hashes)
-        blocks = self._catalog.borrow(space, hashes)
-        self._count_hits(len(blocks), len(hashes))
         frame_blocks = min(request.frame_blocks, self._context.config.max_payload_bytes // space.block_bytes)
-        try:
-            first = 0
-            is_last = False
-            while not is_last:
-                part = blocks[first : first + frame_blocks]
-                ready = part[: self._catalog.await_blocks(part, _LOAD_S)]
-                is_last = len(ready) < len(part) or first + frame_blocks >= len(blocks)
-                payload = [self._view(block, space) for block in ready]
-                checksums = wire.pack_numbers(
-                    _checksum(space, block, view) for block, view in zip(ready, payload, strict=True)
-                )
-                self._stream.send(self._number, wire.Blocks(first, len(ready), is_last, checksums), payload)
-                first += len(ready)
-        finally:
-            self._catalog.give_back(blocks)
-        self._context.metrics.sent_bytes.inc(first * space.block_bytes)
+        first = 0
+        is_last = False
+        while not is_last:
+            blocks, is_all = self._catalog.borrow(space, hashes[first:], frame_blocks, self._tenant)
+            try:
+                end = first + len(blocks)
+                while True:
+                    part = blocks[first - end :][:frame_blocks] if blocks else []
+                    ready = part[: self._catalog.await_blocks(part, _LOAD_S)]
+                    is_short = len(ready) < len(part)
+                    is_last = is_short or (is_all and first + len(ready) == end)
+                    self._send_blocks(space, first, ready, is_last)
+                    first += len(ready)
+                    if is_short or first == end:
+                        break
+            finally:
+                self._catalog.return_borrowed(blocks, self._tenant)
+        self._count_hits(first, len(hashes))
+
+    def _send_blocks(self, space: MemorySpace, first: int, blocks: list[Block], is_last: bool) -> None:
+        called = self._called[space.number]
+        payload = [self._view(block, space) for block in blocks]
+        checksums = wire.pack_numbers(
+            _checksum(called, space, block, view) for block, view in zip(blocks, payload, strict=True)
+        )
+        self._stream.send(self._number, wire.Blocks(first, len(blocks), is_last, checksums), payload)
+        self._context.metrics.sent_bytes.inc(len(blocks) * space.block_bytes)
+        self._spend(len(blocks) * space.block_bytes)
+
+    def _spend(self, nbytes: int) -> None:
+        """Wait until the tenant's bandwidth allows for more."""
+        wait_s = self._tenant.bandwidth.spend(nbytes)
+        if wait_s:
+            self._context.is_stopping.wait(wait_s)
 
     def on_contains(self, request: wire.ContainsRequest) -> wire.Contained:
-        return wire.Contained(self._catalog.contains(self._space(request.space), split_hashes(request.hashes)))
+        space = self._space(request.space)
+        return wire.Contained(self._in_pieces(lambda hashes: self._catalog.contains(space, hashes), request.hashes))
 
     def on_presence(self, request: wire.PresenceRequest) -> wire.Contained:
-        return wire.Contained(self._catalog.presence(Namespace(request.namespace), split_hashes(request.hashes)))
+        namespace = Namespace(request.namespace)
+        return wire.Contained(
+            self._in_pieces(lambda hashes: self._catalog.presence(namespace, hashes, self._tenant), request.hashes)
+        )
+
+    def _in_pieces(self, ask: Callable[[list[BlockHash]], bytes], joined: bytes) -> bytes:
+        """What `ask` says of many hashes, a few at a time: others are served in between, and one such at a time."""
+        step = _PIECE_HASHES * HASH_BYTES
+        if len(joined) <= step:
+            return ask(split_hashes(joined))
+        answers = []
+        for first in range(0, len(joined), step):
+            with self._context.bulk:
+                answers.append(ask(split_hashes(joined[first : first + step])))
+            time.sleep(_PIECE_PAUSE_S)
+        return b"".join(answers)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +247,12 @@ class ClientRequests:
 
     def on_fill(self, request: wire.Fill) -> wire.Counted:
         filling, self._filling = self._filling, None
-        return self._committed(None if filling is None else self._catalog.commit_filled(*filling))
+        if filling is None:
+            return self._committed(None)
+        space, blocks = filling
+        committed = self._committed(self._catalog.commit_filled(space, blocks))
+        self._spend(len(blocks) * space.block_bytes)
+        return committed
 
     def _committed(self, num_committed: int | None) -> wire.Counted:
         if num_committed is None:
@@ -232,54 +262,6 @@ class ClientRequests:
 
     def on_close(self, request: wire.Close) -> wire.Done:
         self._catalog.close_reservation(self._client, request.reservation)
-        return wire.Done()
-
-    # --- administration --------------------------------------------------------------------------------------------
-
-    def on_pin(self, request: wire.PinRequest) -> wire.Counted:
-        act = self._catalog.pin if request.keep else self._catalog.unpin
-        return wire.Counted(act(self._space(request.space), split_hashes(request.hashes)))
-
-    def on_drop(self, request: wire.DropRequest) -> wire.Counted:
-        return wire.Counted(self._catalog.drop(self._space(request.space), split_hashes(request.hashes)))
-
-    def on_list(self, request: wire.ListRequest) -> wire.Listed:
-        hashes, flags, is_last = self._catalog.list_blocks(self._space(request.space), request.first, _MAX_LISTED)
-        return wire.Listed(join_hashes(hashes), flags, 0 if is_last else request.first + _MAX_LISTED)
-
-    def on_verify(self, request: wire.VerifyRequest) -> wire.Contained:
-        space = self._space(request.space)
-        try:
-            return wire.Contained(bytes(self._context.disk.verify(space, split_hashes(request.hashes))))
-        except TierUnavailable as error:
-            raise TierRefused(str(error)) from error
-
-    def on_flush(self, request: wire.Flush) -> wire.Done:
-        """When it is answered, what was committed before is on disk, if there is one."""
-        try:
-            self._context.disk.flush(self._context.config.flush_timeout_s)
-        except (TierTimeout, TierUnavailable) as error:
-            raise TierRefused(str(error)) from error
-        return wire.Done()
-
-    def on_note(self, request: wire.NoteRequest) -> wire.Done:
-        self._context.notes.put(request.request_id, request.text)
-        return wire.Done()
-
-    def on_noted(self, request: wire.NotedRequest) -> wire.Document:
-        return wire.Document(self._context.notes.get(request.request_id))
-
-    def on_info(self, request: wire.InfoRequest) -> wire.Document:
-        return wire.Document(json.dumps(self._context.describe()))
-
-    def on_stats(self, request: wire.StatsRequest) -> wire.Document:
-        return wire.Document(json.dumps(self._context.count_up()))
-
-    def on_ping(self, request: wire.Ping) -> wire.Done:
-        return wire.Done()
-
-    def on_bye(self, request: wire.Bye) -> wire.Done:
-        self._catalog.end(self._client)
         return wire.Done()
 
     # --- small -----------------------------------------------------------------------------------------------------
@@ -292,17 +274,32 @@ class ClientRequests:
         self._context.metrics.missed_blocks.inc(num_asked - num_hit)
 
 
-_OPERATIONS: dict[type[wire.Request], tuple[str, Callable[[ClientRequests, Any], wire.Reply | None]]] = {
-    kind: (name, getattr(ClientRequests, f"on_{name}"))
-    for kind in get_args(wire.Request)
-    for name in [kind.__name__.removesuffix("Request").lower()]
-}
+def _operation(kind: type[wire.Request]) -> tuple[str, Callable[[ClientRequests, Any], wire.Reply | None]]:
+    name = kind.__name__.removesuffix("Request").lower()
+    carry_out = getattr(ClientRequests, f"on_{name}", None)
+    if carry_out is not None:
+        return name, carry_out
+    carry_out = getattr(AdminRequests, f"on_{name}")
+    return name, lambda requests, request: carry_out(requests._admin, request)
+
+
+_OPERATIONS = {kind: _operation(kind) for kind in get_args(wire.Request)}
 """By message: its name in the metrics, and the method that carries it out."""
 
+_WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "drop", "verify", "flush"))
+"""What a tenant that only reads may not ask for."""
 
-def _checksum(space: MemorySpace, block: Block, view: memoryview) -> int:
-    """Computed once, when the block is first read; READY blocks do not change."""
+
+def _checksum(called: Namespace, space: MemorySpace, block: Block, view: memoryview) -> int:
+    """Computed once, when the block is first read; READY blocks do not change.
+
+    Over what the client calls the namespace: of a tenant's, that is not what the server does.
+    """
     assert isinstance(block, MemoryBlock)
+    if called != space.namespace:
+        if block.called_checksum is None:
+            block.called_checksum = checksum_of(called, block.hash, view)
+        return block.called_checksum
     if block.checksum is None:
         block.checksum = checksum_of(space.namespace, block.hash, view)
     return block.checksum
@@ -323,22 +320,24 @@ class ServedConnection:
         on_end: Callable[[ServedConnection], None],
     ) -> None:
         self._context = context
-        self._is_unix = sock.family == socket.AF_UNIX
+        self.is_unix = sock.family == socket.AF_UNIX
+        self._peer = "a process of this host" if self.is_unix else _shown(sock)
         self._on_end = on_end
         # TLS takes several messages: they are exchanged later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         self._stream = Stream(self._sock, self._place, _swallow, HANDSHAKE_LIMITS)
         self._requests: ClientRequests | None = None
+        self._let_in_by: tuple[Tenant, Credential] | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-connection", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def refuse(self, sentence: str) -> None:
-        """End it with a sentence, before it began."""
-        if not isinstance(self._sock, ssl.SSLSocket):  # that one would have to be let in first
-            self._say_last(wire.Failure("refused", sentence))
-        self._stream.close()
+    def end_if_unknown(self) -> None:
+        """Shut down if what it was let in by is not valid any more."""
+        if self._let_in_by is not None and not self._context.catalog.tenants.still_knows(*self._let_in_by):
+            self._context.log.warning("revoked", "connection closed: %s is not known any more", self._peer)
+            self.shut_down()
 
     def stop_receiving(self) -> None:
         """Take no more requests; the one under way is answered."""
@@ -353,7 +352,9 @@ class ServedConnection:
     def _run(self) -> None:
         try:
             session, requests = self._shake_hands()
-            self._stream.set_timeout(self._context.config.stall_timeout_s)
+            config = self._context.config
+            self._stream.set_timeout(config.stall_timeout_s)
+            self._stream.pace = Pace(min(config.stall_timeout_s, config.lease_timeout_s), _SLOWEST_BYTES_PER_S)
             while not self._context.is_stopping.is_set():
                 frame = self._next_frame()
                 if frame is None:
@@ -363,7 +364,7 @@ class ServedConnection:
             logger.debug("connection ended: %s", error)
         except RemoteProtocolError as error:
             self._context.metrics.refusals.labels(kind="protocol").inc()
-            self._context.log.warning("protocol", "connection closed: %s", error)
+            self._context.log.warning("protocol", "connection of %s closed: %s", self._peer, error)
             self._say_last(wire.Failure("protocol", str(error)))
         except Exception:
             logger.exception("connection closed by a bug of ours")
@@ -373,44 +374,69 @@ class ServedConnection:
     def _shake_hands(self) -> tuple[ServerSession, ClientRequests]:
         context = self._context
         config = context.config
-        arena_bytes = context.arena.nbytes if self._is_unix else 0
-        session = ServerSession(
-            wire.Welcome(
-                "kvtier", context.server_id, b"", arena_bytes, config.max_payload_bytes, config.folder is not None
-            ),
-            None if self._is_unix else config.token,
-            FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
-        )
         deadline = time.monotonic() + _HANDSHAKE_S
         self._stream.start_tls(_HANDSHAKE_S)
         try:
+            known, tokens = self._identify()
+            arena_bytes = context.arena.nbytes if self.is_unix else 0
+            session = ServerSession(
+                wire.Welcome(
+                    "kvtier", context.server_id, b"", arena_bytes, config.max_payload_bytes, config.folder is not None
+                ),
+                tokens,
+                FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
+            )
             while not session.is_open:
                 frame = self._stream.receive(deadline)
                 answer = session.shake(frame.message)
                 if not session.is_open:
                     self._stream.send(frame.request, answer, deadline=deadline)
             assert session.hello is not None
-            requests = self._join(session.hello)
+            if known is None and session.token is not None:
+                known = context.catalog.tenants.holder_of(session.token)
+            if known is None:
+                raise TierRefused("the token is not the server's any more")
+            requests = self._join(session.hello, *known)
         except TierRefused as error:
             context.metrics.refusals.labels(kind="refused").inc()
-            context.log.warning("refused", "client refused: %s", error)
+            context.log.warning("refused", "%s refused: %s", self._peer, error)
+            if not self.is_unix:
+                context.is_stopping.wait(_WRONG_TOKEN_S)
             self._say_last(wire.Failure("refused", str(error)))
             raise
         self._stream.set_limits(session.limits)
-        pass_fd = context.arena.fd if self._is_unix else None
+        pass_fd = context.arena.fd if self.is_unix else None
         self._stream.send(frame.request, answer, deadline=deadline, pass_fd=pass_fd)
         return session, requests
 
-    def _join(self, hello: wire.Hello) -> ClientRequests:
+    def _identify(self) -> tuple[tuple[Tenant, Credential] | None, list[bytes]]:
+        """Who the peer is, if that is known before it says anything, or the tokens one of which it has to know."""
+        tenants = self._context.catalog.tenants
+        if self.is_unix:
+            return (tenants.owner, PROCESS_OF_THIS_HOST), []
+        if isinstance(self._sock, ssl.SSLSocket):
+            certified = tenants.certified(_certified_names(self._sock))
+            if certified is not None:
+                return certified, []
+        tokens = tenants.tokens()
+        if not tokens:
+            raise TierRefused("no tenant has this certificate, and there are no tokens")
+        return None, tokens
+
+    def _join(self, hello: wire.Hello, tenant: Tenant, credential: Credential) -> ClientRequests:
         context = self._context
-        pid, pidfd = peer_process(self._sock) if self._is_unix else (None, None)
+        context.guests.let_in(self, tenant)
+        self._let_in_by = (tenant, credential)
+        if tenant.name:
+            self._peer = f"the tenant {tenant.name} ({self._peer})"
+        pid, pidfd = peer_process(self._sock) if self.is_unix else (None, None)
         try:
-            client = context.catalog.join(hello.holder, pid)
+            client = context.catalog.join(hello.holder, pid, tenant)
         except TierRefused:
             if pidfd is not None:
                 socket.close(pidfd)
             raise
-        self._requests = ClientRequests(context, client, self._stream)
+        self._requests = ClientRequests(context, client, self._stream, may_write=credential.may_write)
         if pidfd is not None:
             context.watch.watch(client, pidfd)
         return self._requests
@@ -447,6 +473,21 @@ class ServedConnection:
         self._stream.shut_down()
         self._stream.close()
         self._on_end(self)
+
+
+def _shown(sock: socket.socket) -> str:
+    """The address of a TCP peer, for people."""
+    host, port = sock.getpeername()[:2]
+    return f"{host}:{port}"
+
+
+def _certified_names(sock: ssl.SSLSocket) -> list[str]:
+    """The names that a trusted certificate gives to the peer: its common name and its DNS names."""
+    certificate: Any = sock.getpeercert() or {}
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    for part in certificate.get("subject", ()):
+        names += [value for kind, value in part if kind == "commonName"]
+    return names
 
 
 def _swallow(piece: memoryview, is_end: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import Block
+from kvtier.blocks.share import Share
 from kvtier.cacheserver.namespaces import MemoryBlock
 
 _MAX_PASSED_OVER = 256
@@ -23,7 +24,7 @@ class DiskAwareLru(LruPolicy[Block]):
         super().__init__()
         self._evicts_unsafe = evicts_unsafe
 
-    def pop_coldest(self) -> Block | None:
+    def pop_coldest(self, requester: Share | None = None) -> Block | None:
         for passed_over, block in enumerate(self._order):
             if isinstance(block, MemoryBlock) and block.is_stored:
                 del self._order[block]

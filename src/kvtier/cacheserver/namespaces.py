@@ -11,6 +11,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, PrefixIndex
 from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions
+from kvtier.cacheserver.tenants import Tenant, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
 from kvtier.stores.disk import StoreSpace
@@ -21,29 +22,45 @@ Hashes: TypeAlias = Sequence[BlockHash]
 class MemoryBlock(Block):
     """A block in the arena. `is_stored`: the disk has it too; `is_wanted`: it was to be written there.
 
-    `checksum` is over key and payload, once computed.
+    `checksum` is over key and payload, once computed; `called_checksum` over the key as its tenant calls it.
     """
 
-    __slots__ = ("checksum", "is_queued", "is_stored", "is_wanted")
+    __slots__ = ("called_checksum", "checksum", "is_queued", "is_stored", "is_wanted")
 
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
         self.checksum: int | None = None
+        self.called_checksum: int | None = None
         self.is_stored = False
         self.is_queued = False
         self.is_wanted = False
 
 
 class MemorySpace:
-    """One namespace's blocks in memory. `num_users` connections have it open."""
+    """One namespace's blocks in memory. `num_users` connections have it open.
 
-    def __init__(self, number: int, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> None:
+    `namespace` is what the server calls it, and `called` what its tenant does; `stored_name` is what the disk is told.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tenant: Tenant,
+        namespace: Namespace,
+        called: Namespace,
+        name: str,
+        block_bytes: int,
+        block_tokens: int,
+    ) -> None:
         self.number = number
+        self.tenant = tenant
         self.namespace = namespace
+        self.called = called
         self.name = name
+        self.stored_name = tenant.tagged(name)
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
-        self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES)
+        self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES, tenant.memory, hash(namespace))
         self.num_users = 0
 
 
@@ -65,7 +82,17 @@ class Namespaces:
     def get(self, namespace: Namespace) -> MemorySpace | None:
         return self._spaces.get(namespace)
 
-    def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int, fields: str) -> MemorySpace:
+    def open(
+        self,
+        tenant: Tenant,
+        namespace: Namespace,
+        called: Namespace,
+        name: str,
+        block_bytes: int,
+        block_tokens: int,
+        fields: str,
+    ) -> MemorySpace:
+        """The space that is kept under `namespace`, and is `tenant`'s if it is new."""
         space = self._spaces.get(namespace)
         if space is None:
             if slot_bytes_of(block_bytes) > self._memory_bytes:
@@ -73,7 +100,8 @@ class Namespaces:
                     f"a block of {format_size(block_bytes)} does not fit into this server's "
                     f"{format_size(self._memory_bytes)}"
                 )
-            space = MemorySpace(next(self._numbers), namespace, name, block_bytes, block_tokens)
+            number = next(self._numbers)
+            space = MemorySpace(number, tenant, namespace, called, name, block_bytes, block_tokens)
             self._spaces[namespace] = space
         if space.block_bytes != block_bytes:
             raise TierRefused(
@@ -95,22 +123,40 @@ class Namespaces:
             self.forget_if_empty(space)
         self.descriptions.forget_all_but({*self._spaces, *(space.namespace for space in stored)})
 
-    def describe(self, stored: Sequence[StoreSpace]) -> dict[Namespace, dict[str, object]]:
-        """Every namespace in memory or among the `stored`, for people."""
-        found = {space.namespace: _described(space, len(space.index), space.num_users) for space in self}
-        for space in stored:
-            found.setdefault(space.namespace, _described(space, 0, 0))["disk_blocks"] = len(space.index)
-        return found
+    def describe(
+        self, stored: Sequence[StoreSpace], asker: Tenant, first: int, count: int
+    ) -> dict[Namespace, dict[str, object]]:
+        """The namespaces in memory or among the `stored` that `asker` may see, at most `count` from `first` on."""
+        there: dict[Namespace, MemorySpace | None] = {
+            space.namespace: space for space in self if asker.sees_all or space.tenant is asker
+        }
+        on_disk = {
+            space.namespace: space
+            for space in stored
+            if asker.sees_all or space.namespace in there or split_tagged(space.name)[0] == asker.name
+        }
+        for namespace in on_disk:
+            there.setdefault(namespace, None)
+        return {
+            namespace: _described(space, on_disk.get(namespace), asker)
+            for namespace, space in itertools.islice(there.items(), first, first + count)
+        }
 
 
-def _described(space: MemorySpace | StoreSpace, num_blocks: int, num_users: int) -> dict[str, object]:
+def _described(space: MemorySpace | None, stored: StoreSpace | None, asker: Tenant) -> dict[str, object]:
+    known = stored if space is None else space
+    assert known is not None
+    num_blocks = 0 if space is None else len(space.index)
+    namespace = known.namespace if space is None or asker.sees_all else space.called
+    tenant, name = split_tagged(known.name) if space is None else (space.tenant.name, space.name)
     return {
-        "namespace": space.namespace.hex(),
-        "name": space.name,
-        "block_bytes": space.block_bytes,
-        "block_tokens": space.block_tokens,
+        "namespace": namespace.hex(),
+        "name": name,
+        **({"tenant": tenant} if tenant else {}),
+        "block_bytes": known.block_bytes,
+        "block_tokens": known.block_tokens,
         "blocks": num_blocks,
-        "used_bytes": num_blocks * slot_bytes_of(space.block_bytes),
-        "connections": num_users,
-        "disk_blocks": 0,
+        "used_bytes": num_blocks * slot_bytes_of(known.block_bytes),
+        "connections": 0 if space is None else space.num_users,
+        "disk_blocks": 0 if stored is None else len(stored.index),
     }

@@ -105,7 +105,7 @@ class Persistence:
         stored = [False] * len(hashes) if space is None else store.contains(space, hashes)
         return [
             LISTED_DISK if is_here else LISTED_EVICTED if was_here else 0
-            for is_here, was_here in zip(stored, store.was_evicted(hashes), strict=True)
+            for is_here, was_here in zip(stored, store.was_evicted(namespace, hashes), strict=True)
         ]
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
@@ -147,6 +147,12 @@ class Persistence:
         found = self._store.find(space)
         act = DiskStore.pin if keep else DiskStore.unpin
         return 0 if found is None else act(*found, hashes)
+
+    def name_of(self, namespace: Namespace) -> str | None:
+        """What the disk was told to call a namespace that has blocks on it."""
+        store = self._store.current
+        space = None if store is None else store.find(namespace)
+        return None if space is None else space.name
 
     def blocks(self, space: MemorySpace) -> list[tuple[BlockHash, bool]]:
         """Hashes of what is stored, and whether each is pinned."""
@@ -290,6 +296,9 @@ class NoDisk:
 
     def blocks(self, space: MemorySpace) -> list[tuple[BlockHash, bool]]:
         return []
+
+    def name_of(self, namespace: Namespace) -> str | None:
+        return None
 
     def spaces(self) -> list[StoreSpace]:
         return []

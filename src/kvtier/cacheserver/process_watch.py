@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.served_client import ServedClient
@@ -23,8 +24,10 @@ _EXPIRY_INTERVAL_S = 1.0
 class ProcessWatch:
     """Owns the pidfds it is given and one thread."""
 
-    def __init__(self, catalog: Catalog, gone_grace_s: float) -> None:
+    def __init__(self, catalog: Catalog, gone_grace_s: float, look_after: Callable[[], None] = lambda: None) -> None:
+        """`look_after` is called every second or so, too."""
         self._catalog = catalog
+        self._look_after = look_after
         self._gone_grace_s = gone_grace_s
         self._lock = threading.Lock()
         self._watched: dict[int, ServedClient] = {}
@@ -73,6 +76,10 @@ class ProcessWatch:
                 expire_at = now + _EXPIRY_INTERVAL_S
                 self._catalog.expire()
                 self._unwatch_left()
+                try:
+                    self._look_after()
+                except Exception:
+                    logger.exception("a bug of ours; the server goes on")
 
     def _end(self, client: ServedClient) -> None:
         if client.leases or client.reservations:

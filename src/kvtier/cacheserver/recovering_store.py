@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvtier.blocks.share import Share
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 from kvtier.errors import ConfigError, TierRefused, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
@@ -21,7 +22,9 @@ logger = logging.getLogger(__name__)
 class RecoveringStore:
     """`current` is the store, or None while it is down. `condition` guards it, and what the disk's threads share."""
 
-    def __init__(self, folder: Path, file_space: int, files: Files | None) -> None:
+    def __init__(
+        self, folder: Path, file_space: int, files: Files | None, share_of: Callable[[str], Share] | None = None
+    ) -> None:
         self.folder = folder
         self.failures: Counter[str] = Counter()
         self.condition = threading.Condition()
@@ -31,6 +34,7 @@ class RecoveringStore:
         self.is_closing = False
         self._file_space = file_space
         self._files = files
+        self._share_of = share_of
         self._failed: DiskStore | None = None
         self._losses_before: Counter[str] = Counter()
         self._drops: list[tuple[MemorySpace, Hashes | None]] = []
@@ -42,7 +46,7 @@ class RecoveringStore:
     def space_of(self, store: DiskStore, space: MemorySpace) -> StoreSpace | None:
         """The namespace on disk; None when it has blocks of another size there."""
         try:
-            return store.open(space.namespace, space.name, space.block_bytes, space.block_tokens)
+            return store.open(space.namespace, space.stored_name, space.block_bytes, space.block_tokens)
         except TierRefused as error:
             self.log.warning("size", "disk store %s: %s; this namespace stays in memory", self.folder, error)
             return None
@@ -134,7 +138,7 @@ class RecoveringStore:
 
     def _opened(self) -> DiskStore:
         """Open the store and say what came back."""
-        store = DiskStore(self.folder, self._file_space, files=self._files)
+        store = DiskStore(self.folder, self._file_space, files=self._files, share_of=self._share_of)
         spaces = [space for space in store.spaces() if len(space.index)]
         for space in spaces:
             logger.info("recover %d blocks. info: %s", len(space.index), store.info(space))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
 _MAX_ENDED_NUMBERS = 4096
@@ -38,6 +39,7 @@ class ServedClient:
     """
 
     id: bytes
+    tenant: Tenant
     pid: int | None
     max_held_units: int
     num_connections: int = 0
@@ -57,12 +59,13 @@ class ServedClient:
             raise TierRefused("this client has said good-bye")
         if number in self.leases or number in self.reservations:
             raise TierRefused(f"number {number} is in use")
-        return max(0, self.max_held_units - self.held_units) // space.index.block_units
+        left = min(max(0, self.max_held_units - self.held_units), self.tenant.holds.left)
+        return left // space.index.block_units
 
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False when its end came first, so that it has to be ended at once."""
         claims[number] = claim
-        self.held_units += len(claim.blocks) * claim.space.index.block_units
+        self._hold(len(claim.blocks) * claim.space.index.block_units)
         if number in self.ended_numbers:
             del self.ended_numbers[number]
             return False
@@ -72,9 +75,13 @@ class ServedClient:
         """End a claim; the caller frees its blocks."""
         claim = claims.pop(number, None)
         if claim is not None:
-            self.held_units -= len(claim.blocks) * claim.space.index.block_units
+            self._hold(-len(claim.blocks) * claim.space.index.block_units)
         else:
             self.ended_numbers[number] = None
             if len(self.ended_numbers) > _MAX_ENDED_NUMBERS:
                 del self.ended_numbers[next(iter(self.ended_numbers))]
         return claim
+
+    def _hold(self, num_units: int) -> None:
+        self.held_units += num_units
+        self.tenant.holds.held_units += num_units

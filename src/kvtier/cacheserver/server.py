@@ -9,29 +9,32 @@ import socket
 import ssl
 import threading
 import time
-from wsgiref.simple_server import WSGIServer
-
-from prometheus_client import start_http_server
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.cacheserver.connection import ConnectionContext, ServedConnection
+from kvtier.cacheserver.connection import ServedConnection
+from kvtier.cacheserver.connection_context import ConnectionContext
+from kvtier.cacheserver.guests import Guests, LastWords
+from kvtier.cacheserver.metrics_server import MetricsServer
 from kvtier.cacheserver.persistence import NO_DISK, Disk, Persistence
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.recovering_store import RecoveringStore
+from kvtier.cacheserver.tenants import Tenant, Tenants
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
 from kvtier.stores.files import Files
-from kvtier.transport.address import TcpAddress
 from kvtier.transport.listening import UnixListener, listen_tcp
+from kvtier.wire import messages as wire
+from kvtier.wire.frames import encode_frame
 
 logger = logging.getLogger(__name__)
 
 _TOUCH_STEP_BYTES = 64 << 20
 _STOP_S = 10.0
+_ACCEPT_PAUSE_S = 0.1
 
 
 class CacheServer:
@@ -44,14 +47,21 @@ class CacheServer:
         """
         self._config = config
         self._started_at = time.time()
-        self._lock = threading.Lock()
-        self._connections: set[ServedConnection] = set()
+        self._guests = Guests(config.max_connections)
+        self._last_words = LastWords()
         self._threads: list[threading.Thread] = []
         self._unix: UnixListener | None = None
         self._tcp: socket.socket | None = None
-        self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
+        self._metrics_server: MetricsServer | None = None
         tls = _tls_context(config)
         memory_bytes = config.memory_bytes // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES
+        self._tenants = Tenants(
+            memory_bytes=memory_bytes,
+            file_bytes=config.file_bytes,
+            file=config.tenants_file,
+            token=config.token,
+            pinned_share=config.max_pinned_share,
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_listeners)
             if config.unix is not None:
@@ -67,19 +77,29 @@ class CacheServer:
                 leased_bytes_per_client=config.leased_bytes_per_client,
                 pinned_bytes=int(memory_bytes * config.max_pinned_share),
                 lease_timeout_s=config.lease_timeout_s,
+                tenants=self._tenants,
                 disk=self._disk,
                 keeps_stored=config.keeps_memory,
             )
-            self._metrics = ServerMetrics(self.catalog.levels, self._disk.losses)
+            self._metrics = ServerMetrics(
+                self.catalog.inventory.levels, self._disk.losses, self.catalog.inventory.tenant_levels
+            )
             if config.metrics is not None:
-                self._metrics_server = self._serve_metrics(config.metrics)
+                self._metrics_server = MetricsServer(config.metrics, self._metrics.registry)
             undo.pop_all()
         self._disk.start(self.catalog.blocks)
-        self._watch = ProcessWatch(self.catalog, config.gone_grace_s)
+        self._watch = ProcessWatch(self.catalog, config.gone_grace_s, self._look_after)
         self._context = ConnectionContext(
-            config, self.catalog, self._disk, self._arena, self._watch, self._metrics, self._describe, self._count_up
+            config,
+            self.catalog,
+            self._disk,
+            self._arena,
+            self._watch,
+            self._guests,
+            self._metrics,
+            self._describe,
+            self._count_up,
         )
-        self._unused_since = time.monotonic()
         if self._unix is not None:
             self._spawn("kvtier-accept-unix", self._accept, self._unix.sock, None)
         if self._tcp is not None:
@@ -95,20 +115,18 @@ class CacheServer:
 
     @property
     def metrics_port(self) -> int | None:
-        return None if self._metrics_server is None else self._metrics_server[0].server_port
+        return None if self._metrics_server is None else self._metrics_server.port
 
     @property
     def unused_s(self) -> float:
         """For how long no client has been connected, from when one could: 0 while one is."""
-        with self._lock:
-            return 0.0 if self._connections else time.monotonic() - self._unused_since
+        return self._guests.unused_s
 
     def close(self) -> None:
         """Stop accepting, let requests under way end, close every connection, remove the socket."""
         self._context.is_stopping.set()
         self._close_listeners()
-        with self._lock:
-            connections = list(self._connections)
+        connections = self._connections()
         for connection in connections:
             connection.stop_receiving()
         deadline = time.monotonic() + _STOP_S
@@ -120,6 +138,7 @@ class CacheServer:
         for thread in self._threads:
             thread.join()
         self._watch.close()
+        self._last_words.close()
         self._disk.close()
         try:
             self._arena.close()
@@ -130,7 +149,9 @@ class CacheServer:
         config = self._config
         if config.folder is None or config.file_bytes is None:
             return NO_DISK
-        store = RecoveringStore(config.folder, config.file_bytes, files)
+        tenants = self._tenants
+        share_of = (lambda name: tenants.owner_of(name).disk) if tenants.has_several else None
+        store = RecoveringStore(config.folder, config.file_bytes, files, share_of)
         try:
             store.open()
         except (ConfigError, OSError) as error:
@@ -140,34 +161,58 @@ class CacheServer:
             logger.warning("starting without the disk, it is tried again: %s", sentence)
         return Persistence(store, self._arena, fsync=config.fsync, stores_on=config.stores_on)
 
-    def _describe(self) -> dict[str, object]:
+    def _describe(self, asker: Tenant) -> dict[str, object]:
         config = self._config
-        return {
+        described: dict[str, object] = {
             "server": "kvtier",
             "memory_bytes": self._arena.nbytes,
-            "unix": str(config.unix) if config.unix else None,
-            "tcp": f"tcp://{config.tcp.host}:{self.tcp_port}" if config.tcp else None,
-            "folder": str(config.folder) if config.folder else None,
             "file_space_bytes": config.file_bytes,
             "limits": {
                 "connections": config.max_connections,
                 "payload_bytes": config.max_payload_bytes,
                 "leased_bytes_per_client": config.leased_bytes_per_client,
             },
-            "namespaces": self.catalog.spaces_with_fields(),
+            "namespaces": self.catalog.inventory.spaces_with_fields(asker),
         }
+        if asker.sees_all:
+            described |= {
+                "unix": str(config.unix) if config.unix else None,
+                "tcp": f"tcp://{config.tcp.host}:{self.tcp_port}" if config.tcp else None,
+                "folder": str(config.folder) if config.folder else None,
+            }
+        return described
 
-    def _count_up(self) -> dict[str, object]:
+    def _count_up(self, asker: Tenant) -> dict[str, object]:
+        """All that is counted; of a tenant, what is its own."""
+        if not asker.sees_all:
+            return {
+                "uptime_s": time.time() - self._started_at,
+                "tenant": asker.name,
+                **self.catalog.inventory.levels_of(asker),
+                "connections": asker.num_connections,
+                "namespaces": self.catalog.inventory.spaces(asker),
+            }
         names = ("hit_blocks", "missed_blocks", "stored_blocks", "sent_bytes", "received_bytes")
         counters = {name: next(iter(getattr(self._metrics, name).collect())) for name in names}
         return {
             "uptime_s": time.time() - self._started_at,
-            **self.catalog.levels(),
+            **self.catalog.inventory.levels(),
             **{name: int(counter.samples[0].value) for name, counter in counters.items()},
-            "connections": len(self._connections),
+            "connections": self._guests.num_clients,
             "disk_losses": self._disk.losses(),
-            "namespaces": self.catalog.spaces(),
+            "namespaces": self.catalog.inventory.spaces(),
+            **({"tenants": self.catalog.inventory.tenant_levels()} if self._tenants.has_several else {}),
         }
+
+    def _connections(self) -> list[ServedConnection]:
+        return [guest for guest in self._guests.everybody() if isinstance(guest, ServedConnection)]
+
+    def _look_after(self) -> None:
+        """Every second or so."""
+        self._last_words.close_late()
+        if self._tenants.reload():
+            for connection in self._connections():
+                connection.end_if_unknown()
 
     def _spawn(self, name: str, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)  # type: ignore[arg-type]
@@ -176,44 +221,42 @@ class CacheServer:
 
     def _accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         while not self._context.is_stopping.is_set():
+            sock: socket.socket | None = None
             try:
                 sock, _ = listener.accept()
-            except OSError as error:
+                if sock.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._serve(sock, tls)
+            except Exception as error:  # whatever it is, the next one is accepted: no threads left, no descriptors
+                if sock is not None:
+                    sock.close()
                 if self._context.is_stopping.is_set():
                     return
-                logger.warning("accept failed: %s", error)
-                time.sleep(0.1)
-                continue
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._serve(sock, tls)
+                self._context.log.warning("accept", "a connection could not be accepted: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
 
     def _serve(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         try:
-            connection = ServedConnection(sock, tls, self._context, self._forget)
+            connection = ServedConnection(sock, tls, self._context, self._guests.leave)
         except OSError as error:  # it has gone again
             logger.debug("connection ended before it began: %s", error)
             sock.close()
             return
-        with self._lock:
+        sentence = self._guests.arrive(connection)
+        if sentence is None:
+            try:
+                connection.start()
+            except BaseException:
+                self._guests.leave(connection)
+                raise
             if self._context.is_stopping.is_set():
                 connection.shut_down()
-                return
-            is_full = len(self._connections) >= self._config.max_connections
-            if not is_full:
-                self._connections.add(connection)
-                connection.start()
-        if is_full:
-            self._metrics.refusals.labels(kind="connections").inc()
-            sentence = f"{self._config.max_connections} connections are open, which is the limit"
-            self._context.log.warning("connections", "connection refused: %s", sentence)
-            # In a thread of its own: whoever comes next must not wait until this peer has listened.
-            threading.Thread(target=connection.refuse, args=(sentence,), name="kvtier-refusal", daemon=True).start()
-
-    def _forget(self, connection: ServedConnection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-            self._unused_since = time.monotonic()
+            return
+        self._metrics.refusals.labels(kind="connections").inc()
+        self._context.log.warning("connections", "connection refused: %s", sentence)
+        # Whoever comes next must not wait until this peer has listened. In TLS it would have to be let in first.
+        words = b"" if tls is not None else encode_frame(0, wire.encode(wire.Failure("refused", sentence)))
+        self._last_words.say(sock, words)
 
     def _touch_memory(self) -> None:
         """Make every page resident, so that no first write pays for it."""
@@ -223,13 +266,6 @@ class CacheServer:
             self._arena.populate(offset, min(_TOUCH_STEP_BYTES, self._arena.nbytes - offset))
         logger.info("all of the arena's %s is resident", format_size(self._arena.nbytes))
 
-    def _serve_metrics(self, address: TcpAddress) -> tuple[WSGIServer, threading.Thread]:
-        try:
-            return start_http_server(address.port, address.host, self._metrics.registry)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(f"cannot serve metrics on {address.host}:{address.port}: {reason}") from error
-
     def _close_listeners(self) -> None:
         if self._unix is not None:
             self._unix.sock.shutdown(socket.SHUT_RDWR)
@@ -238,10 +274,8 @@ class CacheServer:
             self._tcp.shutdown(socket.SHUT_RDWR)
             self._tcp.close()
         if self._metrics_server is not None:
-            server, thread = self._metrics_server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            self._metrics_server.close()
+            self._metrics_server = None
 
 
 def _tls_context(config: CacheServerConfig) -> ssl.SSLContext | None:
@@ -250,6 +284,12 @@ def _tls_context(config: CacheServerConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # nothing unasked may arrive on an idle connection
+    if config.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_OPTIONAL  # whoever has no certificate needs a token
+        try:
+            context.load_verify_locations(config.tls_client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"cannot use the certificates in {config.tls_client_ca}: {error}") from error
     try:
         context.load_cert_chain(config.tls_certificate, config.tls_key)
     except (OSError, ssl.SSLError) as error:

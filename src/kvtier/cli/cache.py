@@ -12,10 +12,12 @@ import click
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
+from kvtier.cacheserver.tenants import printable, split_tagged
 from kvtier.cli.cache_server import default_socket, read_token
 from kvtier.cli.connection_options import connection_options
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
+from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore, StoreSpace
@@ -45,16 +47,22 @@ class _Cached(Protocol):
     def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int: ...
 
 
+def shown_name(tenant: str, name: str) -> str:
+    """What people call a namespace, whoever has named it."""
+    return printable(f"{tenant}: {name}" if tenant else name)
+
+
 class _ServerCached:
-    def __init__(self, address: str, token: bytes | None, ca_file: Path | None, described: dict[str, object]) -> None:
+    def __init__(self, address: str, token: bytes | None, ca_file: Path | None, described: KnownNamespace) -> None:
         self._address = address
         self._token = token
-        self.namespace = str(described["namespace"])
-        self.name = str(described["name"])
-        self.block_bytes = int(str(described["block_bytes"]))
-        self._block_tokens = int(str(described["block_tokens"]))
-        self.num_blocks = int(str(described["blocks"]))
-        self.num_disk_blocks = int(str(described["disk_blocks"]))
+        self.namespace = described.digest
+        self.name = shown_name(described.tenant, described.name)
+        self._label = described.name
+        self.block_bytes = described.block_bytes
+        self._block_tokens = described.block_tokens
+        self.num_blocks = described.blocks
+        self.num_disk_blocks = described.disk_blocks
         self._ca_file = ca_file
 
     def blocks(self) -> list[tuple[BlockHash, int]]:
@@ -80,7 +88,7 @@ class _ServerCached:
             token=self._token,
             layout=layout,
             namespace=Namespace(bytes.fromhex(self.namespace)),
-            name=self.name,
+            name=self._label,
             ca_file=self._ca_file,
             timeout_s=30.0,
         )
@@ -95,7 +103,7 @@ class _FolderCached:
         self._store = store
         self._space = space
         self.namespace = space.namespace.hex()
-        self.name = space.name
+        self.name = shown_name(*split_tagged(space.name))
         self.block_bytes = space.block_bytes
         self.num_blocks = 0
         self.num_disk_blocks = len(space.index)
@@ -143,8 +151,7 @@ def _opened(
             address = server or f"unix:{default_socket()}"
             token = read_token(token_file)
             with connect(address, token=token, ca_file=ca_file) as client:
-                described = client.info()["namespaces"]
-            assert isinstance(described, list)
+                described = client.namespaces()
             yield [_ServerCached(address, token, ca_file, space) for space in described]
     except (KvtierError, OSError) as error:
         raise click.ClickException(str(error)) from error

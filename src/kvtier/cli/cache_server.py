@@ -17,6 +17,7 @@ from kvtier.cacheserver.server import CacheServer
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size, parse_size
 from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
+from kvtier.transport.listening import is_own_folder, make_private_folder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_WAIT_S = 3600.0
@@ -59,7 +60,12 @@ class _Seconds(click.ParamType[float]):
 
 def default_socket() -> str:
     """Where the server listens, and clients look, when nobody says otherwise."""
-    folder = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvtier-{os.geteuid()}")
+    user = os.geteuid()
+    if user == 0:
+        return "/run/kvtier.sock"
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    if not folder or not is_own_folder(Path(folder)):  # one that came along from another user, as with sudo, is none
+        folder = f"/tmp/kvtier-{user}"
     return f"{folder}/kvtier.sock"
 
 
@@ -89,15 +95,29 @@ def default_socket() -> str:
 )
 @click.option("--fsync", is_flag=True, help="Let flush wait for the device, so that a power cut loses nothing either.")
 @click.option("--disk-optional", is_flag=True, help="Start in memory when the folder cannot be used, and try it again.")
-@click.option("--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file.")
+@click.option(
+    "--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file or --tenants."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     default=None,
     help="File with the secret that TCP clients must know (8 characters or more).",
 )
+@click.option(
+    "--tenants",
+    "tenants_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="File (TOML) with the tenants that TCP serves, and what each may have. Read again when it changes.",
+)
 @click.option("--tls-cert", type=click.Path(path_type=Path, dir_okay=False), help="Certificate (PEM): TCP speaks TLS.")
 @click.option("--tls-key", type=click.Path(path_type=Path, dir_okay=False), help="Its private key (PEM).")
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Who signs the certificates of tenants (PEM): such a one stands for a token.",
+)
 @click.option("--metrics", type=_HostPort(), default=None, help="Serve Prometheus metrics over HTTP on host:port.")
 @click.option(
     "--max-leased",
@@ -137,8 +157,10 @@ def cache_server(
     disk_optional: bool,
     tcp: TcpAddress | None,
     token_file: Path | None,
+    tenants_file: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
+    tls_client_ca: Path | None,
     metrics: TcpAddress | None,
     max_leased: int | None,
     max_frame: int,
@@ -176,14 +198,16 @@ def cache_server(
     path = socket_path or default_socket()
     try:
         if socket_path is None:
-            _make_private_folder(path)
+            _check_socket_folder(Path(path).parent)
         config = CacheServerConfig(
             memory_bytes=memory,
             unix=_unix_address(path),
             tcp=tcp,
             token=read_token(token_file),
+            tenants_file=tenants_file,
             tls_certificate=tls_cert,
             tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
             metrics=metrics,
             max_connections=max_connections,
             max_payload_bytes=max_frame,
@@ -226,6 +250,13 @@ def _wait_for_the_end(server: CacheServer, stop_when_unused_s: float | None) -> 
     click.echo(f"no client for {stop_when_unused_s:g} s")
 
 
+def _check_socket_folder(folder: Path) -> None:
+    """Of the default socket: nobody else may be able to put another socket in its place."""
+    if folder == Path("/run"):
+        return
+    make_private_folder(folder)
+
+
 def _unix_address(path: str) -> UnixAddress:
     address = parse_address(f"unix:{path}")
     assert isinstance(address, UnixAddress)
@@ -239,11 +270,3 @@ def read_token(path: Path | None) -> bytes | None:
         return path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
-
-
-def _make_private_folder(path: str) -> None:
-    folder = os.path.dirname(path)
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create {folder} for the socket: {error.strerror}") from error

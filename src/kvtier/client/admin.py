@@ -17,6 +17,7 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
 
 _MAX_NOTES_WAITING = 256
+_MAX_NAMESPACES = 1 << 24
 
 
 class Note(Protocol):
@@ -40,6 +41,17 @@ class ServerAdmin:
         if not isinstance(document, dict):
             raise TierUnavailable("the server answered with something else than a document")
         return document
+
+    def described_namespaces(self) -> list[dict[str, object]]:
+        """All of them as the server describes them, page by page."""
+        found: dict[object, dict[str, object]] = {}
+        first = 0
+        while page := json.loads(self._endpoint.call(wire.SpacesRequest(first), wire.Document).text):
+            if not isinstance(page, list) or first > _MAX_NAMESPACES:
+                raise TierUnavailable("the server describes its namespaces in a way unknown here")
+            first += len(page)
+            found |= {each.get("namespace"): each for each in page if isinstance(each, dict)}
+        return list(found.values())
 
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash], timeout_s: float | None = None) -> list[int]:
         deadline = self._endpoint.deadline(timeout_s)

@@ -295,7 +295,7 @@ class SingleClient(CacheClient):
         return self._server.document(wire.StatsRequest())
 
     def namespaces(self) -> list[KnownNamespace]:
-        return read_namespaces(self.info())
+        return read_namespaces(self._server.described_namespaces())
 
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
         return self._server.presence(namespace, hashes)

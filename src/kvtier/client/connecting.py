@@ -27,6 +27,8 @@ def connect(
     name: str = "",
     token: str | bytes | None = None,
     ca_file: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
@@ -45,6 +47,8 @@ def connect(
     name: str = "",
     token: str | bytes | None = None,
     ca_file: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
@@ -62,6 +66,8 @@ def connect(
     name: str = "",
     token: str | bytes | None = None,
     ca_file: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
     timeout_s: float = 1.0,
     max_connections: int = 8,
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
@@ -71,13 +77,15 @@ def connect(
     """A client of the cache server at `unix:/path` or `tcp://host:port`, or of several.
 
     `layout` is the shape of a block and `namespace` what it belongs to; `name` is what people see in `stats`. Over TCP
-    a `token` is needed; `ca_file` turns TLS on. Raises `ConfigError` for what cannot work and `TierRefused` when a
-    server refuses this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when no server answers
-    now; without, it comes back empty-handed until one does.
+    a `token` is needed, or a `certificate` with its `key`; `ca_file` turns TLS on. Raises `ConfigError` for what cannot
+    work and `TierRefused` when a server refuses this client. With `must_answer`, raises `TierUnavailable` or
+    `TierTimeout` when no server answers now; without, it comes back empty-handed until one does.
     """
     options = ClientOptions(
         token=token.encode() if isinstance(token, str) else token,
         ca_file=Path(ca_file) if ca_file is not None else None,
+        certificate=Path(certificate) if certificate is not None else None,
+        key=Path(key) if key is not None else None,
         timeout_s=timeout_s,
         max_connections=max_connections,
         transfer_connections=transfer_connections,

@@ -14,6 +14,10 @@ class KnownNamespace(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = msgspec.field(name="namespace")
     name: str
     block_tokens: int
+    block_bytes: int = 0
+    blocks: int = 0
+    disk_blocks: int = 0
+    tenant: str = ""
     fields: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -25,9 +29,9 @@ class KnownNamespace(msgspec.Struct, frozen=True, kw_only=True):
         return Namespace(bytes.fromhex(self.digest))
 
 
-def read_namespaces(info: dict[str, object]) -> list[KnownNamespace]:
-    """Those of a server's `info`. Raises `TierUnavailable` for a server that describes them in another way."""
+def read_namespaces(described: list[dict[str, object]]) -> list[KnownNamespace]:
+    """As a server describes them. Raises `TierUnavailable` if it does so in another way."""
     try:
-        return msgspec.convert(info.get("namespaces"), list[KnownNamespace])
+        return msgspec.convert(described, list[KnownNamespace])
     except msgspec.ValidationError as error:
         raise TierUnavailable(f"the server describes its namespaces in a way unknown here: {error}") from error

@@ -18,11 +18,13 @@ class ClientOptions:
 
     `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
     transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who
-    signed the server's certificate.
+    signed the server's certificate; `certificate` and `key` are this client's own, if the server knows it by them.
     """
 
     token: bytes | None = None
     ca_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
     timeout_s: float = 1.0
     max_connections: int = 8
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS
@@ -30,6 +32,10 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}")
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("a client's certificate needs its key, and the key its certificate")
+        if self.certificate is not None and self.ca_file is None:
+            raise ConfigError("a client's certificate needs TLS: give ca_file too")
         if self.max_connections <= 0 or not 0 < self.transfer_connections <= self.max_connections:
             raise ConfigError("max_connections must be positive and not less than transfer_connections")
 
@@ -37,6 +43,12 @@ class ClientOptions:
         if self.ca_file is None:
             return None
         try:
-            return ssl.create_default_context(cafile=str(self.ca_file))
+            context = ssl.create_default_context(cafile=str(self.ca_file))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"cannot use the certificates in {self.ca_file}: {error}") from error
+        if self.certificate is not None:
+            try:
+                context.load_cert_chain(self.certificate, self.key)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"cannot use the certificate {self.certificate}: {error}") from error
+        return context

@@ -12,6 +12,7 @@ from typing import TypeVar
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, join_hashes
 from kvtier.errors import ConfigError, RemoteProtocolError, TierFull, TierRefused, TierTimeout, TierUnavailable
 from kvtier.transport.address import Address, UnixAddress
+from kvtier.transport.listening import peer_user
 from kvtier.transport.stream import Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, FrameLimits
@@ -137,6 +138,13 @@ def joined(hashes: Sequence[BlockHash]) -> bytes:
     raise ConfigError("block hashes are bytes of length 32, as `hashes()` makes them")
 
 
+def _check_owner(sock: socket.socket, address: UnixAddress) -> None:
+    """A server's memory is as good as its owner: another user's may hold anything. Raises `TierRefused`."""
+    owner = peer_user(sock)
+    if owner not in (os.geteuid(), 0):
+        raise TierRefused(f"{address} is served by another user ({owner}), who is not trusted with this one's blocks")
+
+
 def _connect(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
     timeout_s = deadline - time.monotonic()
     if timeout_s <= 0:
@@ -150,6 +158,7 @@ def _connect(address: Address, tls: ssl.SSLContext | None, deadline: float) -> s
             if isinstance(address, UnixAddress):
                 sock.settimeout(timeout_s)
                 sock.connect(address.path)
+                _check_owner(sock, address)
                 return sock
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)

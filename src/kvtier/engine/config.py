@@ -51,6 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_server: str | tuple[str, ...] = ()
     cache_server_token: str | None = None
     cache_server_ca_file: str | None = None
+    cache_server_certificate: str | None = None
+    cache_server_key: str | None = None
     cache_server_timeout_s: float = 1.0
     cache_server_replicas: int = 1
     always_load: bool = False
@@ -72,7 +74,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             isinstance(servers, (tuple, list)) and all(isinstance(one, str) for one in servers)
         ):
             raise ConfigError(f"cache_server must be an address or several, not {servers!r}")
-        for name in ("cache_server_token", "cache_server_ca_file", "salt"):
+        for name in (
+            "cache_server_token",
+            "cache_server_ca_file",
+            "cache_server_certificate",
+            "cache_server_key",
+            "salt",
+        ):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name != "salt"):
                 raise ConfigError(f"{name} must be text, not {value!r}")

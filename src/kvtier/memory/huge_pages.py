@@ -56,6 +56,7 @@ class HugePages:
             access = mmap.PROT_READ | mmap.PROT_WRITE
             try:
                 _map(self._address, self._nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd)
+                _libc.madvise(self._address, self._nbytes, mmap.MADV_DONTDUMP)
             except OSError:
                 self._unmap.detach()  # the range may be somebody else's by now
                 raise

@@ -1,7 +1,8 @@
 """A mapped arena: one range of memory behind a memfd that several processes can map.
 
 The owner creates it, passes its descriptor on, and everyone who maps it reads and writes the same pages. Pages cost
-nothing until they are touched. The size is sealed, so that no process can shrink it under another's feet.
+nothing until they are touched. The size is sealed, and the seals are, so that no process can shrink it under another's
+feet or keep others from mapping it. A core dump has none of it: it is as secret as the prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvtier.errors import ConfigError, LeaseError, RemoteProtocolError
 from kvtier.memory.huge_pages import HUGE_BYTES, MADV_POPULATE_WRITE, HugePages
 from kvtier.sizes import format_size
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
 _POPULATE_STEP_BYTES = HUGE_BYTES
 _NUM_POPULATE_LOCKS = 16
 """A piece has one of these, so that who needs one need not wait for a thread that makes all of the arena resident."""
@@ -41,6 +43,7 @@ class MappedArena:
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+        self._map.madvise(mmap.MADV_DONTDUMP)
         self._view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
@@ -100,7 +103,7 @@ class MappedArena:
             if nbytes <= 0:
                 raise RemoteProtocolError("the peer passed an arena of no size")
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if seals & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
+            if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != nbytes:
                 raise RemoteProtocolError("the peer passed a descriptor that is not a sealed arena of the size it said")
             arena = cls(fd, nbytes)
         except OSError as error:

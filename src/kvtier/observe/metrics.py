@@ -20,6 +20,7 @@ SERVER_RECEIVED_BYTES = "kvtier_server_received_bytes"
 SERVER_EVICTED_BLOCKS = "kvtier_server_evicted_blocks"
 SERVER_DISK_LOSSES = "kvtier_server_disk_losses"
 SERVER_LEVELS = "kvtier_server_"
+SERVER_TENANT_LEVELS = "kvtier_server_tenant_"
 
 TIER_HIT_BLOCKS = "kvtier_tier_hit_blocks"
 TIER_MISSED_BLOCKS = "kvtier_tier_missed_blocks"
@@ -59,8 +60,10 @@ class ServerMetrics:
         self,
         levels: Callable[[], Mapping[str, float]],
         losses: Callable[[], Mapping[str, int]] = dict,
+        tenants: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
         registry: CollectorRegistry | None = None,
     ) -> None:
+        """`tenants` are levels by tenant, each of which becomes a label."""
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = Counter(SERVER_REQUESTS, "Requests by operation.", ["operation"], registry=self.registry)
         self.request_seconds = Histogram(
@@ -78,13 +81,19 @@ class ServerMetrics:
         self.received_bytes = Counter(
             SERVER_RECEIVED_BYTES, "Block bytes received over sockets.", registry=self.registry
         )
-        self.registry.register(_Levels(levels, losses))
+        self.registry.register(_Levels(levels, losses, tenants))
 
 
 class _Levels(Collector):
-    def __init__(self, levels: Callable[[], Mapping[str, float]], losses: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        levels: Callable[[], Mapping[str, float]],
+        losses: Callable[[], Mapping[str, int]],
+        tenants: Callable[[], Mapping[str, Mapping[str, float]]],
+    ) -> None:
         self._levels = levels
         self._losses = losses
+        self._tenants = tenants
 
     def collect(self) -> Iterator[Metric]:
         lost = CounterMetricFamily(
@@ -99,6 +108,14 @@ class _Levels(Collector):
             else:
                 family = GaugeMetricFamily(SERVER_LEVELS + name, f"{name.replace('_', ' ')} now.", value=value)
             yield family
+        families: dict[str, GaugeMetricFamily] = {}
+        for tenant, levels in self._tenants().items():
+            for name, value in levels.items():
+                if name not in families:
+                    help_text = f"{name.replace('_', ' ')} now, by tenant."
+                    families[name] = GaugeMetricFamily(SERVER_TENANT_LEVELS + name, help_text, labels=["tenant"])
+                families[name].add_metric([tenant], value)
+        yield from families.values()
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -9,12 +9,12 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.transport.listening import is_own_folder, make_private_folder
 
 _KEY_CHARACTERS = 16
 _SOCKET_NAME = "kvtier.sock"
@@ -38,7 +38,7 @@ class ServerFolder:
     def make(self) -> None:
         """Raises `ConfigError` when it cannot be made, or is open to others."""
         for folder in (self.path.parent, self.path):
-            _make_private(folder)
+            make_private_folder(folder)
 
     def remove_if_dead(self) -> None:
         """Remove it, unless a server lives here or somebody is about to start one."""
@@ -88,24 +88,7 @@ def try_lock(path: Path) -> int | None:
 def _roots() -> Iterator[Path]:
     """From the best on. A XDG_RUNTIME_DIR that came along from another user, as with sudo, is none."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isabs(runtime) and _is_own(Path(runtime)):
+    if runtime and is_own_folder(Path(runtime)):
         yield Path(runtime) / "kvtier"
     for temporary in (tempfile.gettempdir(), "/tmp"):
         yield Path(temporary) / f"kvtier-{os.geteuid()}"
-
-
-def _is_own(folder: Path) -> bool:
-    try:
-        return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        return False
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise ConfigError(f"cannot create {folder} for a cache server's socket: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{folder} is not a folder that only this user can open: remove it, or set XDG_RUNTIME_DIR")

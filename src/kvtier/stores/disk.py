@@ -18,15 +18,18 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.share import Share
 from kvtier.errors import BlockCorrupt, ConfigError, TierRefused
 from kvtier.memory.checksum import checksum_of
 from kvtier.sizes import format_size
@@ -70,13 +73,15 @@ class StoredBlock(Block):
 class StoreSpace:
     """One namespace's blocks in a store."""
 
-    def __init__(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> None:
+    def __init__(
+        self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int, share: Share | None
+    ) -> None:
         self.namespace = namespace
         self.name = name
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
         self.slot_bytes = slot_bytes_of(block_bytes)
-        self.index = PrefixIndex(self.slot_bytes // UNIT_BYTES)
+        self.index = PrefixIndex(self.slot_bytes // UNIT_BYTES, share, hash(namespace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,17 @@ class Recovery:
 class DiskStore:
     """Owns `folder` (one process at a time) and the two files in it."""
 
-    def __init__(self, folder: Path, file_space: int, *, files: Files | None = None) -> None:
-        """Raises `ConfigError` when the folder cannot be used: not writable, in use, of an unknown format, too small.
+    def __init__(
+        self,
+        folder: Path,
+        file_space: int,
+        *,
+        files: Files | None = None,
+        share_of: Callable[[str], Share] | None = None,
+    ) -> None:
+        """With `share_of`, the name of a namespace says whose share of the room its blocks count towards.
+
+        Raises `ConfigError` when the folder cannot be used: not writable, in use, of an unknown format, too small.
 
         Raises `OSError` when the device fails.
         """
@@ -105,7 +119,9 @@ class DiskStore:
         self._meta_lock = threading.Lock()
         self._wipe_lock = threading.Lock()
         self._ghosts = Ghosts()
-        self._pool = BlockPool(0, make=StoredBlock, on_evict=self._note_evicted)
+        self._share_of = (lambda name: None) if share_of is None else share_of
+        policy: EvictionPolicy[Block] = LruPolicy() if share_of is None else FairPolicy(LruPolicy)
+        self._pool = BlockPool(0, policy, make=StoredBlock, on_evict=self._note_evicted)
         self._spaces: dict[Namespace, StoreSpace] = {}
         self._free_records: deque[int] = deque()
         self._to_wipe: list[StoredBlock] = []
@@ -138,7 +154,8 @@ class DiskStore:
         with self._lock:
             space = self._spaces.get(namespace)
             if space is None or (space.block_bytes != block_bytes and not len(space.index)):
-                space = self._spaces[namespace] = StoreSpace(namespace, name, block_bytes, block_tokens)
+                share = self._share_of(name)
+                space = self._spaces[namespace] = StoreSpace(namespace, name, block_bytes, block_tokens, share)
         if space.block_bytes != block_bytes:
             raise TierRefused(
                 f"namespace {namespace.hex()[:12]} has blocks of {space.block_bytes} bytes on disk, not {block_bytes}"
@@ -150,10 +167,11 @@ class DiskStore:
         with self._lock:
             return self._spaces.get(namespace)
 
-    def was_evicted(self, hashes: Sequence[BlockHash]) -> list[bool]:
+    def was_evicted(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these were evicted since the store was opened, as far as it remembers."""
+        scope = hash(namespace)
         with self._lock:
-            return [block_hash in self._ghosts for block_hash in hashes]
+            return [self._ghosts.has(block_hash, scope) for block_hash in hashes]
 
     def contains(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[bool]:
         with self._lock:
@@ -202,7 +220,7 @@ class DiskStore:
         outcomes: list[Written] = []
         while len(outcomes) < len(hashes):  # more often than once only where records or room are short
             first = len(outcomes)
-            numbers = self._take_records(space.index.block_units, len(hashes) - first)
+            numbers = self._take_records(space.index.block_units, len(hashes) - first, space.index.share)
             part = slice(first, first + max(1, len(numbers)))
             outcomes += self._write_part(space, hashes[part], payloads[part], checksums[part], numbers)
         return outcomes
@@ -267,7 +285,7 @@ class DiskStore:
             # Those being written too: whoever writes them wipes the record then.
             num_dropped = self._pool.drop(space.index, [block.hash for block in gone])
             for block_hash in wanted:
-                self._ghosts.discard(block_hash)
+                self._ghosts.discard(block_hash, space.index.scope)
         try:
             with self._wipe_lock:
                 self._wipe(ready)
@@ -436,7 +454,8 @@ class DiskStore:
         for number, record in kept.items():
             space = self._spaces.get(record.namespace)
             if space is None:
-                space = StoreSpace(record.namespace, record.name, record.block_bytes, record.block_tokens)
+                share = self._share_of(record.name)
+                space = StoreSpace(record.namespace, record.name, record.block_bytes, record.block_tokens, share)
                 self._spaces[record.namespace] = space
             block = StoredBlock(record.start, space.index.block_units)
             block.hash = record.hash
@@ -452,7 +471,7 @@ class DiskStore:
 
     # --- private: room ---------------------------------------------------------------------------------------------
 
-    def _take_records(self, block_units: int, count: int) -> list[int]:
+    def _take_records(self, block_units: int, count: int, requester: Share) -> list[int]:
         """Numbers for up to `count` records, once the files have grown as far as they may and need to. May do I/O.
 
         None at all only when everything is in use.
@@ -464,7 +483,7 @@ class DiskStore:
             self._grow(count * block_units, block_units)
             if not self._free_records and not self._add_records(block_units):
                 with self._lock:
-                    self._pool.evict(1)
+                    self._pool.evict(1, requester)
         if not self._free_records:
             self._wipe_evicted()
         with self._lock:
@@ -641,7 +660,7 @@ class DiskStore:
         assert isinstance(block, StoredBlock)
         self._touched.pop(block, None)
         self._to_wipe.append(block)
-        self._ghosts.add(block.hash)
+        self._ghosts.add(block.hash, block.index.scope)
 
     def _wipe_evicted(self) -> None:
         """Wipe the records of all that was evicted so far, before anything is written where it was."""

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import struct
+from pathlib import Path
 
 from kvtier.errors import ConfigError, TierRefused
 from kvtier.transport.address import TcpAddress, UnixAddress
@@ -79,6 +81,35 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
     except OSError as error:
         reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         raise ConfigError(f"cannot listen on {address}: {reason}") from error
+
+
+def peer_user(sock: socket.socket) -> int:
+    """The user id of the process that listens behind a connected Unix socket, or has connected to it."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def is_own_folder(folder: Path) -> bool:
+    """It is this user's, who can make files in it."""
+    try:
+        is_own = folder.is_absolute() and folder.stat().st_uid == os.geteuid()
+        return is_own and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that only this user can open, if it is not there.
+
+    Raises `ConfigError` if it is somebody else's, or open to others.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder} for a cache server's socket: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a folder that only this user can open: remove it, or set XDG_RUNTIME_DIR")
 
 
 def peer_process(sock: socket.socket) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.latency_guard import give_way
@@ -31,8 +32,24 @@ _TIMEVAL = struct.Struct("ll")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The least that a peer has to read or send of a frame once it has begun, after a time of grace."""
+
+    grace_s: float
+    bytes_per_s: float
+
+    def check(self, started_at: float, nbytes: int) -> None:
+        """Raises `TierTimeout` when `nbytes` since `started_at` are too few."""
+        if time.monotonic() - started_at > self.grace_s + nbytes / self.bytes_per_s:
+            raise TierTimeout("the peer is too slow")
+
+
 class Stream:
-    """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket."""
+    """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket.
+
+    Once it has a `pace`, whoever takes longer than that for a frame has lost the stream.
+    """
 
     def __init__(
         self,
@@ -45,6 +62,9 @@ class Stream:
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste)
         self._timeout_s: float | None = None
+        self.pace: Pace | None = None
+        self._frame_at = 0.0
+        self._frame_bytes = 0
         self.passed_fds: list[int] = []
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -96,19 +116,22 @@ class Stream:
         self._send_all([head, *payload], deadline)
 
     def _send_all(self, left: BufferList, deadline: float | None) -> None:
-        position = 0
+        position = total = 0
+        started_at = time.monotonic()
         with _translated():
             while position < len(left):
                 self._wait_until(deadline)
                 if self._tls is not None:
-                    self._tls.sendall(left[position])
-                    position += 1
-                    continue
-                end, nbytes = position + 1, len(left[position])
-                while end < len(left) and nbytes < _SEND_BYTES and end - position < _MAX_VECTORS:
-                    nbytes += len(left[end])
-                    end += 1
-                sent = self._sock.sendmsg(left[position:end])
+                    sent = self._tls.send(left[position][:_SEND_BYTES])
+                else:
+                    end, nbytes = position + 1, len(left[position])
+                    while end < len(left) and nbytes < _SEND_BYTES and end - position < _MAX_VECTORS:
+                        nbytes += len(left[end])
+                        end += 1
+                    sent = self._sock.sendmsg(left[position:end])
+                total += sent
+                if self.pace is not None:
+                    self.pace.check(started_at, total)
                 while position < len(left) and sent >= len(left[position]):
                     sent -= len(left[position])
                     position += 1
@@ -133,9 +156,18 @@ class Stream:
             give_way()
             if not received:
                 raise TierUnavailable("the peer closed the connection")
+            if self.pace is not None:
+                self._keep_pace(received)
             frame = reader.advance(received)
             if frame is not None:
                 return frame
+
+    def _keep_pace(self, received: int) -> None:
+        assert self.pace is not None
+        if self._reader.is_between_frames:
+            self._frame_at, self._frame_bytes = time.monotonic(), 0
+        self._frame_bytes += received
+        self.pace.check(self._frame_at, self._frame_bytes)
 
     def is_readable(self) -> bool:
         """Bytes, or the end, are there to be read: on an idle connection a sign that the peer left."""
@@ -152,12 +184,19 @@ class Stream:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def drain(self, timeout_s: float) -> None:
-        """Say that no more comes, then read what the peer is still sending: it must not lose our last words."""
+        """Say that no more comes, then read what the peer is still sending: it must not lose our last words.
+
+        Ends after `timeout_s`, whatever still comes.
+        """
+        deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError, ValueError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
-            self.set_timeout(timeout_s)
             left = _DRAIN_BYTES
-            while left > 0 and (received := len(self._sock.recv(1 << 16))):
+            while left > 0 and (left_s := deadline - time.monotonic()) > 0:
+                self.set_timeout(left_s)
+                received = len(self._sock.recv(1 << 16))
+                if not received:
+                    return
                 left -= received
 
     def close(self) -> None:

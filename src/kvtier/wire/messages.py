@@ -256,6 +256,15 @@ class InfoRequest(_Message, frozen=True, tag=22):
     """Answered by `Document`: the server, its limits, its namespaces."""
 
 
+class SpacesRequest(_Message, frozen=True, tag=32):
+    """Answered by `Document`: namespaces as in the server's description, from a place in its order on."""
+
+    first: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.first < 1 << 48, "a place in a listing")
+
+
 class StatsRequest(_Message, frozen=True, tag=23):
     """Answered by `Document`: what the server holds and has done."""
 
@@ -424,6 +433,7 @@ Request: TypeAlias = (
     | Await
     | Flush
     | InfoRequest
+    | SpacesRequest
     | StatsRequest
     | Ping
     | Bye

@@ -15,6 +15,7 @@ import enum
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 
 from kvtier.errors import LocalProtocolError, RemoteProtocolError, TierRefused
 from kvtier.wire.frames import HANDSHAKE_LIMITS, FrameLimits
@@ -39,11 +40,15 @@ class _Stage(enum.Enum):
 
 
 class ServerSession:
-    """The server's side of one connection. `welcome` is sent to a client that may come in."""
+    """The server's side of one connection. `welcome` is sent to a client that may come in.
 
-    def __init__(self, welcome: Welcome, token: bytes | None, limits: FrameLimits) -> None:
+    That is one that knows one of `tokens`, or anyone if there are none. `token` is the one it has proved to know.
+    """
+
+    def __init__(self, welcome: Welcome, tokens: Sequence[bytes], limits: FrameLimits) -> None:
         self._welcome = welcome
-        self._token = token
+        self._tokens = tokens
+        self.token: bytes | None = None
         self._session_limits = limits
         self._stage = _Stage.HELLO
         self._nonce = secrets.token_bytes(NONCE_BYTES)
@@ -65,20 +70,22 @@ class ServerSession:
         """
         if self._stage is _Stage.HELLO and isinstance(message, Hello):
             self.hello = message
-            if self._token is None:
+            if not self._tokens:
                 self._stage = _Stage.OPEN
                 return self._welcome
             self._stage = _Stage.PROOF
             return Challenge(self._nonce)
         if self._stage is _Stage.PROOF and isinstance(message, Proof):
-            assert self._token is not None
             assert self.hello is not None
-            if not hmac.compare_digest(message.mac, _mac(self._token, b"client", self.hello.nonce, self._nonce)):
+            for token in self._tokens:  # all of them: how long that takes says nothing of which it is
+                if hmac.compare_digest(message.mac, _mac(token, b"client", self.hello.nonce, self._nonce)):
+                    self.token = token
+            if self.token is None:
                 self._stage = _Stage.REFUSED
                 raise TierRefused("the token is not the server's")
             self._stage = _Stage.OPEN
             welcome = self._welcome
-            mac = _mac(self._token, b"server", self.hello.nonce, self._nonce)
+            mac = _mac(self.token, b"server", self.hello.nonce, self._nonce)
             return Welcome(
                 welcome.server,
                 welcome.server_id,

@@ -86,7 +86,7 @@ def store(catalog: Catalog, space: MemorySpace, *texts: str) -> None:
 
 def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local: ServedClient) -> None:
     assert catalog.join(local.id, LOCAL_PID) is local
-    assert catalog.levels()["clients"] == 1
+    assert catalog.inventory.levels()["clients"] == 1
 
 
 def test_a_forked_child_cannot_use_its_parents_id(catalog: Catalog, local: ServedClient) -> None:
@@ -102,9 +102,9 @@ def test_a_remote_client_is_gone_with_its_last_connection(
     catalog.lease(remote, 1, space, names("a"))
 
     catalog.leave(remote)
-    assert catalog.levels()["leases"] == 1
+    assert catalog.inventory.levels()["leases"] == 1
     catalog.leave(remote)
-    assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
+    assert (catalog.inventory.levels()["clients"], catalog.inventory.levels()["held_bytes"]) == (0, 0)
 
 
 def test_a_local_client_is_gone_only_with_its_process(
@@ -114,9 +114,9 @@ def test_a_local_client_is_gone_only_with_its_process(
     catalog.lease(local, 1, space, names("a"))
 
     catalog.leave(local)
-    assert catalog.levels()["leases"] == 1
+    assert catalog.inventory.levels()["leases"] == 1
     catalog.end(local)
-    assert (catalog.levels()["clients"], catalog.levels()["held_bytes"]) == (0, 0)
+    assert (catalog.inventory.levels()["clients"], catalog.inventory.levels()["held_bytes"]) == (0, 0)
 
 
 def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
@@ -141,7 +141,7 @@ def test_a_lease_whose_end_came_first_is_not_held(catalog: Catalog, space: Memor
     catalog.release(local, 7)
     catalog.lease(local, 7, space, names("a"))
 
-    assert (catalog.levels()["leases"], catalog.levels()["held_bytes"]) == (0, 0)
+    assert (catalog.inventory.levels()["leases"], catalog.inventory.levels()["held_bytes"]) == (0, 0)
 
 
 def test_a_reservation_whose_end_came_first_is_not_held(
@@ -150,7 +150,7 @@ def test_a_reservation_whose_end_came_first_is_not_held(
     catalog.close_reservation(local, 7)
     catalog.reserve(local, 7, space, names("a"))
 
-    assert (catalog.levels()["reservations"], catalog.levels()["used_bytes"]) == (0, 0)
+    assert (catalog.inventory.levels()["reservations"], catalog.inventory.levels()["used_bytes"]) == (0, 0)
     assert catalog.contains(space, names("a")) == b"\0"
 
 
@@ -235,7 +235,7 @@ def test_what_is_not_committed_is_given_back_with_its_reservation(
     catalog.close_reservation(local, 1)
 
     assert catalog.contains(space, names(*"abc")) == b"\0\1\0"
-    assert catalog.levels()["used_bytes"] == SLOT_ALIGN_BYTES
+    assert catalog.inventory.levels()["used_bytes"] == SLOT_ALIGN_BYTES
 
 
 @pytest.mark.parametrize("act", [Catalog.fill, Catalog.commit])
@@ -259,7 +259,7 @@ def test_the_share_for_pinned_blocks_is_a_limit(catalog: Catalog, space: MemoryS
     with pytest.raises(TierRefused, match="pinned 2 of 3 blocks: at most 8KiB may be pinned"):
         catalog.pin(space, names(*"abc"))
 
-    assert catalog.levels()["pinned_bytes"] == 2 * SLOT_ALIGN_BYTES
+    assert catalog.inventory.levels()["pinned_bytes"] == 2 * SLOT_ALIGN_BYTES
     assert catalog.unpin(space, names(*"abc")) == 2
 
 
@@ -268,7 +268,7 @@ def test_dropping_no_hashes_drops_the_namespace(catalog: Catalog, space: MemoryS
 
     assert catalog.drop(space, names("a")) == 1
     assert catalog.drop(space, []) == 2
-    assert catalog.levels()["used_bytes"] == 0
+    assert catalog.inventory.levels()["used_bytes"] == 0
 
 
 def test_namespaces_do_not_share_blocks(catalog: Catalog, space: MemorySpace) -> None:
@@ -287,13 +287,13 @@ def test_a_block_larger_than_the_memory_is_refused(catalog: Catalog) -> None:
     with pytest.raises(TierRefused, match="does not fit into this server's 32KiB"):
         catalog.open(NAMESPACE, "huge", 8 * SLOT_ALIGN_BYTES + 1, 16)
 
-    assert catalog.spaces() == []
+    assert catalog.inventory.spaces() == []
 
 
 def test_a_namespace_that_is_empty_and_unused_is_forgotten(catalog: Catalog, space: MemorySpace) -> None:
     catalog.close(space)
 
-    assert catalog.spaces() == []
+    assert catalog.inventory.spaces() == []
     assert catalog.open(NAMESPACE, "model", 8192, 16).block_bytes == 8192
 
 
@@ -309,11 +309,11 @@ def test_a_namespace_is_forgotten_with_the_last_unfinished_block_in_it(
 ) -> None:
     catalog.reserve(local, 1, space, names("a"))
     catalog.close(space)
-    assert len(catalog.spaces()) == 1
+    assert len(catalog.inventory.spaces()) == 1
 
     catalog.close_reservation(local, 1)
 
-    assert catalog.spaces() == []
+    assert catalog.inventory.spaces() == []
 
 
 def test_a_namespace_of_which_eviction_left_nothing_is_forgotten_in_time(clock: Clock) -> None:
@@ -325,14 +325,14 @@ def test_a_namespace_of_which_eviction_left_nothing_is_forgotten_in_time(clock: 
 
     catalog.expire()
 
-    assert [entry["name"] for entry in catalog.spaces()] == ["other"]
-    assert catalog.levels()["evicted_blocks"] == 1
+    assert [entry["name"] for entry in catalog.inventory.spaces()] == ["other"]
+    assert catalog.inventory.levels()["evicted_blocks"] == 1
 
 
 def test_a_namespace_is_described_for_people(catalog: Catalog, space: MemorySpace) -> None:
     store(catalog, space, "a", "b")
 
-    assert catalog.spaces() == [
+    assert catalog.inventory.spaces() == [
         {
             "namespace": NAMESPACE.hex(),
             "name": "model",
@@ -391,17 +391,17 @@ def test_presence_says_where_a_block_is_and_uses_nothing(
     store(catalog, space, *"ghij")
     catalog.pin(space, names("a"))
     catalog.reserve(local, 1, space, names("p"))
-    before = catalog.levels()
+    before = catalog.inventory.levels()
 
     flags = catalog.presence(NAMESPACE, names("a", "g", "p", "f", "z"))
 
     assert list(flags) == [LISTED_MEMORY | LISTED_PINNED, LISTED_MEMORY, LISTED_PENDING, LISTED_EVICTED, 0]
-    assert catalog.levels() == before
+    assert catalog.inventory.levels() == before
 
 
 def test_presence_of_a_namespace_that_nobody_has_opened_opens_none(catalog: Catalog) -> None:
     assert catalog.presence(Namespace(bytes(32)), names("a", "b")) == bytes(2)
-    assert catalog.levels()["namespaces"] == 0
+    assert catalog.inventory.levels()["namespaces"] == 0
 
 
 def test_an_evicted_block_is_known_after_its_namespace_is_gone(
@@ -414,20 +414,20 @@ def test_an_evicted_block_is_known_after_its_namespace_is_gone(
     store(catalog, space, *"hi")
     catalog.expire()
 
-    assert catalog.levels()["namespaces"] == 1
+    assert catalog.inventory.levels()["namespaces"] == 1
     assert list(catalog.presence(Namespace(bytes(32)), names("a"))) == [LISTED_EVICTED]
 
 
 def test_what_a_namespace_covers_is_known_as_long_as_the_namespace(catalog: Catalog) -> None:
     space = catalog.open(NAMESPACE, "model", 4096, 16, '{"salt":"a"}')
     assert catalog.open(NAMESPACE, "model", 4096, 16) is space  # another client knows the digest only
-    assert [each["fields"] for each in catalog.spaces_with_fields()] == [{"salt": "a"}]
+    assert [each["fields"] for each in catalog.inventory.spaces_with_fields()] == [{"salt": "a"}]
 
     catalog.close(space)
     catalog.close(space)
     catalog.expire()
     catalog.open(NAMESPACE, "model", 4096, 16)
-    assert [each["fields"] for each in catalog.spaces_with_fields()] == [None]
+    assert [each["fields"] for each in catalog.inventory.spaces_with_fields()] == [None]
 
 
 def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local):
@@ -435,7 +435,7 @@ def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local
     catalog.reserve(local, 1, space, hashes)
     catalog.commit(local, 1, 0, 4)  # the last one is not there yet
 
-    parts = [catalog.list_blocks(space, first, 2) for first in (0, 2, 4, 1 << 40)]
+    parts = [catalog.inventory.list_blocks(space, first, 2) for first in (0, 2, 4, 1 << 40)]
     assert [listed for listed, _, _ in parts] == [hashes[:2], hashes[2:4], [], []]
     assert [flags for _, flags, _ in parts] == [bytes([LISTED_MEMORY] * 2)] * 2 + [b"", b""]
     assert [is_last for _, _, is_last in parts] == [False, False, True, True]

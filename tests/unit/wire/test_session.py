@@ -15,7 +15,7 @@ TOKEN = b"correct horse"
 
 
 def server(token: bytes | None = None) -> ServerSession:
-    return ServerSession(WELCOME, token, LIMITS)
+    return ServerSession(WELCOME, [] if token is None else [b"another", token], LIMITS)
 
 
 def client(token: bytes | None = None) -> ClientSession:

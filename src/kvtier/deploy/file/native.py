@@ -86,6 +86,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Cache servers outside of this deployment, such as `tcp://host:7700`, in place of `cache`."""
     cache_server_token_file: Path | None = None
     """File with the token for them."""
+    cache_server_certificate: Path | None = None
+    """Certificate (PEM) of the engine, if they know it by that and not by a token. Needs `cache_server_key`."""
+    cache_server_key: Path | None = None
+    """Its private key (PEM)."""
     cache_server_ca_file: Path | None = None
     """Certificate (PEM) of who signed theirs: they are spoken to in TLS."""
     cache_server_timeout_s: float = 1.0
@@ -131,13 +135,17 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: Path | None = None
     """Its Unix socket; one in the deployment's runtime folder unless told."""
     tcp: str | None = None
-    """Also listen on `host:port`, for engines of other hosts. Needs `token_file`."""
+    """Also listen on `host:port`, for engines of other hosts. Needs `token_file` or `tenants`."""
     token_file: Path | None = None
     """File with the secret that TCP clients must know (8 characters or more)."""
+    tenants: Path | None = None
+    """File (TOML) with the tenants that TCP serves, and what each may have. Read again when it changes."""
     tls_cert: Path | None = None
     """Certificate (PEM): TCP speaks TLS."""
     tls_key: Path | None = None
     """Its private key (PEM)."""
+    tls_client_ca: Path | None = None
+    """Who signs the certificates of tenants (PEM): such a one stands for a token."""
     metrics: str | None = None
     """Serve Prometheus metrics over HTTP on `host:port`."""
     store_on: Literal["commit", "reuse"] = "commit"
@@ -183,8 +191,8 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
             for name in ("disk_only", "fsync", "disk_optional"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} is about the disk: give a folder and disk too")
-        if self.tcp is not None and self.token_file is None:
-            raise ConfigError("tcp needs a token_file, also on loopback")
+        if self.tcp is not None and self.token_file is None and self.tenants is None:
+            raise ConfigError("tcp needs a token_file, or tenants, also on loopback")
 
 
 class ApiKeySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,7 +36,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         least, given = format_size(MIN_FILE_BYTES), format_size(cache.disk)
         raise origin.wrong(place, f"disk must be at least {least}, not {given}", about="disk")
     token = read_secret(origin, place, "token_file", cache.token_file)
-    for field in ("tls_cert", "tls_key"):
+    for field in ("tenants", "tls_cert", "tls_key", "tls_client_ca"):
         require_file(origin, place, field, getattr(cache, field))
     addresses: dict[str, TcpAddress | None] = {
         field: _host_port(getattr(cache, field), field, place, origin) for field in ("tcp", "metrics")
@@ -51,8 +51,10 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
             unix=unix,
             tcp=addresses["tcp"],
             token=None if token is None else token.encode(),
+            tenants_file=cache.tenants,
             tls_certificate=cache.tls_cert,
             tls_key=cache.tls_key,
+            tls_client_ca=cache.tls_client_ca,
             metrics=addresses["metrics"],
             max_connections=cache.max_connections,
             max_payload_bytes=int(cache.max_frame),

@@ -109,17 +109,22 @@ def _cache_of(model: ModelSection, place: Location, origin: Origin, caches: dict
     return next(iter(caches.values()))
 
 
+_FILES = ("cache_server_ca_file", "cache_server_certificate", "cache_server_key")
+
+
 def _configs(
     model: ModelSection, found: str, cache: CachePart | None, place: Location, origin: Origin
 ) -> list[EngineConfig]:
     """One per engine; they differ in their device."""
-    require_file(origin, place, "cache_server_ca_file", model.cache_server_ca_file)
+    for field in _FILES:
+        require_file(origin, place, field, getattr(model, field))
     token = read_secret(origin, place, "cache_server_token_file", model.cache_server_token_file)
     given: dict[str, Any] = {name: getattr(model, name) for name in _AS_GIVEN}
     settings: dict[str, Any] = {name: int(value) if isinstance(value, Size) else value for name, value in given.items()}
     settings["cache_dir"] = None if model.cache_dir is None else str(model.cache_dir)
     settings["cache_server_token"] = token
-    settings["cache_server_ca_file"] = None if model.cache_server_ca_file is None else str(model.cache_server_ca_file)
+    for field in _FILES:
+        settings[field] = None if getattr(model, field) is None else str(getattr(model, field))
     if cache is not None:
         settings["cache_server"] = str(cache.server.unix)
     try:

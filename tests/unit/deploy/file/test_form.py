@@ -120,7 +120,7 @@ def test_a_secret_of_the_wrong_kind_is_not_repeated(refuse: Refuse) -> None:
         ("cache:\n  folder: x\n", "4: folder needs disk, the most space it may take, as in disk: 100GiB"),
         ("cache:\n  disk: 3\n", "4: disk needs a folder to keep blocks in"),
         ("cache:\n  disk_only: true\n", "4: disk_only is about the disk: give a folder and disk too"),
-        ("cache:\n  tcp: a:1\n", "4: tcp needs a token_file, also on loopback"),
+        ("cache:\n  tcp: a:1\n", "4: tcp needs a token_file, or tenants, also on loopback"),
         ("cache:\n  metrics: 9400x\n", "4: metrics: '9400x' is not host:port"),
         ("cache:\n  memory: 1KiB\n", "4: memory must be at least 4KiB, not 1KiB"),
         ("cache:\n  memory: 8000TiB\n", "4: memory of 8000TiB is more than the"),

@@ -1,0 +1,79 @@
+"""What a client asks about the server and about blocks that it neither reads nor writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from kvtier.blocks.hashing import join_hashes, split_hashes
+from kvtier.cacheserver.connection_context import ConnectionContext
+from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.cacheserver.served_client import ServedClient
+from kvtier.errors import TierRefused, TierTimeout, TierUnavailable
+from kvtier.wire import messages as wire
+
+_MAX_LISTED = 1 << 18
+
+
+class AdminRequests:
+    """Of one connection of `client`; `space_of` knows the namespaces that are open on it."""
+
+    def __init__(
+        self, context: ConnectionContext, client: ServedClient, space_of: Callable[[int], MemorySpace]
+    ) -> None:
+        self._context = context
+        self._catalog = context.catalog
+        self._client = client
+        self._tenant = client.tenant
+        self._space_of = space_of
+
+    def on_pin(self, request: wire.PinRequest) -> wire.Counted:
+        act = self._catalog.pin if request.keep else self._catalog.unpin
+        return wire.Counted(act(self._space_of(request.space), split_hashes(request.hashes)))
+
+    def on_drop(self, request: wire.DropRequest) -> wire.Counted:
+        return wire.Counted(self._catalog.drop(self._space_of(request.space), split_hashes(request.hashes)))
+
+    def on_list(self, request: wire.ListRequest) -> wire.Listed:
+        hashes, flags, is_last = self._catalog.inventory.list_blocks(
+            self._space_of(request.space), request.first, _MAX_LISTED
+        )
+        return wire.Listed(join_hashes(hashes), flags, 0 if is_last else request.first + _MAX_LISTED)
+
+    def on_verify(self, request: wire.VerifyRequest) -> wire.Contained:
+        space = self._space_of(request.space)
+        try:
+            return wire.Contained(bytes(self._context.disk.verify(space, split_hashes(request.hashes))))
+        except TierUnavailable as error:
+            raise TierRefused(str(error)) from error
+
+    def on_flush(self, request: wire.Flush) -> wire.Done:
+        """When it is answered, what was committed before is on disk, if there is one."""
+        try:
+            self._context.disk.flush(self._context.config.flush_timeout_s)
+        except (TierTimeout, TierUnavailable) as error:
+            raise TierRefused(str(error)) from error
+        return wire.Done()
+
+    def on_note(self, request: wire.NoteRequest) -> wire.Done:
+        self._tenant.notes.put(request.request_id, request.text)
+        return wire.Done()
+
+    def on_noted(self, request: wire.NotedRequest) -> wire.Document:
+        return wire.Document(self._tenant.notes.get(request.request_id))
+
+    def on_info(self, request: wire.InfoRequest) -> wire.Document:
+        return wire.Document(json.dumps(self._context.describe(self._tenant)))
+
+    def on_stats(self, request: wire.StatsRequest) -> wire.Document:
+        return wire.Document(json.dumps(self._context.count_up(self._tenant)))
+
+    def on_spaces(self, request: wire.SpacesRequest) -> wire.Document:
+        return wire.Document(json.dumps(self._catalog.inventory.spaces_with_fields(self._tenant, request.first)))
+
+    def on_ping(self, request: wire.Ping) -> wire.Done:
+        return wire.Done()
+
+    def on_bye(self, request: wire.Bye) -> wire.Done:
+        self._catalog.end(self._client)
+        return wire.Done()

@@ -1,0 +1,41 @@
+"""What the connections of one server share."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.guests import Guests
+from kvtier.cacheserver.persistence import Disk
+from kvtier.cacheserver.process_watch import ProcessWatch
+from kvtier.cacheserver.tenants import Tenant
+from kvtier.memory.mapped import MappedArena
+from kvtier.observe.log_limit import LogLimit
+from kvtier.observe.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConnectionContext:
+    """What every connection of one server shares."""
+
+    config: CacheServerConfig
+    catalog: Catalog
+    disk: Disk
+    arena: MappedArena
+    watch: ProcessWatch
+    guests: Guests
+    metrics: ServerMetrics
+    describe: Callable[[Tenant], dict[str, object]]
+    count_up: Callable[[Tenant], dict[str, object]]
+    server_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    is_stopping: threading.Event = field(default_factory=threading.Event)
+    log: LogLimit = field(default_factory=lambda: LogLimit(logger))
+    bulk: threading.Lock = field(default_factory=threading.Lock)
+    """Of requests about many blocks one is carried out at a time, a piece of each in turn."""

@@ -1,0 +1,119 @@
+"""What a server holds, for people and metrics: levels, namespaces, the blocks of one. Changes nothing. Thread-safe."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.pool import Block, BlockPool
+from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
+from kvtier.cacheserver.persistence import Disk
+from kvtier.cacheserver.served_client import ServedClient
+from kvtier.cacheserver.tenants import Tenant, Tenants
+from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
+
+MAX_DESCRIBED = 1000
+"""Namespaces on one page."""
+
+
+class Inventory:
+    """Looks at what the catalog has, under its lock."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        pool: BlockPool,
+        namespaces: Namespaces,
+        clients: Collection[ServedClient],
+        tenants: Tenants,
+        disk: Disk,
+    ) -> None:
+        self._lock = lock
+        self._pool = pool
+        self._namespaces = namespaces
+        self._clients = clients
+        self._tenants = tenants
+        self._disk = disk
+
+    def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
+        """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
+
+        What comes or goes between two calls may be missed by who lists part by part.
+        """
+        with self._lock:
+            blocks = space.index.blocks.copy()
+            stored = self._disk.blocks(space)
+        pinned = dict(stored)
+        only_stored = [block_hash for block_hash in pinned if block_hash not in blocks]
+        listed = itertools.islice(itertools.chain(blocks, only_stored), first, first + count)
+        flags = {each: flags_of(blocks.get(each)) | _listed_on_disk(pinned.get(each)) for each in listed}
+        found = {block_hash: each for block_hash, each in flags.items() if each}
+        return list(found), bytes(found.values()), first + count >= len(blocks) + len(only_stored)
+
+    def levels(self) -> dict[str, float]:
+        """The numbers that go up and down, and the count of evictions."""
+        with self._lock:
+            pool = self._pool
+            clients = self._clients
+            return {
+                **self._disk.levels(),
+                "memory_bytes": pool.num_units * SLOT_ALIGN_BYTES,
+                "used_bytes": (pool.num_units - pool.free_units) * SLOT_ALIGN_BYTES,
+                "free_bytes": pool.free_units * SLOT_ALIGN_BYTES,
+                "held_bytes": pool.referenced_units * SLOT_ALIGN_BYTES,
+                "pinned_bytes": pool.pinned_units * SLOT_ALIGN_BYTES,
+                "blocks": sum(len(space.index) for space in self._namespaces),
+                "namespaces": len(self._namespaces),
+                "clients": len(clients),
+                "leases": sum(len(client.leases) for client in clients),
+                "reservations": sum(len(client.reservations) for client in clients),
+                "evicted_blocks": pool.num_evicted,
+            }
+
+    def levels_of(self, tenant: Tenant) -> dict[str, float]:
+        """What one tenant has, and may have."""
+        with self._lock:
+            clients = [client for client in self._clients if client.tenant is tenant]
+            memory, disk = tenant.memory, tenant.disk
+            return {
+                "used_bytes": memory.used * SLOT_ALIGN_BYTES,
+                "quota_bytes": memory.quota * SLOT_ALIGN_BYTES,
+                "pinned_bytes": memory.pinned * SLOT_ALIGN_BYTES,
+                "held_bytes": sum(client.held_units for client in clients) * SLOT_ALIGN_BYTES,
+                "disk_used_bytes": disk.used * SLOT_ALIGN_BYTES,
+                "disk_quota_bytes": disk.quota * SLOT_ALIGN_BYTES,
+                "clients": len(clients),
+                "leases": sum(len(client.leases) for client in clients),
+                "reservations": sum(len(client.reservations) for client in clients),
+            }
+
+    def tenant_levels(self) -> dict[str, dict[str, float]]:
+        """By tenant, where there are several; the owner is the one without a name."""
+        return {tenant.name: self.levels_of(tenant) for tenant in self._tenants} if self._tenants.has_several else {}
+
+    def spaces(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
+        """Namespaces in memory or on disk that `asker` may see, from a place on, for people."""
+        with self._lock:
+            asker = self._tenants.owner if asker is None else asker
+            return list(self._namespaces.describe(self._disk.spaces(), asker, first, MAX_DESCRIBED).values())
+
+    def spaces_with_fields(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
+        """As `spaces`, each with what its namespace covers, or None if unknown."""
+        with self._lock:
+            asker = self._tenants.owner if asker is None else asker
+            found = self._namespaces.describe(self._disk.spaces(), asker, first, MAX_DESCRIBED)
+            fields = self._namespaces.descriptions
+            return [{**each, "fields": fields.get(namespace)} for namespace, each in found.items()]
+
+
+def flags_of(block: Block | None) -> int:
+    if block is None or not block.is_ready:
+        return 0
+    return LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
+
+
+def _listed_on_disk(is_pinned: bool | None) -> int:
+    return 0 if is_pinned is None else LISTED_DISK | (LISTED_PINNED if is_pinned else 0)

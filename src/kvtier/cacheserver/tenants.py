@@ -1,0 +1,358 @@
+"""Who a server serves: tenants with secrets of their own, what each may do, and how much.
+
+Processes of this host, and holders of a server's one token, are its owner: they see everything. A tenant of the
+tenants' file sees, matches, drops and pins in its own namespaces alone, whatever it says; what is its own is decided
+here, by the secret it has proved. The file is read again when it changes, and connections whose secret has gone end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.share import Share
+from kvtier.cacheserver.bandwidth import Bandwidth
+from kvtier.cacheserver.notes import Notes
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size, parse_size
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKEN_BYTES = 8
+_MAX_TENANTS = 256
+_MAX_CREDENTIALS = 8
+_MAX_NAME_CHARS = 32
+_MAX_FILE_BYTES = 1 << 20
+_MAX_NOTES, _MAX_NOTE_CHARS = 512, 1 << 20
+_NO_LIMIT = 1 << 62
+_TAG = "\x1f"
+"""Around a tenant's name before that of a namespace on disk. No client's name has it."""
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tenant in the file. Who has a `read_token` or a `read_certificate` may match and read, and no more.
+
+    An admin does everything, in everybody's namespaces, as a process of the server's host.
+    """
+
+    token: str | None = None
+    tokens: tuple[str, ...] = ()
+    certificate: str | None = None
+    read_token: str | None = None
+    read_tokens: tuple[str, ...] = ()
+    read_certificate: str | None = None
+    admin: bool = False
+    memory: str | int = 0
+    disk: str | int = 0
+    leased: str | int | None = None
+    bandwidth: str | int | None = None
+    connections: int | None = None
+
+
+class Holds:
+    """How many units a tenant holds, leased, reserved or being sent, and how many more it may.
+
+    Without `max_units` it shares the limit of a group, or has none.
+    """
+
+    __slots__ = ("group", "held_units", "max_units")
+
+    def __init__(self) -> None:
+        self.held_units = 0
+        self.max_units: int | None = None
+        self.group: HoldGroup | None = None
+
+    @property
+    def left(self) -> int:
+        if self.max_units is not None:
+            return max(0, self.max_units - self.held_units)
+        return _NO_LIMIT if self.group is None else self.group.left
+
+
+class HoldGroup:
+    """Those who have no memory of their own: together they may hold a part of what is nobody's."""
+
+    def __init__(self) -> None:
+        self.max_units = 0
+        self.members: list[Holds] = []
+
+    @property
+    def left(self) -> int:
+        return max(0, self.max_units - sum(member.held_units for member in self.members))
+
+
+class Credential(NamedTuple):
+    """A token, or a name in a certificate, and what it opens."""
+
+    token: bytes | None
+    certificate: str | None
+    may_write: bool
+
+
+PROCESS_OF_THIS_HOST = Credential(None, None, True)
+
+
+class Tenant:
+    """One who is served. The catalog's lock guards what it holds; `num_connections` is the server's."""
+
+    def __init__(self, name: str, notes: Notes | None = None, *, sees_all: bool = False) -> None:
+        self.name = name
+        self.sees_all = sees_all
+        """It names namespaces as the server keeps them, everybody's."""
+        self.notes = Notes(_MAX_NOTES, _MAX_NOTE_CHARS) if notes is None else notes
+        self.memory = Share(name)
+        self.disk = Share(name)
+        self.holds = Holds()
+        self.bandwidth = Bandwidth(None)
+        self.max_connections: int | None = None
+        self.num_connections = 0
+        self.credentials: frozenset[Credential] = frozenset()
+
+    def own(self, namespace: Namespace) -> Namespace:
+        """The namespace under which the server keeps what this tenant calls `namespace`."""
+        if self.sees_all:
+            return namespace
+        return Namespace(hashlib.sha256(b"kvtier tenant\0" + self.name.encode() + b"\0" + namespace).digest())
+
+    def tagged(self, label: str) -> str:
+        """What the disk is told of a namespace's name, so that it is known after a restart whose it is."""
+        return label if self.sees_all else f"{_TAG}{self.name}{_TAG}{label}"
+
+
+def split_tagged(name: str) -> tuple[str, str]:
+    """The tenant's name, empty for the owner's, and what people call the namespace."""
+    if not name.startswith(_TAG):
+        return "", name
+    tenant, _, label = name[1:].partition(_TAG)
+    return tenant, label
+
+
+def printable(label: str) -> str:
+    """What a client calls something, fit for a terminal and a log."""
+    return "".join(character if character.isprintable() else "?" for character in label)
+
+
+class Tenants:
+    """The owner, and those of a file. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        file_bytes: int | None,
+        file: Path | None,
+        token: bytes | None = None,
+        pinned_share: float = 0.5,
+        unit_bytes: int = SLOT_ALIGN_BYTES,
+    ) -> None:
+        """`pinned_share` of what is one's own may be pinned. Raises `ConfigError` for a bad file."""
+        self.owner = Tenant("", Notes(), sees_all=True)
+        self._file = file
+        self._memory_bytes = memory_bytes
+        self._file_bytes = file_bytes
+        self._pinned_share = pinned_share
+        self._unit_bytes = unit_bytes
+        self._lock = threading.Lock()
+        self._tenants: dict[str, Tenant] = {}
+        self._former: dict[str, Tenant] = {}
+        """Tenants that have left the file, while blocks of theirs are here."""
+        self._signature: object = None
+        self._rest = HoldGroup()
+        self.owner.credentials = frozenset(
+            {PROCESS_OF_THIS_HOST} if token is None else {PROCESS_OF_THIS_HOST, Credential(token, None, True)}
+        )
+        if file is not None:
+            self._signature = _signature_of(file)
+            self._apply(_read(file))
+
+    @property
+    def has_several(self) -> bool:
+        """Whether blocks of several owners may meet here."""
+        return self._file is not None
+
+    def tokens(self) -> list[bytes]:
+        """Every secret that opens the server."""
+        with self._lock:
+            return [credential.token for _, credential in self._credentials() if credential.token is not None]
+
+    def holder_of(self, token: bytes) -> tuple[Tenant, Credential] | None:
+        with self._lock:
+            return next((found for found in self._credentials() if found[1].token == token), None)
+
+    def certified(self, names: Collection[str]) -> tuple[Tenant, Credential] | None:
+        """Whose certificate has one of `names`."""
+        with self._lock:
+            return next((found for found in self._credentials() if found[1].certificate in names), None)
+
+    def still_knows(self, tenant: Tenant, credential: Credential) -> bool:
+        """A connection that was let in by this may stay."""
+        with self._lock:
+            is_served = tenant is self.owner or self._tenants.get(tenant.name) is tenant
+            return is_served and credential in tenant.credentials
+
+    def owner_of(self, stored_name: str) -> Tenant:
+        """Whose a namespace on disk is; the server's owner's, if its tenant has gone from the file."""
+        name = split_tagged(stored_name)[0]
+        with self._lock:
+            return self._tenants.get(name) or self._former.get(name) or self.owner
+
+    def __iter__(self) -> Iterator[Tenant]:
+        with self._lock:
+            return iter(list(self._everybody()))
+
+    def reload(self) -> bool:
+        """Read the file again if it has changed; a file that cannot be used changes nothing. True if it was read."""
+        if self._file is None:
+            return False
+        try:
+            signature = _signature_of(self._file)
+            if signature == self._signature:
+                return False
+            self._signature = signature
+            self._apply(_read(self._file))
+        except ConfigError as error:
+            logger.warning("the tenants stay as they are: %s", error)
+            return False
+        logger.info("read %d tenants from %s", len(self._tenants), self._file)
+        return True
+
+    def _everybody(self) -> tuple[Tenant, ...]:
+        return (self.owner, *self._tenants.values())
+
+    def _credentials(self) -> Iterator[tuple[Tenant, Credential]]:
+        return ((tenant, credential) for tenant in self._everybody() for credential in tenant.credentials)
+
+    def _apply(self, sections: Mapping[str, TenantSection]) -> None:
+        self._check_sums(sections)
+        secrets = [(credential.token, credential.certificate) for credential in self.owner.credentials]
+        for section in sections.values():
+            secrets += [(credential.token, credential.certificate) for credential in _credentials_of(section)]
+        if len(set(secrets)) < len(secrets):
+            raise ConfigError(f"a token or a certificate's name occurs twice in {self._file}: it must tell who it is")
+        with self._lock:
+            rest = self._memory_bytes - sum(_size(section.memory) for section in sections.values())
+            disk_rest = (self._file_bytes or 0) - sum(_size(section.disk) for section in sections.values())
+            self._rest.max_units = rest // 2 // self._unit_bytes
+            self.owner.holds.group = self._rest
+            self.owner.memory.max_pinned = int(rest * self._pinned_share) // self._unit_bytes
+            self.owner.disk.max_pinned = int(disk_rest * self._pinned_share) // self._unit_bytes
+            known = self._former | self._tenants
+            self._tenants = {}
+            for name, section in sections.items():
+                tenant = known.pop(name, None)
+                if tenant is None or tenant.sees_all != section.admin:
+                    tenant = Tenant(name, sees_all=section.admin)
+                self._tenants[name] = tenant
+                self._set_limits(tenant, section)
+            self._former = {name: tenant for name, tenant in known.items() if tenant.memory.used or tenant.disk.used}
+            for tenant in self._former.values():
+                tenant.memory.quota = tenant.disk.quota = 0
+            self._rest.members = [
+                tenant.holds for tenant in (*self._everybody(), *self._former.values()) if not tenant.memory.quota
+            ]
+
+    def _set_limits(self, tenant: Tenant, section: TenantSection) -> None:
+        memory = _size(section.memory)
+        tenant.credentials = frozenset(_credentials_of(section))
+        tenant.memory.quota = memory // self._unit_bytes
+        tenant.disk.quota = _size(section.disk) // self._unit_bytes
+        for share in (tenant.memory, tenant.disk):
+            share.max_pinned = int(share.quota * self._pinned_share)
+        leased = memory // 2 if section.leased is None else _size(section.leased)
+        tenant.holds.max_units = leased // self._unit_bytes if memory else None
+        tenant.holds.group = self._rest
+        tenant.bandwidth.bytes_per_s = None if section.bandwidth is None else _size(section.bandwidth)
+        tenant.max_connections = section.connections
+
+    def _check_sums(self, sections: Mapping[str, TenantSection]) -> None:
+        for what, limit in (("memory", self._memory_bytes), ("disk", self._file_bytes or 0)):
+            total = sum(_size(getattr(section, what)) for section in sections.values())
+            if total > limit:
+                raise ConfigError(
+                    f"the tenants of {self._file} are promised {format_size(total)} of {what}, more than the server's "
+                    f"{format_size(limit) if limit else 'none'}"
+                )
+
+
+def _read(path: Path) -> dict[str, TenantSection]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the tenants in {path}: {error.strerror}") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than the {format_size(_MAX_FILE_BYTES)} that a file of tenants may have")
+    try:
+        sections = msgspec.convert(tomllib.loads(text.decode()), dict[str, TenantSection])
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a file of tenants: {error}") from error
+    if not 0 < len(sections) <= _MAX_TENANTS:
+        raise ConfigError(f"{path} must have from 1 to {_MAX_TENANTS} tenants, not {len(sections)}")
+    for name, section in sections.items():
+        try:
+            _check(name, section)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: tenant {name[:_MAX_NAME_CHARS]!r}: {error}") from error
+    return sections
+
+
+def _check(name: str, section: TenantSection) -> None:
+    if not 0 < len(name) <= _MAX_NAME_CHARS or not _NAME_CHARS.issuperset(name):
+        raise ConfigError(f"a name has from 1 to {_MAX_NAME_CHARS} of the characters a-z, A-Z, 0-9, '.', '_' and '-'")
+    credentials = _credentials_of(section)
+    if not credentials:
+        raise ConfigError("give it a token, or tokens, or a certificate")
+    if len(credentials) > _MAX_CREDENTIALS:
+        raise ConfigError(f"at most {_MAX_CREDENTIALS} tokens and certificates at a time")
+    if any(one.token is not None and len(one.token) < MIN_TOKEN_BYTES for one in credentials):
+        raise ConfigError(f"a token is too short: use {MIN_TOKEN_BYTES} characters or more")
+    if any(one.certificate == "" for one in credentials):
+        raise ConfigError("certificate is the name in the tenant's certificate, and not empty")
+    for what in ("memory", "disk", "leased", "bandwidth"):
+        value = getattr(section, what)
+        if value:
+            try:
+                parse_size(value)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+    if section.leased is not None and _size(section.leased) > _size(section.memory):
+        raise ConfigError("leased must not be more than memory, which is what it is a part of")
+    if section.connections is not None and not 0 < section.connections <= 1 << 16:
+        raise ConfigError(f"connections must be from 1 to {1 << 16}")
+
+
+def _credentials_of(section: TenantSection) -> list[Credential]:
+    found = []
+    for one, several, certificate, may_write in (
+        (section.token, section.tokens, section.certificate, True),
+        (section.read_token, section.read_tokens, section.read_certificate, False),
+    ):
+        texts = several if one is None else (one, *several)
+        found += [Credential(text.strip().encode(), None, may_write) for text in texts]
+        if certificate is not None:
+            found.append(Credential(None, certificate, may_write))
+    return found
+
+
+def _size(value: str | int | None) -> int:
+    return parse_size(value) if value else 0
+
+
+def _signature_of(path: Path) -> object:
+    """Changes with the file, also when another takes its place."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the tenants in {path}: {error.strerror}") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
