@@ -148,7 +148,11 @@ def raw_socket(address: str) -> socket.socket:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         target = (host, int(port))
     sock.settimeout(LIMIT_S)
-    sock.connect(target)
+    try:
+        sock.connect(target)
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

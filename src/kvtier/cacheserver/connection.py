@@ -347,7 +347,8 @@ class ServedConnection:
         self._stream.shut_down()
 
     def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # else it was just being accepted, and ends by itself
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:

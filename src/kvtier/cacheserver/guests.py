@@ -18,6 +18,8 @@ from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
 MAX_TCP_STRANGERS = 32
+_SHORTEST_S = 1.0
+"""For which a stranger keeps its place, however many come after it."""
 _LAST_WORDS_S = 0.5
 _MAX_LEAVING = 64
 
@@ -26,6 +28,8 @@ class Guest(Protocol):
     """A connection."""
 
     is_unix: bool
+
+    def shut_down(self) -> None: ...
 
 
 class Guests:
@@ -38,7 +42,7 @@ class Guests:
         self._max_strangers = {True: max(1, max_connections // 2), False: MAX_TCP_STRANGERS}
         self._clock = clock
         self._lock = threading.Lock()
-        self._strangers: set[Guest] = set()
+        self._strangers: dict[Guest, float] = {}
         self._clients: dict[Guest, Tenant] = {}
         self._unused_since = clock()
 
@@ -58,20 +62,28 @@ class Guests:
             return [*self._strangers, *self._clients]
 
     def arrive(self, guest: Guest) -> str | None:
-        """A stranger is there. Returns a sentence if there is no place for it."""
+        """A stranger is there. Returns a sentence if there is no place for it.
+
+        One that has been silent for a while makes room for it: whoever means well is done in an instant.
+        """
         with self._lock:
+            now = self._clock()
             limit = self._max_strangers[guest.is_unix]
-            if sum(other.is_unix == guest.is_unix for other in self._strangers) >= limit:
-                return f"{limit} connections have not said yet who they are, which is the limit: try again"
+            others = [other for other in self._strangers if other.is_unix == guest.is_unix]
+            if len(others) >= limit:
+                if now - self._strangers[others[0]] < _SHORTEST_S:
+                    return f"{limit} connections have not said yet who they are, which is the limit: try again"
+                del self._strangers[others[0]]
+                others[0].shut_down()
             sentence = self._why_full(guest)
             if sentence is None:
-                self._strangers.add(guest)
+                self._strangers[guest] = now
             return sentence
 
     def let_in(self, guest: Guest, tenant: Tenant) -> None:
         """The stranger is a client of `tenant`. Raises `TierRefused` when there is no place for it."""
         with self._lock:
-            self._strangers.discard(guest)
+            self._strangers.pop(guest, None)
             sentence = self._why_full(guest)
             if sentence is not None:
                 raise TierRefused(sentence)
@@ -83,7 +95,7 @@ class Guests:
 
     def leave(self, guest: Guest) -> None:
         with self._lock:
-            self._strangers.discard(guest)
+            self._strangers.pop(guest, None)
             tenant = self._clients.pop(guest, None)
             if tenant is not None:
                 tenant.num_connections -= 1
