@@ -6,6 +6,7 @@ What the disk's threads call takes that lock itself, for a moment.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +20,11 @@ from kvtier.blocks.policies import EvictionPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
+from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_DISK, match_end_of
+
+logger = logging.getLogger(__name__)
 
 _ROOM_S = 0.5
 
@@ -55,6 +59,8 @@ class CachedBlocks:
         self._clock = clock
         self._keeps_stored = keeps_stored
         self.num_loading = 0
+        self.num_altered = 0
+        self._log = LogLimit(logger)
         self._num_dropping = 0
         self._awaited: dict[Block, list[threading.Event]] = {}
         """Blocks that are being read, and who waits for just them."""
@@ -236,6 +242,20 @@ class CachedBlocks:
                 else:
                     block.is_queued = False
             return held
+
+    def drop_altered(self, blocks: Sequence[MemoryBlock]) -> int:
+        """Forget blocks that were written to after they were committed. What the disk has of them is as it was."""
+        with self._lock:
+            num_dropped = 0
+            for block in blocks:
+                if block.index.blocks.get(block.hash) is block:
+                    num_dropped += self.pool.drop(block.index, [block.hash])
+            self.num_altered += num_dropped
+        if num_dropped:
+            self._log.warning(
+                "altered", "dropped %d blocks that were written to after they were committed", num_dropped
+            )
+        return num_dropped
 
     def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
         with self._lock:

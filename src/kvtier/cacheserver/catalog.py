@@ -16,7 +16,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState, Grant, Presence
 from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock
 from kvtier.cacheserver.inventory import Inventory, flags_of
-from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
+from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
 from kvtier.cacheserver.served_client import Claim, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
@@ -72,7 +72,13 @@ class Catalog:
         self._clock = clock
         self._clients: dict[tuple[str, bytes], ServedClient] = {}
         self.inventory = Inventory(
-            self._lock, self._pool, self._namespaces, self._clients.values(), self.tenants, self._disk
+            self._lock,
+            self._pool,
+            self._namespaces,
+            self._clients.values(),
+            self.tenants,
+            self._disk,
+            lambda: self.blocks.num_altered,
         )
 
     # --- clients and namespaces ------------------------------------------------------------------------------------
@@ -299,6 +305,19 @@ class Catalog:
             num_committed = self.blocks.commit(space, blocks)
             self.blocks.free(blocks)
             return num_committed
+
+    def uncommitted(
+        self, client: ServedClient, number: int, first: int, count: int
+    ) -> list[tuple[MemorySpace, MemoryBlock]]:
+        """Blocks of a reservation that are not committed, while it lasts."""
+        with self._lock:
+            claim = client.reservations.get(number)
+            blocks = [] if claim is None else claim.part(first, count)
+            return [
+                (claim.space, block)
+                for block in blocks
+                if claim is not None and isinstance(block, MemoryBlock) and not block.is_ready
+            ]
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:
         """A local client has written these blocks of its reservation itself; None when it has ended."""

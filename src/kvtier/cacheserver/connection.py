@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, get_args
 
+import xxhash
+
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
@@ -32,7 +34,7 @@ from kvtier.errors import (
     TierRefused,
     TierTimeout,
 )
-from kvtier.memory.checksum import checksum_of
+from kvtier.memory.checksum import checksum_of, start_checksum
 from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Pace, Stream
 from kvtier.wire import messages as wire
@@ -50,6 +52,7 @@ _SCRATCH_BYTES = 1 << 20
 _LOAD_S = 30.0
 _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
+_MAX_SUSPECTS = 64
 _PIECE_HASHES = 1024
 _PIECE_PAUSE_S = 0.0001
 _MAX_LISTED = 1 << 18
@@ -76,6 +79,8 @@ class ClientRequests:
         self._spaces: dict[int, MemorySpace] = {}
         self._called: dict[int, Namespace] = {}
         self._filling: tuple[MemorySpace, list[Block]] | None = None
+        self._unsealed: list[Block] = []
+        self._digest: xxhash.xxh3_64 | None = None
 
     def answer(self, number: int, request: wire.Request) -> None:
         """Carry out the request that came under `number`, and reply to it."""
@@ -113,7 +118,22 @@ class ClientRequests:
             raise RemoteProtocolError(
                 f"{payload_bytes} bytes cannot be {message.count} blocks of {space.block_bytes} bytes"
             )
+        self._unsealed, self._digest = blocks[::-1], None
         return [self._view(block, space) for block in blocks]
+
+    def taste(self, piece: memoryview, is_end: bool) -> None:
+        """The checksum of a block that arrives is known before anyone else can write there."""
+        if not self._unsealed or self._filling is None:
+            return
+        block = self._unsealed[-1]
+        if self._digest is None:
+            self._digest = start_checksum(self._filling[0].namespace, block.hash)
+        self._digest.update(piece)
+        if is_end:
+            assert isinstance(block, MemoryBlock)
+            block.checksum = self._digest.intdigest()
+            self._digest = None
+            self._unsealed.pop()
 
     def close(self) -> None:
         if self._filling is not None:
@@ -214,6 +234,23 @@ class ClientRequests:
         space = self._space(request.space)
         return wire.Contained(self._in_pieces(lambda hashes: self._catalog.contains(space, hashes), request.hashes))
 
+    def on_suspect(self, request: wire.SuspectRequest) -> wire.Counted:
+        """Somebody has written where nobody may, or the network lies: look which it was."""
+        space = self._space(request.space)
+        num_altered = 0
+        for block_hash in split_hashes(request.hashes)[:_MAX_SUSPECTS]:
+            for block in self._catalog.borrow(space, [block_hash])[0]:
+                try:
+                    self._catalog.await_blocks([block], _LOAD_S)
+                    assert isinstance(block, MemoryBlock)
+                    found = checksum_of(space.namespace, block.hash, self._view(block, space))
+                    is_altered = block.is_ready and block.checksum is not None and block.checksum != found
+                finally:
+                    self._catalog.return_borrowed([block])
+                if is_altered:
+                    num_altered += self._catalog.blocks.drop_altered([block])
+        return wire.Counted(num_altered)
+
     def on_presence(self, request: wire.PresenceRequest) -> wire.Contained:
         namespace = Namespace(request.namespace)
         return wire.Contained(
@@ -243,6 +280,11 @@ class ClientRequests:
     def on_commit(self, request: wire.Commit) -> wire.Counted:
         if not self._client.is_local:  # it has written nothing there: the slot holds somebody's old bytes
             raise TierRefused("only a client on this host can write in place; send a Fill")
+        if self._context.seals:
+            for space, block in self._catalog.uncommitted(
+                self._client, request.reservation, request.first, request.count
+            ):
+                block.checksum = checksum_of(space.namespace, block.hash, self._view(block, space))
         return self._committed(self._catalog.commit(self._client, request.reservation, request.first, request.count))
 
     def on_fill(self, request: wire.Fill) -> wire.Counted:
@@ -291,7 +333,7 @@ _WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "drop", "verif
 
 
 def _checksum(called: Namespace, space: MemorySpace, block: Block, view: memoryview) -> int:
-    """Computed once, when the block is first read; READY blocks do not change.
+    """Computed once, at the latest when the block is first read; READY blocks do not change.
 
     Over what the client calls the namespace: of a tenant's, that is not what the server does.
     """
@@ -325,7 +367,7 @@ class ServedConnection:
         self._on_end = on_end
         # TLS takes several messages: they are exchanged later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self._stream = Stream(self._sock, self._place, _swallow, HANDSHAKE_LIMITS)
+        self._stream = Stream(self._sock, self._place, self._taste, HANDSHAKE_LIMITS)
         self._requests: ClientRequests | None = None
         self._let_in_by: tuple[Tenant, Credential] | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-connection", daemon=True)
@@ -461,6 +503,10 @@ class ServedConnection:
         assert self._requests is not None
         return self._requests.place(message, payload_bytes)
 
+    def _taste(self, piece: memoryview, is_end: bool) -> None:
+        if self._requests is not None:
+            self._requests.taste(piece, is_end)
+
     def _say_last(self, failure: wire.Failure) -> None:
         try:
             self._stream.send(0, failure, deadline=time.monotonic() + _LAST_WORDS_S)
@@ -489,7 +535,3 @@ def _certified_names(sock: ssl.SSLSocket) -> list[str]:
     for part in certificate.get("subject", ()):
         names += [value for kind, value in part if kind == "commonName"]
     return names
-
-
-def _swallow(piece: memoryview, is_end: bool) -> None:
-    """What arrives for a slot is summed when it is first read."""

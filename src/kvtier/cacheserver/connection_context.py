@@ -39,3 +39,11 @@ class ConnectionContext:
     log: LogLimit = field(default_factory=lambda: LogLimit(logger))
     bulk: threading.Lock = field(default_factory=threading.Lock)
     """Of requests about many blocks one is carried out at a time, a piece of each in turn."""
+
+    @property
+    def seals(self) -> bool:
+        """Blocks leave this host's memory: what processes of this host have written is summed before it is committed.
+
+        They can write there later, too, by mistake; then it shows.
+        """
+        return self.config.tcp is not None or self.config.folder is not None

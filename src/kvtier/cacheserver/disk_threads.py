@@ -39,6 +39,9 @@ class BlockOwner(Protocol):
     def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
         """Hold the blocks' room while they are written; returns those that have not gone from memory meanwhile."""
 
+    def drop_altered(self, blocks: Sequence[MemoryBlock]) -> int:
+        """These have other bytes than when they were committed."""
+
     def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
         """The disk has no room for these."""
 
@@ -218,10 +221,23 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             slots = [
                 self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
             ]
-            for block, slot in zip(blocks, slots, strict=True):
+            checksums = [
+                checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
+                for block, slot in zip(blocks, slots, strict=True)
+            ]
+            altered = []
+            for block, found in zip(blocks, checksums, strict=True):
                 if block.checksum is None:
-                    block.checksum = checksum_of(space.namespace, block.hash, slot[: space.block_bytes])
-            checksums = [block.checksum for block in blocks if block.checksum is not None]
+                    block.checksum = found
+                elif block.checksum != found:
+                    altered.append(block)
+            if altered:
+                self._owner.drop_altered(altered)
+                slots, checksums, whole = _without(altered, blocks, slots, checksums)
+                self._owner.end_storing(altered, [False] * len(altered))
+                blocks, stored = whole, [False] * len(whole)
+                if not blocks:
+                    return
             hashes = [block.hash for block in blocks]
             outcomes = store.write(stored_space, hashes, slots, checksums)
             for _ in range(_ROOM_TRIES):
@@ -258,6 +274,16 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             stored_space = None if store is None else self._store.space_of(store, order.space)
             if store is not None and stored_space is not None:
                 store.touch(stored_space, order.hashes)
+
+
+def _without(
+    altered: Sequence[MemoryBlock],
+    blocks: Sequence[MemoryBlock],
+    slots: Sequence[memoryview],
+    checksums: Sequence[int],
+) -> tuple[list[memoryview], list[int], list[MemoryBlock]]:
+    kept = [position for position, block in enumerate(blocks) if block not in altered]
+    return [slots[at] for at in kept], [checksums[at] for at in kept], [blocks[at] for at in kept]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
@@ -30,6 +30,7 @@ class Inventory:
         clients: Collection[ServedClient],
         tenants: Tenants,
         disk: Disk,
+        num_altered: Callable[[], int],
     ) -> None:
         self._lock = lock
         self._pool = pool
@@ -37,6 +38,7 @@ class Inventory:
         self._clients = clients
         self._tenants = tenants
         self._disk = disk
+        self._num_altered = num_altered
 
     def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
         """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
@@ -71,6 +73,7 @@ class Inventory:
                 "leases": sum(len(client.leases) for client in clients),
                 "reservations": sum(len(client.reservations) for client in clients),
                 "evicted_blocks": pool.num_evicted,
+                "altered_blocks": self._num_altered(),
             }
 
     def levels_of(self, tenant: Tenant) -> dict[str, float]:

@@ -5,6 +5,7 @@ Every block is verified as it arrives.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -51,16 +52,16 @@ class RemoteBlocks(ServerBlocks):
             return targets[blocks.first : blocks.first + blocks.count]
 
         num_hit = 0
+        verifier = _Verifier(self._namespace, hashes)
         try:
             with self._endpoint.connection(deadline()) as connection:
                 request = wire.GetRequest(connection.space, joined(hashes), 1)
-                verifier = _Verifier(self._namespace, hashes)
                 for blocks in connection.get_blocks(request, place, verifier.taste, deadline):
                     for position in range(blocks.first, blocks.first + blocks.count):
                         num_hit += 1
                         yield position, targets[position]
         except TierError as error:
-            self._endpoint.counts.failed(error)
+            self._note(error, verifier)
         finally:
             self._endpoint.counts.found(num_hit, len(hashes))
 
@@ -115,15 +116,29 @@ class RemoteBlocks(ServerBlocks):
             return list(into[blocks.first : blocks.first + blocks.count])
 
         arrived = 0
+        verifier = _Verifier(self._namespace, hashes)
         try:
             with self._endpoint.connection(deadline) as connection:
                 request = wire.GetRequest(connection.space, joined(hashes), per_frame)
-                verifier = _Verifier(self._namespace, hashes)
                 for blocks in connection.get_blocks(request, place, verifier.taste, lambda: deadline):
                     arrived += blocks.count
         except TierError as error:
-            self._endpoint.counts.failed(error)
+            self._note(error, verifier)
         return min(arrived, len(into))
+
+    def _note(self, error: TierError, verifier: _Verifier) -> None:
+        self._endpoint.counts.failed(error)
+        if isinstance(error, BlockCorrupt):
+            self._endpoint.background.do_later(functools.partial(self._suspect, verifier.next_hash))
+
+    def _suspect(self, block_hash: BlockHash) -> None:
+        """Have the server look whether it is its copy that was altered; it is dropped then."""
+        deadline = self._endpoint.deadline()
+        try:
+            with self._endpoint.connection(deadline) as connection:
+                connection.call(wire.SuspectRequest(connection.space, joined([block_hash])), wire.Counted, deadline)
+        except TierError as error:
+            self._endpoint.counts.failed(error)
 
     def _fill(self, grant: Grant, blocks: Sequence[memoryview], part: slice, deadline: float) -> None:
         """Send `blocks[part]` into a reservation: all frames first, then their answers."""
@@ -153,6 +168,11 @@ class _Verifier:
         self._hashes = hashes
         self._position = 0
         self._digest: xxhash.xxh3_64 | None = None
+
+    @property
+    def next_hash(self) -> BlockHash:
+        """Of the block that was not checked to its end."""
+        return self._hashes[self._position]
 
     def taste(self, blocks: wire.Blocks, piece: memoryview, is_end: bool) -> None:
         """Raises `BlockCorrupt` unless what came is what was stored under its hash."""

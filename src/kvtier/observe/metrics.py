@@ -17,7 +17,6 @@ SERVER_MISSED_BLOCKS = "kvtier_server_missed_blocks"
 SERVER_STORED_BLOCKS = "kvtier_server_stored_blocks"
 SERVER_SENT_BYTES = "kvtier_server_sent_bytes"
 SERVER_RECEIVED_BYTES = "kvtier_server_received_bytes"
-SERVER_EVICTED_BLOCKS = "kvtier_server_evicted_blocks"
 SERVER_DISK_LOSSES = "kvtier_server_disk_losses"
 SERVER_LEVELS = "kvtier_server_"
 SERVER_TENANT_LEVELS = "kvtier_server_tenant_"
@@ -49,6 +48,10 @@ API_PROMPT_TOKENS = "kvtier_api_prompt_tokens"
 API_OUTPUT_TOKENS = "kvtier_api_output_tokens"
 API_CACHED_TOKENS = "kvtier_api_cached_tokens"
 
+_COUNTED_LEVELS = {
+    "evicted_blocks": "Blocks evicted to make room.",
+    "altered_blocks": "Blocks dropped because somebody wrote to them after they were committed.",
+}
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TTFT_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -103,8 +106,8 @@ class _Levels(Collector):
             lost.add_metric([kind], count)
         yield lost
         for name, value in self._levels().items():
-            if name == "evicted_blocks":
-                family: Metric = CounterMetricFamily(SERVER_EVICTED_BLOCKS, "Blocks evicted to make room.", value=value)
+            if name in _COUNTED_LEVELS:
+                family: Metric = CounterMetricFamily(SERVER_LEVELS + name, _COUNTED_LEVELS[name], value=value)
             else:
                 family = GaugeMetricFamily(SERVER_LEVELS + name, f"{name.replace('_', ' ')} now.", value=value)
             yield family

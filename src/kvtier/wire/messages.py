@@ -156,6 +156,10 @@ class DropRequest(_Hashes, frozen=True, tag=16):
     """Forget these; all of the namespace when there are none. Answered by `Counted`."""
 
 
+class SuspectRequest(_Hashes, frozen=True, tag=33):
+    """These arrived with bytes that their checksums do not fit. Answered by `Counted`: altered ones, now dropped."""
+
+
 class ListRequest(_Message, frozen=True, tag=27):
     """What is cached of a namespace, from a place in the server's order on. Answered by `Listed`."""
 
@@ -421,6 +425,7 @@ Request: TypeAlias = (
     | ContainsRequest
     | PinRequest
     | DropRequest
+    | SuspectRequest
     | ListRequest
     | VerifyRequest
     | PresenceRequest

@@ -1,0 +1,86 @@
+"""A process of this host writes into a committed block, by mistake: nobody gets it over TCP, and it is not stored.
+
+The arena is shared with every process of the same user, and the kernel has no way to lend a part of it. So a block has
+a checksum before it is committed, and what leaves this host's memory is compared with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.server import CacheServer
+from kvtier.testing.servers import cache_server
+from kvtier.transport.address import UnixAddress
+from kvtier.wire.messages import LISTED_DISK
+from tests.support.actors import NAMESPACE, chain, open_client, payloads, read_all
+from tests.support.waiting import wait_until
+
+HASHES = chain(1, 4)
+
+
+def alter(address: str, position: int) -> None:
+    """Write to one of the blocks, as any client of this host can."""
+    with open_client(address) as vandal, vandal.match(HASHES) as lease:
+        vandal.arena.view(lease.offsets[position], 5)[:] = b"wrong"
+
+
+def test_what_was_altered_goes_to_nobody_over_tcp_and_is_dropped() -> None:
+    with (
+        cache_server(tcp=True) as server,
+        open_client(server.unix) as local,
+        open_client(server.tcp, server.token) as remote,
+    ):
+        local.set(HASHES, payloads(HASHES))
+        alter(server.unix, 2)
+
+        found = read_all(remote, HASHES)
+        assert found == payloads(HASHES)[: len(found)]
+        assert len(found) <= 2
+        wait_until(lambda: local.stats()["altered_blocks"] == 1)
+        assert local.contains(HASHES) == [True, True, False, True]
+        assert local.set(HASHES, payloads(HASHES)) == 1
+        assert read_all(remote, HASHES) == payloads(HASHES)
+
+
+def test_what_came_over_tcp_and_was_altered_goes_to_nobody() -> None:
+    with cache_server(tcp=True) as server, open_client(server.tcp, server.token) as remote:
+        remote.set(HASHES, payloads(HASHES))
+        alter(server.unix, 1)
+
+        assert [bytes(view) for _, view in remote.stream_get(HASHES)] == payloads(HASHES[:1])
+        wait_until(lambda: remote.contains(HASHES) == [True, False, True, True])
+
+
+def test_what_was_altered_is_not_stored(tmp_path: Path) -> None:
+    """Blocks are written when they are used again, so that there is time to alter one before."""
+    config = CacheServerConfig(
+        memory_bytes=1 << 20,
+        unix=UnixAddress(str(tmp_path / "socket")),
+        folder=tmp_path / "cache",
+        file_bytes=4 << 20,
+        stores_on="reuse",
+    )
+    server = CacheServer(config)
+    try:
+        with open_client(f"unix:{tmp_path / 'socket'}") as local:
+            local.set(HASHES, payloads(HASHES))
+            (space,) = server.catalog._namespaces
+            offset = space.index.blocks[HASHES[2]].start * SLOT_ALIGN_BYTES
+            local.arena.view(offset, 5)[:] = b"wrong"
+
+            with local.match(HASHES):
+                pass
+            local.flush()
+
+            assert local.stats()["altered_blocks"] == 1
+            assert [flags & LISTED_DISK for flags in local.presence(NAMESPACE, HASHES)] == [
+                LISTED_DISK,
+                LISTED_DISK,
+                0,
+                LISTED_DISK,
+            ]
+            assert read_all(local, HASHES) == payloads(HASHES[:2])
+    finally:
+        server.close()
