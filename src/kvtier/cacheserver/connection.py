@@ -6,12 +6,13 @@ own connection ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import xxhash
@@ -53,8 +54,10 @@ _LOAD_S = 30.0
 _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
 _MAX_SUSPECTS = 64
-_PIECE_HASHES = 1024
-_PIECE_PAUSE_S = 0.0001
+_MAX_AT_ONCE = 1 << 14
+_FEW_HASHES = 1024
+_PIECE_HASHES = 256
+_PIECE_PAUSE_S = 0.0003
 _MAX_LISTED = 1 << 18
 
 
@@ -174,10 +177,10 @@ class ClientRequests:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def on_match(self, request: wire.MatchRequest) -> wire.Matched:
-        hashes = split_hashes(request.hashes)
         space = self._space(request.space)
-        outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
-        self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
+        with self._split(request.hashes) as hashes:
+            outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
+            self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
         ended = wire.ENDING_WORDS[outcome.ended]
         return wire.Matched(_offsets(outcome.blocks), ended, outcome.num_ready, outcome.num_stored)
 
@@ -193,12 +196,14 @@ class ClientRequests:
 
     def on_get(self, request: wire.GetRequest) -> None:
         space = self._space(request.space)
-        hashes = split_hashes(request.hashes)
+        num_hashes = len(request.hashes) // HASH_BYTES
         frame_blocks = min(request.frame_blocks, self._context.config.max_payload_bytes // space.block_bytes)
         first = 0
         is_last = False
         while not is_last:
-            blocks, is_all = self._catalog.borrow(space, hashes[first:], frame_blocks, self._tenant)
+            wanted = split_hashes(request.hashes[first * HASH_BYTES : (first + _MAX_AT_ONCE) * HASH_BYTES])
+            blocks, is_all = self._catalog.borrow(space, wanted, frame_blocks, self._tenant)
+            is_all = is_all and (len(blocks) < len(wanted) or first + len(wanted) == num_hashes)
             try:
                 end = first + len(blocks)
                 while True:
@@ -212,7 +217,7 @@ class ClientRequests:
                         break
             finally:
                 self._catalog.return_borrowed(blocks, self._tenant)
-        self._count_hits(first, len(hashes))
+        self._count_hits(first, num_hashes)
 
     def _send_blocks(self, space: MemorySpace, first: int, blocks: list[Block], is_last: bool) -> None:
         called = self._called[space.number]
@@ -257,23 +262,33 @@ class ClientRequests:
             self._in_pieces(lambda hashes: self._catalog.presence(namespace, hashes, self._tenant), request.hashes)
         )
 
+    @contextlib.contextmanager
+    def _split(self, joined: bytes) -> Iterator[list[BlockHash]]:
+        """Hashes to work with. Many take memory and the interpreter's time: one such list at a time."""
+        if len(joined) <= _MAX_AT_ONCE * HASH_BYTES:
+            yield split_hashes(joined)
+            return
+        with self._context.bulk:
+            yield split_hashes(joined)
+
     def _in_pieces(self, ask: Callable[[list[BlockHash]], bytes], joined: bytes) -> bytes:
         """What `ask` says of many hashes, a few at a time: others are served in between, and one such at a time."""
-        step = _PIECE_HASHES * HASH_BYTES
-        if len(joined) <= step:
+        if len(joined) <= _FEW_HASHES * HASH_BYTES:
             return ask(split_hashes(joined))
+        step = _PIECE_HASHES * HASH_BYTES
         answers = []
         for first in range(0, len(joined), step):
             with self._context.bulk:
                 answers.append(ask(split_hashes(joined[first : first + step])))
-            time.sleep(_PIECE_PAUSE_S)
+                time.sleep(_PIECE_PAUSE_S)  # with the lock held: as long as a piece takes, none is asked for
         return b"".join(answers)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def on_reserve(self, request: wire.ReserveRequest) -> wire.Reserved:
-        hashes = split_hashes(request.hashes)
-        grant, reason = self._catalog.reserve(self._client, request.reservation, self._space(request.space), hashes)
+        space = self._space(request.space)
+        with self._split(request.hashes) as hashes:
+            grant, reason = self._catalog.reserve(self._client, request.reservation, space, hashes)
         positions, offsets = wire.pack_numbers(grant.positions), _offsets(grant.blocks)
         return wire.Reserved(positions, offsets, grant.num_ready, grant.num_pending, grant.num_refused, reason)
 

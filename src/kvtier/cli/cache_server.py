@@ -21,6 +21,8 @@ from kvtier.transport.listening import is_own_folder, make_private_folder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_WAIT_S = 3600.0
+_SWITCH_S = 0.0005
+"""For which one connection's thread may keep the others waiting, while it works on a long request."""
 
 
 class _Size(click.ParamType[int]):
@@ -193,6 +195,7 @@ def cache_server(
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    sys.setswitchinterval(_SWITCH_S)
     # Blocked before any thread starts, so that only sigwait below ever sees them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     path = socket_path or default_socket()
