@@ -34,9 +34,14 @@ from tests.support.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
-    ("num_frames", "num_sent"), [(8_000, 20_000), pytest.param(100_000, 250_000, marks=pytest.mark.slow)]
+    ("num_frames", "num_sent"),
+    [
+        (8_000, 20_000),
+        pytest.param(100_000, 250_000, marks=pytest.mark.slow),
+        pytest.param(4_000_000, 10_000_000, marks=pytest.mark.soak),
+    ],
 )
-def test_a_hundred_thousand_mutated_frames_hurt_nobody_else(num_frames: int, num_sent: int) -> None:
+def test_mutated_frames_hurt_nobody_else(num_frames: int, num_sent: int) -> None:
     hashes = chain(1, 16)
     with (
         cache_server("--metrics", "127.0.0.1:0", tcp=True) as server,
