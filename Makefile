@@ -70,7 +70,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
-	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard]"
+	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard,encryption]"
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt

@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.memory.machine import machine_memory_bytes
 from kvtier.sizes import format_size
 from kvtier.transport.address import TcpAddress, UnixAddress
+from kvtier.wire.cipher import check_secret
 
 
 class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +23,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ends leases of TCP clients, who hold copies, and never those of local ones; `gone_grace_s` is how long the memory
     of a client that died is left alone, for copies still in flight. TCP clients know the `token`, and are the server's
     owner then, or are among the tenants of `tenants_file`, by a token or by a certificate that `tls_client_ca` signed.
+    With `tcp_secret` all that goes over TCP is encrypted, for those without certificates.
 
     With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
     is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
@@ -32,6 +34,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     unix: UnixAddress | None = None
     tcp: TcpAddress | None = None
     token: bytes | None = None
+    tcp_secret: bytes | None = None
     tenants_file: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -68,6 +71,10 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("TCP needs a token, also on loopback: set one with --token-file, or give --tenants")
         if self.tenants_file is not None and self.tcp is None:
             raise ConfigError("tenants come over TCP: give a TCP address too")
+        if self.tcp_secret is not None:
+            if self.tcp is None or self.tls_certificate is not None:
+                raise ConfigError("a secret for encryption is for TCP without TLS")
+            check_secret(self.tcp_secret)
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError("clients' certificates need TLS: give a certificate and a key too")
         if self.token is not None and len(self.token) < MIN_TOKEN_BYTES:

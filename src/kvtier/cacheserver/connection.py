@@ -40,7 +40,7 @@ from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Pace, Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, Frame, FrameLimits
-from kvtier.wire.session import ServerSession
+from kvtier.wire.session import ENCRYPTED_SERVER, SERVER, ServerSession
 
 logger = logging.getLogger(__name__)
 
@@ -437,12 +437,19 @@ class ServedConnection:
         try:
             known, tokens = self._identify()
             arena_bytes = context.arena.nbytes if self.is_unix else 0
+            secret = None if self.is_unix else config.tcp_secret
             session = ServerSession(
                 wire.Welcome(
-                    "kvtier", context.server_id, b"", arena_bytes, config.max_payload_bytes, config.folder is not None
+                    SERVER if secret is None else ENCRYPTED_SERVER,
+                    context.server_id,
+                    b"",
+                    arena_bytes,
+                    config.max_payload_bytes,
+                    config.folder is not None,
                 ),
                 tokens,
                 FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
+                secret,
             )
             while not session.is_open:
                 frame = self._stream.receive(deadline)
@@ -465,6 +472,8 @@ class ServedConnection:
         self._stream.set_limits(session.limits)
         pass_fd = context.arena.fd if self.is_unix else None
         self._stream.send(frame.request, answer, deadline=deadline, pass_fd=pass_fd)
+        if session.seals is not None:
+            self._stream.encrypt(session.seals)
         return session, requests
 
     def _identify(self) -> tuple[tuple[Tenant, Credential] | None, list[bytes]]:

@@ -107,6 +107,12 @@ def default_socket() -> str:
     help="File with the secret that TCP clients must know (8 characters or more).",
 )
 @click.option(
+    "--tcp-secret-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="File with a secret (16 characters or more): TCP is encrypted with it, without TLS. Clients need it, too.",
+)
+@click.option(
     "--tenants",
     "tenants_file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -159,6 +165,7 @@ def cache_server(
     disk_optional: bool,
     tcp: TcpAddress | None,
     token_file: Path | None,
+    tcp_secret_file: Path | None,
     tenants_file: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -207,6 +214,7 @@ def cache_server(
             unix=_unix_address(path),
             tcp=tcp,
             token=read_token(token_file),
+            tcp_secret=read_token(tcp_secret_file),
             tenants_file=tenants_file,
             tls_certificate=tls_cert,
             tls_key=tls_key,

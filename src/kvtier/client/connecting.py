@@ -26,6 +26,7 @@ def connect(
     namespace: Namespace | NamespaceFields | None = None,
     name: str = "",
     token: str | bytes | None = None,
+    secret: str | bytes | None = None,
     ca_file: str | Path | None = None,
     certificate: str | Path | None = None,
     key: str | Path | None = None,
@@ -46,6 +47,7 @@ def connect(
     namespace: Namespace | NamespaceFields | None = None,
     name: str = "",
     token: str | bytes | None = None,
+    secret: str | bytes | None = None,
     ca_file: str | Path | None = None,
     certificate: str | Path | None = None,
     key: str | Path | None = None,
@@ -65,6 +67,7 @@ def connect(
     namespace: Namespace | NamespaceFields | None = None,
     name: str = "",
     token: str | bytes | None = None,
+    secret: str | bytes | None = None,
     ca_file: str | Path | None = None,
     certificate: str | Path | None = None,
     key: str | Path | None = None,
@@ -77,12 +80,14 @@ def connect(
     """A client of the cache server at `unix:/path` or `tcp://host:port`, or of several.
 
     `layout` is the shape of a block and `namespace` what it belongs to; `name` is what people see in `stats`. Over TCP
-    a `token` is needed, or a `certificate` with its `key`; `ca_file` turns TLS on. Raises `ConfigError` for what cannot
-    work and `TierRefused` when a server refuses this client. With `must_answer`, raises `TierUnavailable` or
-    `TierTimeout` when no server answers now; without, it comes back empty-handed until one does.
+    a `token` is needed, or a `certificate` with its `key`; `ca_file` turns TLS on, and `secret` encrypts without TLS if
+    the server was given the same. Raises `ConfigError` for what cannot work and `TierRefused` when a server refuses
+    this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when no server answers now; without, it
+    comes back empty-handed until one does.
     """
     options = ClientOptions(
         token=token.encode() if isinstance(token, str) else token,
+        secret=secret.encode() if isinstance(secret, str) else secret,
         ca_file=Path(ca_file) if ca_file is not None else None,
         certificate=Path(certificate) if certificate is not None else None,
         key=Path(key) if key is not None else None,

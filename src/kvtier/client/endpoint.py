@@ -91,6 +91,7 @@ class Endpoint:
         self._pool = ConnectionPool(self._connect, options.max_connections)
         self._opening = opening
         self._token = None if self.is_local else options.token
+        self._secret = None if self.is_local else options.secret
         tls = options.tls()  # also where it is not used: certificates that cannot be read are told
         self._tls = None if self.is_local else tls
         self._timeout_s = options.timeout_s
@@ -169,7 +170,7 @@ class Endpoint:
                 self.call(wire.Bye(), wire.Done, time.monotonic() + _CONNECT_S)
 
     def _connect(self, deadline: float) -> ServerConnection:
-        connection = ServerConnection(self.address, self._holder, self._token, self._tls, deadline)
+        connection = ServerConnection(self.address, self._holder, self._token, self._tls, deadline, self._secret)
         try:
             if self.is_local and self.mapping.attach(connection):
                 self._pool.close_idle()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.wire.cipher import check_secret
 
 DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 
@@ -18,10 +19,12 @@ class ClientOptions:
 
     `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
     transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who
-    signed the server's certificate; `certificate` and `key` are this client's own, if the server knows it by them.
+    signed the server's certificate; without TLS, `secret` encrypts, if the server has the same. `certificate` and `key`
+    are this client's own, if the server knows it by them.
     """
 
     token: bytes | None = None
+    secret: bytes | None = None
     ca_file: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
@@ -32,6 +35,10 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}")
+        if self.secret is not None:
+            if self.ca_file is not None:
+                raise ConfigError("a secret for encryption is for TCP without TLS: give one or the other")
+            check_secret(self.secret)
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("a client's certificate needs its key, and the key its certificate")
         if self.certificate is not None and self.ca_file is None:

@@ -27,7 +27,13 @@ class ServerConnection:
     """Open from construction on. Any error on it means that it must be closed."""
 
     def __init__(
-        self, address: Address, holder: bytes, token: bytes | None, tls: ssl.SSLContext | None, deadline: float
+        self,
+        address: Address,
+        holder: bytes,
+        token: bytes | None,
+        tls: ssl.SSLContext | None,
+        deadline: float,
+        secret: bytes | None = None,
     ) -> None:
         self._requests = 0
         self._place: Place | None = None
@@ -36,7 +42,9 @@ class ServerConnection:
         sock = _connect(address, tls, deadline)
         self._stream = Stream(sock, self._place_payload, self._taste_piece, HANDSHAKE_LIMITS)
         try:
-            self.welcome = self._shake_hands(holder, token, deadline)
+            self.welcome = self._shake_hands(
+                ClientSession(f"kvtier pid={os.getpid()}", holder, token, secret), deadline
+            )
         except BaseException:
             self._stream.close()
             raise
@@ -101,8 +109,7 @@ class ServerConnection:
     def close(self) -> None:
         self._stream.close()
 
-    def _shake_hands(self, holder: bytes, token: bytes | None, deadline: float) -> wire.Welcome:
-        session = ClientSession(f"kvtier pid={os.getpid()}", holder, token)
+    def _shake_hands(self, session: ClientSession, deadline: float) -> wire.Welcome:
         self._stream.send(0, session.hello, deadline=deadline)
         while True:
             frame = self._stream.receive(deadline, takes_fds=True)
@@ -111,6 +118,8 @@ class ServerConnection:
                 break
             self._stream.send(0, answer, deadline=deadline)
         assert session.welcome is not None
+        if session.seals is not None:
+            self._stream.encrypt(session.seals)
         self._stream.set_limits(FrameLimits(MAX_BODY_BYTES, session.welcome.max_payload_bytes))
         return session.welcome
 

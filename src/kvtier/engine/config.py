@@ -50,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     swap_space: int = 0
     cache_server: str | tuple[str, ...] = ()
     cache_server_token: str | None = None
+    cache_server_secret: str | None = None
     cache_server_ca_file: str | None = None
     cache_server_certificate: str | None = None
     cache_server_key: str | None = None
@@ -76,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"cache_server must be an address or several, not {servers!r}")
         for name in (
             "cache_server_token",
+            "cache_server_secret",
             "cache_server_ca_file",
             "cache_server_certificate",
             "cache_server_key",

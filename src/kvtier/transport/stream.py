@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.latency_guard import give_way
-from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame
+from kvtier.wire.cipher import Seals
+from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame, sealed_frame
 from kvtier.wire.messages import Message, decode, encode
 
 _MAX_VECTORS = 512  # well under IOV_MAX
@@ -63,6 +64,7 @@ class Stream:
         self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste)
         self._timeout_s: float | None = None
         self.pace: Pace | None = None
+        self._seals: Seals | None = None
         self._frame_at = 0.0
         self._frame_bytes = 0
         self.passed_fds: list[int] = []
@@ -76,6 +78,11 @@ class Stream:
 
     def set_limits(self, limits: FrameLimits) -> None:
         self._reader.limits = limits
+
+    def encrypt(self, seals: Seals) -> None:
+        """From the next frame on, both ways."""
+        self._seals = seals
+        self._reader.seal = seals.received
 
     def set_timeout(self, timeout_s: float) -> None:
         """The longest that one system call may wait."""
@@ -107,6 +114,9 @@ class Stream:
     ) -> None:
         """Send one frame, gathered from the views. With `deadline` (monotonic), raises `TierTimeout` past it."""
         give_way()
+        if self._seals is not None:
+            self._send_all(sealed_frame(self._seals.sent, request, encode(message), payload), deadline)
+            return
         head = memoryview(encode_frame(request, encode(message), sum(map(len, payload))))
         if pass_fd is not None:
             # The descriptor must go with the first byte; a frame this small is never cut by the kernel.

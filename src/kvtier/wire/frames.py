@@ -9,12 +9,13 @@ receiver scatters it into one with no copy in between. All numbers are little-en
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvtier.errors import RemoteProtocolError
 from kvtier.sizes import format_size
+from kvtier.wire.cipher import PIECE_BYTES, TAG_BYTES, Seal
 
 MAGIC = 0x7469_766B  # "kvit" in the stream
 VERSION = 3
@@ -51,6 +52,16 @@ def encode_frame(request: int, body: bytes, payload_bytes: int = 0) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, 0, request, len(body), payload_bytes) + body
 
 
+def sealed_frame(seal: Seal, request: int, body: bytes, payload: Sequence[memoryview]) -> BufferList:
+    """A frame as it goes over an encrypted connection: sizes in the header are those of what was sealed."""
+    header = _HEADER.pack(MAGIC, VERSION, 0, request, len(body), sum(map(len, payload)))
+    pieces = [memoryview(header), memoryview(seal.seal(body, header))]
+    for view in payload:
+        for first in range(0, len(view), PIECE_BYTES):
+            pieces.append(memoryview(seal.seal(view[first : first + PIECE_BYTES], header)))
+    return pieces
+
+
 class FrameReader(Generic[_Message]):
     """Turns a byte stream into frames.
 
@@ -73,6 +84,9 @@ class FrameReader(Generic[_Message]):
         self._place = place
         self._taste = taste
         self._raw_header = bytearray(HEADER_BYTES)
+        self._places: list[tuple[memoryview, bool]] = []
+        self.seal: Seal | None = None
+        """What the frames that arrive from now on were sealed with."""
         self._start()
 
     def want(self) -> BufferList:
@@ -86,10 +100,11 @@ class FrameReader(Generic[_Message]):
     def drop(self) -> None:
         """Let go of the views that a payload was going into."""
         self._left.clear()
+        self._places.clear()
 
     def advance(self, nbytes: int) -> Frame[_Message] | None:
         left = self._left
-        is_payload = self._stage == self._end_of_payload
+        is_payload = self._stage == self._end_of_payload and self.seal is None
         done = 0
         while done < len(left) and nbytes >= len(left[done]):
             if is_payload:
@@ -126,19 +141,50 @@ class FrameReader(Generic[_Message]):
             raise RemoteProtocolError("a frame without a body")
         self._request = request
         self._payload_bytes = payload_bytes
-        self._raw_body = bytearray(body_bytes)
+        self._raw_body = bytearray(body_bytes if self.seal is None else body_bytes + TAG_BYTES)
         self._stage = self._end_of_body
         self._left = [memoryview(self._raw_body)]
 
     def _end_of_body(self) -> Frame[_Message] | None:
-        message = self._decode(self._raw_body)
+        body = self._raw_body
+        if self.seal is not None:
+            body = bytearray(len(body) - TAG_BYTES)
+            self.seal.open(self._raw_body, bytes(self._raw_header), memoryview(body))
+        message = self._decode(body)
         self._frame: Frame[_Message] = Frame(self._request, message, self._payload_bytes)
         if not self._payload_bytes:
             return self._end_of_payload()
-        self._left = [view for view in self._place(self._request, message, self._payload_bytes) if len(view)]
-        assert sum(map(len, self._left)) == self._payload_bytes, "place() must hold exactly the payload"
+        views = [view for view in self._place(self._request, message, self._payload_bytes) if len(view)]
+        assert sum(map(len, views)) == self._payload_bytes, "place() must hold exactly the payload"
         self._stage = self._end_of_payload
+        self._left = views
+        if self.seal is not None:
+            self._begin_sealed(views)
         return None
+
+    def _begin_sealed(self, views: BufferList) -> None:
+        """Receive a payload piece by piece, each of which is opened into its place."""
+        self._places = [
+            (view[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(view))
+            for view in reversed(views)
+            for first in reversed(range(0, len(view), PIECE_BYTES))
+        ]
+        self._next_piece()
+        self._stage = self._end_of_piece
+
+    def _next_piece(self) -> None:
+        self._piece = bytearray(len(self._places[-1][0]) + TAG_BYTES)
+        self._left = [memoryview(self._piece)]
+
+    def _end_of_piece(self) -> Frame[_Message] | None:
+        assert self.seal is not None
+        place, is_end = self._places.pop()
+        self.seal.open(self._piece, bytes(self._raw_header), place)
+        self._taste(place, is_end)
+        if self._places:
+            self._next_piece()
+            return None
+        return self._end_of_payload()
 
     def _end_of_payload(self) -> Frame[_Message]:
         frame = self._frame

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Sequence
 
 from kvtier.errors import LocalProtocolError, RemoteProtocolError, TierRefused
+from kvtier.wire.cipher import Seals, seals_of
 from kvtier.wire.frames import HANDSHAKE_LIMITS, FrameLimits
 from kvtier.wire.messages import (
     NONCE_BYTES,
@@ -30,6 +31,10 @@ from kvtier.wire.messages import (
     Request,
     Welcome,
 )
+
+SERVER = "kvtier"
+ENCRYPTED_SERVER = "kvtier, encrypted"
+"""What a server calls itself when all frames after its welcome are sealed."""
 
 
 class _Stage(enum.Enum):
@@ -45,8 +50,11 @@ class ServerSession:
     That is one that knows one of `tokens`, or anyone if there are none. `token` is the one it has proved to know.
     """
 
-    def __init__(self, welcome: Welcome, tokens: Sequence[bytes], limits: FrameLimits) -> None:
+    def __init__(
+        self, welcome: Welcome, tokens: Sequence[bytes], limits: FrameLimits, secret: bytes | None = None
+    ) -> None:
         self._welcome = welcome
+        self._secret = secret
         self._tokens = tokens
         self.token: bytes | None = None
         self._session_limits = limits
@@ -62,6 +70,13 @@ class ServerSession:
     def limits(self) -> FrameLimits:
         """What to accept next: little until the client is in."""
         return self._session_limits if self.is_open else HANDSHAKE_LIMITS
+
+    @property
+    def seals(self) -> Seals | None:
+        """What all frames after the welcome are sealed with, if there is a secret for that."""
+        if self._secret is None or self.hello is None:
+            return None
+        return seals_of(self._secret, self.hello.nonce, self._nonce).swapped()
 
     def shake(self, message: Message) -> Handshake:
         """The answer to a handshake message. The client is in once it is a `Welcome`.
@@ -108,7 +123,8 @@ class ServerSession:
 class ClientSession:
     """The client's side of one connection."""
 
-    def __init__(self, client: str, holder: bytes, token: bytes | None) -> None:
+    def __init__(self, client: str, holder: bytes, token: bytes | None, secret: bytes | None = None) -> None:
+        self._secret = secret
         self.hello = Hello(client, holder, secrets.token_bytes(NONCE_BYTES))
         self._token = token
         self._server_nonce: bytes | None = None
@@ -117,6 +133,13 @@ class ClientSession:
     @property
     def is_open(self) -> bool:
         return self.welcome is not None
+
+    @property
+    def seals(self) -> Seals | None:
+        """As the server's."""
+        if self._secret is None or self._server_nonce is None:
+            return None
+        return seals_of(self._secret, self.hello.nonce, self._server_nonce)
 
     def shake(self, message: Message) -> Proof | None:
         """The answer to a handshake message, or None when the session is open.
@@ -139,6 +162,15 @@ class ClientSession:
         raise RemoteProtocolError(f"{type(message).__name__} is out of order in a handshake")
 
     def _check_server(self, welcome: Welcome) -> None:
+        is_encrypted = welcome.server == ENCRYPTED_SERVER
+        if is_encrypted != (self._secret is not None):
+            raise TierRefused(
+                "the cache server encrypts what it sends: pass its secret"
+                if is_encrypted
+                else "the cache server does not encrypt what it sends, and this client wants it to"
+            )
+        if self._secret is not None and self._server_nonce is None:
+            raise TierRefused("the server asked for no token: without one there is nothing to make keys of")
         if self._token is None:
             return
         if self._server_nonce is None or not hmac.compare_digest(

@@ -86,6 +86,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Cache servers outside of this deployment, such as `tcp://host:7700`, in place of `cache`."""
     cache_server_token_file: Path | None = None
     """File with the token for them."""
+    cache_server_secret_file: Path | None = None
+    """File with the secret that they encrypt with, if they do so without TLS."""
     cache_server_certificate: Path | None = None
     """Certificate (PEM) of the engine, if they know it by that and not by a token. Needs `cache_server_key`."""
     cache_server_key: Path | None = None
@@ -138,6 +140,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Also listen on `host:port`, for engines of other hosts. Needs `token_file` or `tenants`."""
     token_file: Path | None = None
     """File with the secret that TCP clients must know (8 characters or more)."""
+    tcp_secret_file: Path | None = None
+    """File with a secret (16 characters or more): TCP is encrypted with it, without TLS. Clients need it, too."""
     tenants: Path | None = None
     """File (TOML) with the tenants that TCP serves, and what each may have. Read again when it changes."""
     tls_cert: Path | None = None

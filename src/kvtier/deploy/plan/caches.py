@@ -36,6 +36,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         least, given = format_size(MIN_FILE_BYTES), format_size(cache.disk)
         raise origin.wrong(place, f"disk must be at least {least}, not {given}", about="disk")
     token = read_secret(origin, place, "token_file", cache.token_file)
+    secret = read_secret(origin, place, "tcp_secret_file", cache.tcp_secret_file)
     for field in ("tenants", "tls_cert", "tls_key", "tls_client_ca"):
         require_file(origin, place, field, getattr(cache, field))
     addresses: dict[str, TcpAddress | None] = {
@@ -51,6 +52,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
             unix=unix,
             tcp=addresses["tcp"],
             token=None if token is None else token.encode(),
+            tcp_secret=None if secret is None else secret.encode(),
             tenants_file=cache.tenants,
             tls_certificate=cache.tls_cert,
             tls_key=cache.tls_key,

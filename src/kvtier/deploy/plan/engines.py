@@ -123,6 +123,9 @@ def _configs(
     settings: dict[str, Any] = {name: int(value) if isinstance(value, Size) else value for name, value in given.items()}
     settings["cache_dir"] = None if model.cache_dir is None else str(model.cache_dir)
     settings["cache_server_token"] = token
+    settings["cache_server_secret"] = read_secret(
+        origin, place, "cache_server_secret_file", model.cache_server_secret_file
+    )
     for field in _FILES:
         settings[field] = None if getattr(model, field) is None else str(getattr(model, field))
     if cache is not None:

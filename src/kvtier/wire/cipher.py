@@ -1,0 +1,84 @@
+"""Encryption of what goes over a connection, for TCP without TLS: AES-256-GCM with keys of this connection alone.
+
+Both ends have a secret, from a file. Each direction has a key, made of the secret and of both sides' nonces, and
+numbers what it seals: nothing can be read, altered, left out, repeated or moved without the other end noticing. Only
+the header of a frame is readable, and it is authenticated with the body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Protocol
+
+from kvtier.errors import ConfigError, RemoteProtocolError
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+except ImportError:
+    AESGCM = None  # type: ignore[assignment, misc]
+
+TAG_BYTES = 16
+PIECE_BYTES = 1 << 20
+"""A payload is sealed in pieces of at most this: each is opened as soon as it is there."""
+MIN_SECRET_BYTES = 16
+
+
+class Seal(Protocol):
+    """One direction of a connection. Each call takes the next number."""
+
+    def seal(self, data: memoryview | bytes, about: bytes) -> bytes: ...
+
+    def open(self, data: bytearray, about: bytes, into: memoryview) -> None:
+        """Into `into`, which is as long. Raises `RemoteProtocolError` unless the other end has sealed just this."""
+
+
+class AesSeal:
+    """With a key of 32 bytes that nobody else uses."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._number = 0
+
+    def seal(self, data: memoryview | bytes, about: bytes) -> bytes:
+        return self._cipher.encrypt(self._next(), data, about)
+
+    def open(self, data: bytearray, about: bytes, into: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(self._next(), data, about, into)
+        except InvalidTag as error:
+            raise RemoteProtocolError("what came was not encrypted with the same secret, or was altered") from error
+
+    def _next(self) -> bytes:
+        self._number += 1
+        return self._number.to_bytes(12, "big")
+
+
+class Seals:
+    """Both directions: `sent` is what this end sends, `received` what it gets."""
+
+    def __init__(self, sent: Seal, received: Seal) -> None:
+        self.sent = sent
+        self.received = received
+
+    def swapped(self) -> Seals:
+        return Seals(self.received, self.sent)
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises `ConfigError` when it cannot be used."""
+    if AESGCM is None:
+        raise ConfigError("encryption needs the package cryptography: pip install 'kvtier[encryption]'")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(f"the secret for encryption is too short: use {MIN_SECRET_BYTES} characters or more")
+
+
+def seals_of(secret: bytes, client_nonce: bytes, server_nonce: bytes) -> Seals:
+    """For a connection whose ends have these nonces, as the client sees it."""
+    root = hmac.digest(client_nonce + server_nonce, secret, hashlib.sha256)  # as HKDF does
+    of_client, of_server = (
+        AesSeal(hmac.digest(root, b"kvtier frames of the " + end + b"\x01", hashlib.sha256))
+        for end in (b"client", b"server")
+    )
+    return Seals(of_client, of_server)
