@@ -21,7 +21,7 @@ from kvtier.client.breaker import Breaker
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.options import ClientOptions
 from kvtier.client.pool import AllBusy, ConnectionPool
-from kvtier.client.server_connection import ServerConnection
+from kvtier.client.server_connection import NO_KEYS, Keys, ServerConnection
 from kvtier.errors import BlockCorrupt, ProtocolError, TierError, TierFull, TierRefused, TierTimeout, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
@@ -90,10 +90,8 @@ class Endpoint:
         self.background = Background(address, self.breaker, self._reconnect, self.counts.failed)
         self._pool = ConnectionPool(self._connect, options.max_connections)
         self._opening = opening
-        self._token = None if self.is_local else options.token
-        self._secret = None if self.is_local else options.secret
-        tls = options.tls()  # also where it is not used: certificates that cannot be read are told
-        self._tls = None if self.is_local else tls
+        keys = Keys(options.token, options.secret, options.tls())  # certificates that cannot be read are told
+        self._keys = NO_KEYS if self.is_local else keys
         self._timeout_s = options.timeout_s
         self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
         self._has_connected = False
@@ -170,7 +168,7 @@ class Endpoint:
                 self.call(wire.Bye(), wire.Done, time.monotonic() + _CONNECT_S)
 
     def _connect(self, deadline: float) -> ServerConnection:
-        connection = ServerConnection(self.address, self._holder, self._token, self._tls, deadline, self._secret)
+        connection = ServerConnection(self.address, self._holder, deadline, self._keys)
         try:
             if self.is_local and self.mapping.attach(connection):
                 self._pool.close_idle()

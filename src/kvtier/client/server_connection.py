@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, join_hashes
@@ -23,27 +24,32 @@ Place = Callable[[wire.Blocks], BufferList]
 Taste = Callable[[wire.Blocks, memoryview, bool], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What opens a server over TCP: a token, a secret to encrypt with, or TLS."""
+
+    token: bytes | None = None
+    secret: bytes | None = None
+    tls: ssl.SSLContext | None = None
+
+
+NO_KEYS = Keys()
+"""A process of the server's host needs none."""
+
+
 class ServerConnection:
     """Open from construction on. Any error on it means that it must be closed."""
 
-    def __init__(
-        self,
-        address: Address,
-        holder: bytes,
-        token: bytes | None,
-        tls: ssl.SSLContext | None,
-        deadline: float,
-        secret: bytes | None = None,
-    ) -> None:
+    def __init__(self, address: Address, holder: bytes, deadline: float, keys: Keys = NO_KEYS) -> None:
         self._requests = 0
         self._place: Place | None = None
         self._taste: Taste | None = None
         self._arriving: wire.Blocks | None = None
-        sock = _connect(address, tls, deadline)
+        sock = _connect(address, keys.tls, deadline)
         self._stream = Stream(sock, self._place_payload, self._taste_piece, HANDSHAKE_LIMITS)
         try:
             self.welcome = self._shake_hands(
-                ClientSession(f"kvtier pid={os.getpid()}", holder, token, secret), deadline
+                ClientSession(f"kvtier pid={os.getpid()}", holder, keys.token, keys.secret), deadline
             )
         except BaseException:
             self._stream.close()

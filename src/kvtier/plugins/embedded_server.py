@@ -263,7 +263,7 @@ class EmbeddedServer:
         with contextlib.ExitStack() as stack:
             try:
                 holder = secrets.token_bytes(wire.HOLDER_BYTES)
-                connection = ServerConnection(self._address, holder, None, None, deadline)
+                connection = ServerConnection(self._address, holder, deadline)
                 stack.callback(connection.close)
                 os.close(connection.take_arena_fd())
                 text = connection.call(wire.InfoRequest(), wire.Document, deadline).text

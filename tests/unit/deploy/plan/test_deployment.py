@@ -164,7 +164,7 @@ def test_default_options_reach_the_http_server_as_they_are(deploy: Deploy) -> No
 
 
 def test_the_file_can_set_every_setting_of_an_engine() -> None:
-    of_the_plan = {"model", "cache_server_token"}  # a file for the second
+    of_the_plan = {"model", "cache_server_token", "cache_server_secret"}  # files for the secrets
 
     assert set(EngineConfig.__struct_fields__) - of_the_plan <= set(EngineOptions.__struct_fields__)
 
