@@ -101,7 +101,9 @@ The other form has `chat`, `remote_kv_cache` and `entrypoints`, and each cache b
 - **Sizes** are text with a unit (`512MiB`, `20GiB`, `1.5TiB`) or a plain number, which is GiB.
 - **Paths** are relative to the file's folder, and `~` is your home. A `model` is a folder beside the file, a folder
   from where you are, or else a name on the hub.
-- **YAML** anchors, aliases and merge keys (`<<`) work, so that models can share settings.
+- **YAML** anchors, aliases and merge keys (`<<`) work, so that models can share settings. A file has at most 1 MiB,
+  10,000 values (20,000 with its aliases filled in) and 32 levels. A number such as `1:30`, which YAML takes to the
+  base of 60, is refused: put it in quotes.
 - Fields that are not known, or have a value of the wrong kind, are told with their line before anything starts.
 """
 

@@ -50,7 +50,7 @@ class Deployment:
         if _is_answered(self._url):
             raise RuntimeError(f"somebody else answers at {self._url} already: stop that, or use another port")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier", "serve", str(self._file)],
+            [sys.executable, "-P", "-m", "kvtier", "serve", str(self._file)],
             stdout=self._log,
             stderr=self._log,
             preexec_fn=_heed_hangups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from kvtier import KvLayout, connect
+from kvtier import BlockHash, KvLayout, Namespace, connect
 from kvtier.blocks.hashing import join_hashes
+from kvtier.cli.cache import cache
+from kvtier.stores.disk import DiskStore
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
@@ -214,3 +218,14 @@ def test_the_default_socket_is_said_and_its_folder_is_private(tmp_path: Path) ->
         process.terminate()
         process.wait(LIMIT_S)
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_name_with_control_characters_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    name = "\x1b]0;title\x07\x1b[31mred\u202e\n"
+    with contextlib.closing(DiskStore(tmp_path / "blocks", 1 << 20)) as store:
+        space = store.open(Namespace(bytes(32)), name, 4096, 16)
+        store.write(space, [BlockHash(bytes(32))], [memoryview(bytes(4096))])
+    for arguments in (["stat"], ["verify"], ["ls", "nobody"]):
+        done = CliRunner().invoke(cache, [*arguments, "--folder", str(tmp_path / "blocks")])
+        assert "\\x1b]0;title" in done.output
+        assert all(line.isprintable() for line in done.output.splitlines()), done.output

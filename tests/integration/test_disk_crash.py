@@ -12,7 +12,7 @@ import pytest
 import kvtier
 from kvtier import BlockHash, KvLayout, Namespace
 from kvtier.client.client import SingleClient
-from kvtier.errors import KvtierError, TierFull
+from kvtier.errors import KvtierError, TierFull, TierRefused
 from kvtier.testing.servers import start_cache_server
 from tests.support.actors import NOTHING_HELD, held, payload, wait_until
 from tests.support.waiting import CALL_S
@@ -134,10 +134,13 @@ class _Writer(threading.Thread):
                         self._unflushed.remove(block_hash)
                     self._client.drop([block_hash])
             case _:
-                self._client.flush()
-                self.num_flushes += 1
-                with history.lock:
-                    history.covered.update(self._unflushed)
+                try:
+                    self._client.flush()
+                    self.num_flushes += 1
+                    with history.lock:
+                        history.covered.update(self._unflushed)
+                except TierRefused:
+                    pass  # on a busy machine the disk does not keep up; the flush says so
                 self._unflushed.clear()
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.stores.disk import DiskStore
-from kvtier.stores.records import HEADER_BYTES, RECORD_BYTES
+from kvtier.stores.records import (
+    HEADER_BYTES,
+    MAX_COUNT,
+    RECORD_BYTES,
+    BlockRecord,
+    decode_records,
+    encode_block,
+)
 from tests.support.faulty_files import FaultyFiles
 from tests.support.store_building import (
     DATA_NAME,
@@ -387,3 +394,57 @@ def test_a_block_that_cannot_be_read_is_counted_as_that(tmp_path: Path) -> None:
         assert read(store, space, 0) is None
         assert read_rightly(store, space, range(3)) == {1, 2}
         assert payload(hash_of(1), UNIT) == read(store, space, 1)
+
+
+def _rewrite_record(folder: Path, number: int, **fields: int | bool) -> None:
+    """A record as its writer could have written it, checksum and all, with other numbers in it."""
+    with (folder / RECORDS_NAME).open("r+b") as file:
+        raw = file.read()[HEADER_BYTES:]
+        record = list(decode_records(memoryview(raw)))[number]
+        assert isinstance(record, BlockRecord)
+        file.seek(HEADER_BYTES + number * RECORD_BYTES)
+        file.write(encode_block(record._replace(**fields), number))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sequence": 2**64 - 1},
+        {"sequence": MAX_COUNT},
+        {"used_at": 2**64 - 1},
+        {"used_at": MAX_COUNT},
+        {"start": 2**64 - 1},
+        {"start": 2**51},
+        {"block_bytes": 2**64 - 1},
+        {"block_bytes": 2**40},
+        {"block_tokens": 0},
+        {"block_tokens": 2**32 - 1},
+    ],
+    ids=str,
+)
+def test_whatever_a_record_says_the_store_goes_on_writing_and_reads_rightly(
+    tmp_path: Path, fields: dict[str, int]
+) -> None:
+    with opened(tmp_path) as store:
+        write(store, space_of(store), range(5))
+    _rewrite_record(tmp_path, 2, **fields)
+    for first in (100, 200):  # what is written beside such a record is there when the folder is opened again
+        with opened(tmp_path) as store:
+            space = space_of(store)
+            write(store, space, range(first, first + 5))
+            assert len(read_rightly(store, space, range(5))) >= 4
+    with opened(tmp_path) as store:
+        there = read_rightly(store, space_of(store), range(300))
+        assert {*range(100, 105), *range(200, 205)} <= there
+
+
+def test_a_record_file_made_huge_costs_neither_memory_nor_blocks(tmp_path: Path) -> None:
+    with opened(tmp_path, 1 << 30) as store:
+        write(store, space_of(store), range(5))
+    os.truncate(tmp_path / RECORDS_NAME, 512 * MIB)
+    with opened(tmp_path, 1 << 30) as store:
+        assert read_rightly(store, space_of(store), range(5)) == set(range(5))
+        write(store, space_of(store), range(5, 10))
+    assert (tmp_path / RECORDS_NAME).stat().st_size < 4 * MIB
+    with opened(tmp_path, 1 << 30) as store:
+        assert read_rightly(store, space_of(store), range(10)) == set(range(10))

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,17 @@ import kvtier
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.client.client import SingleClient
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ConfigError, KvtierError, TierRefused
 from kvtier.stores.disk import DiskStore
-from kvtier.stores.records import HEADER_BYTES, Header, encode_header
+from kvtier.stores.records import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    BlockRecord,
+    Header,
+    decode_records,
+    encode_block,
+    encode_header,
+)
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
 from tests.support.actors import (
@@ -329,5 +337,88 @@ def test_no_error_reaches_clients_while_the_disk_comes_and_goes(tmp_path: Path) 
         for thread in threads:
             thread.join()
         assert failures == []
+        with contextlib.suppress(TierRefused):  # what left memory while the disk was away
+            client.flush()
         client.flush()
         wait_until(lambda: held(client) == NOTHING_HELD)
+
+
+class _BrokenFiles(FaultyFiles):
+    """Files under a bug: a write of payloads raises what no device raises."""
+
+    is_broken = False
+
+    def write(self, fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
+        if self.is_broken:
+            raise RuntimeError("a bug")
+        super().write(fd, parts, offset)
+
+
+def test_a_writer_that_fails_by_a_bug_is_not_silent_and_is_made_up_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = _BrokenFiles()
+    with _served(tmp_path / "data", files) as client:
+        files.is_broken = True
+        _set(client, 1)
+        with pytest.raises(TierRefused, match="the disk is down: what is in memory is not on it"):
+            client.flush()
+        assert not _is_up(client)
+        assert client.stats()["disk_losses"]["internal error"] >= 1
+        assert "RuntimeError: a bug" in caplog.text
+        _assert_served(client, 1)
+        files.is_broken = False
+        wait_until(lambda: _is_up(client))
+        client.flush()
+    _assert_stored(tmp_path / "data", 1)
+
+
+def test_a_record_at_the_end_of_all_numbers_stops_no_write(tmp_path: Path) -> None:
+    with _served(tmp_path / "data") as client:
+        _set(client, 1)
+        client.flush()
+    records = tmp_path / "data" / "records.kvtier"
+    raw = bytearray(records.read_bytes())
+    first = next(record for record in decode_records(memoryview(raw)[HEADER_BYTES:]) if record is not None)
+    assert isinstance(first, BlockRecord)
+    raw[HEADER_BYTES : HEADER_BYTES + RECORD_BYTES] = encode_block(first._replace(sequence=2**64 - 1), 0)
+    records.write_bytes(raw)
+    with _served(tmp_path / "data") as client:
+        assert client.stats()["disk_losses"] == {"damaged record": 1}
+        _set(client, 2)
+        client.flush()
+    _assert_stored(tmp_path / "data", 2)
+
+
+def test_a_flush_fails_once_for_blocks_that_the_disk_has_no_room_for(tmp_path: Path) -> None:
+    with _served(tmp_path / "data", file_bytes=2 << 20) as client:
+        seed = 0
+        while True:  # at most half of the disk can be pinned by a client; a folder can say that all of it is
+            _set(client, seed)
+            client.flush()
+            if client.stats()["disk_evicted_blocks"]:
+                break
+            seed += 1
+    records = tmp_path / "data" / "records.kvtier"
+    raw = bytearray(records.read_bytes())
+    for number, record in enumerate(decode_records(memoryview(raw)[HEADER_BYTES:])):
+        if isinstance(record, BlockRecord):
+            start = HEADER_BYTES + number * RECORD_BYTES
+            raw[start : start + RECORD_BYTES] = encode_block(record._replace(is_pinned=True), number)
+    records.write_bytes(raw)
+    with _served(tmp_path / "data", file_bytes=2 << 20) as client:
+        _set(client, seed + 1)
+        with pytest.raises(TierRefused, match="blocks are not on disk: all of it is in use or pinned"):
+            client.flush()
+        client.flush()
+        _assert_served(client, seed + 1)
+
+
+def test_a_flush_fails_for_blocks_that_left_memory_before_the_disk_came_to_them(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with _served(tmp_path / "data", files, memory_bytes=1 << 20) as client:
+        files.delay_s = 0.3
+        for seed in range(40):
+            _set(client, seed)
+        with pytest.raises(TierRefused, match="the disk did not keep up, and they had to leave memory"):
+            client.flush()

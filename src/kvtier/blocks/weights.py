@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 << 20
+_MAX_OFFSET = 1 << 60
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
+"""What reading a header raises that says something else than a header does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,20 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return entries, 8 + header_bytes
 
 
+def tensor_range(entry: dict[str, Any]) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end behind the header. Raises `ValueError`, or one of `MALFORMED`."""
+    start, end = entry["data_offsets"]
+    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end < _MAX_OFFSET:
+        raise ValueError("a tensor's bytes end before they begin")
+    return start, end
+
+
 def _samples_of_file(path: Path) -> Iterable[TensorSample]:
     try:
         with path.open("rb") as file:
             entries, first_byte = read_safetensors_header(file)
             for name, entry in entries.items():
-                start, end = entry["data_offsets"]
+                start, end = tensor_range(entry)
                 samples = []
                 for offset, length in sample_ranges(end - start):
                     file.seek(first_byte + start + offset)
@@ -88,5 +100,5 @@ def _samples_of_file(path: Path) -> Iterable[TensorSample]:
                         raise ValueError(f"the file ends inside {name}")
                 first, middle, last = samples
                 yield TensorSample(name, entry["dtype"], tuple(entry["shape"]), (first, middle, last))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+    except (OSError, *MALFORMED) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {printable(str(error))}") from error

@@ -26,7 +26,7 @@ from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.served_client import ServedClient
-from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant, printable
+from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant
 from kvtier.errors import (
     KvtierError,
     RemoteProtocolError,
@@ -36,6 +36,7 @@ from kvtier.errors import (
     TierTimeout,
 )
 from kvtier.memory.checksum import checksum_of, start_checksum
+from kvtier.observe.printable import printable
 from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Pace, Stream
 from kvtier.wire import messages as wire
@@ -53,6 +54,7 @@ _SCRATCH_BYTES = 1 << 20
 _LOAD_S = 30.0
 _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
+_MAX_NAME_CHARS = 256
 _MAX_SUSPECTS = 64
 _MAX_AT_ONCE = 1 << 14
 _FEW_HASHES = 1024
@@ -156,7 +158,7 @@ class ClientRequests:
             read_fields(request.fields)
         space = self._catalog.open(
             Namespace(request.namespace),
-            printable(request.name),
+            printable(request.name, _MAX_NAME_CHARS),
             request.block_bytes,
             request.block_tokens,
             request.fields,

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -109,7 +109,10 @@ class DiskThreads(Generic[_AnyTask]):
                     break
                 batch.append(following)
             is_ahead = following is not batch[-1]
-            self._carry_out(batch)
+            try:
+                self._carry_out(batch)
+            except Exception as error:  # a thread that ended would leave its queue to nobody
+                self._store.fail_now(error)
             if not is_ahead:
                 following = self._queue.get()
 
@@ -141,6 +144,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         self.last_number = 0
         self._unwritten: OrderedDict[int, None] = OrderedDict()
         self._awaited: list[int] = []
+        self._refused: Counter[str] = Counter()
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
         """Blocks to be written when a thread comes to it."""
@@ -180,6 +184,17 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             if not self._is_written(last):
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
 
+    def note_gone(self) -> None:
+        """A block was evicted before a thread came to it."""
+        with self._condition:
+            self._refused["the disk did not keep up, and they had to leave memory"] += 1
+
+    def take_refused(self) -> str:
+        """Why blocks did not go to disk since this was last asked, as a sentence; empty when all did."""
+        with self._condition:
+            refused, self._refused = self._refused, Counter()
+        return "; ".join(f"{count} blocks are not on disk: {reason}" for reason, count in refused.items())
+
     def _is_written(self, last: int) -> bool:
         return not self._unwritten or next(iter(self._unwritten)) > last
 
@@ -214,9 +229,13 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             with self._condition:
                 failures["gone before it was written"] += len(wanted) - len(blocks)
         stored = [False] * len(blocks)
+        if not blocks:
+            return
         try:
-            stored_space = self._store.space_of(store, space) if blocks else None
+            stored_space = self._store.space_of(store, space)
             if stored_space is None:
+                with self._condition:
+                    self._refused["their namespace has blocks of another size there"] += len(blocks)
                 return
             slots = [
                 self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
@@ -256,12 +275,14 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             with self._condition:
                 self.num_written += outcomes.count(Written.NEW)
                 failures["no room"] += len(refused)
+                if refused:
+                    self._refused["all of it is in use or pinned"] += len(refused)
             if refused:
                 self._store.log.warning(
                     "full", "disk store %s has no room: all of it is in use or pinned", store.folder
                 )
                 self._owner.refuse(refused)
-        except OSError as error:
+        except Exception as error:
             self._store.fail(store, error)
         finally:
             self._owner.end_storing(blocks, stored)
@@ -326,7 +347,7 @@ class DiskReader(DiskThreads[_Read]):
                 else:
                     self._store.log.warning("corrupt", "disk store %s: %s", self._store.folder, str(failure))
             self.num_read += sum(arrived)
-        except OSError as error:
+        except Exception as error:
             self._store.fail(store, error)
         finally:
             store.free(stored)

@@ -62,7 +62,7 @@ class Persistence:
 
     def eviction_policy(self, *, evicts_unsafe: bool) -> LruPolicy[Block]:
         """How blocks leave memory."""
-        return DiskAwareLru(evicts_unsafe=evicts_unsafe)
+        return DiskAwareLru(evicts_unsafe=evicts_unsafe, on_unsafe=self._writer.note_gone)
 
     def match(self, space: MemorySpace, hashes: Hashes, first: int, end: int) -> StoredRun | None:
         """Reference the stored prefix of `hashes[first:end]`, up to what is in memory or repeats itself."""
@@ -189,13 +189,19 @@ class Persistence:
             return [store.verify(stored_space, block_hash) for block_hash in hashes]
 
     def flush(self, timeout_s: float) -> None:
-        """When it returns, what was committed before is on disk. Raises `TierUnavailable`, and `TierTimeout`."""
+        """When it returns, what was committed before is on disk. Raises `TierUnavailable`, and `TierTimeout`.
+
+        Blocks that the disk has refused since the last flush fail this one, whoever committed them.
+        """
+        num_outages = self._store.num_outages
         self._writer.wait(self._writer.last_number, timeout_s)
         with self._store.using() as store:
-            if store is None:
+            if store is None or self._store.num_outages != num_outages:
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
             self._tell_used(store)
             store.flush(fsync=self._fsync)
+        if refused := self._writer.take_refused():
+            raise TierUnavailable(refused)
 
     def losses(self) -> dict[str, int]:
         """Blocks lost and failures, by kind."""
@@ -218,19 +224,20 @@ class Persistence:
 
     def _run_keeper(self) -> None:
         condition = self._store.condition
-        retry_s = wait_s = _KEEPER_INTERVAL_S
+        retry_s = _KEEPER_INTERVAL_S
+        retry_at = time.monotonic()
         regrow_at = time.monotonic() + _REGROWTH_S
         while True:
             with condition:
-                if condition.wait_for(lambda: self._store.is_closing, wait_s):
+                if condition.wait_for(lambda: self._store.is_closing, _KEEPER_INTERVAL_S):
                     return
-            wait_s = _KEEPER_INTERVAL_S
             if self._store.current is None:
-                if self._store.come_back(self._queue_unstored):
-                    retry_s = _KEEPER_INTERVAL_S
-                else:
-                    wait_s, retry_s = retry_s, min(2 * retry_s, _LAST_RETRY_S)
+                if time.monotonic() >= retry_at:
+                    self._store.come_back(self._queue_unstored)
+                    retry_at = time.monotonic() + retry_s
+                    retry_s = min(2 * retry_s, _LAST_RETRY_S)  # also for one that fails as soon as it is up
                 continue
+            retry_s = _KEEPER_INTERVAL_S
             with contextlib.suppress(TierUnavailable), self._store.using() as store:
                 if store is None:
                     continue

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.blocks.share import Share
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
-from kvtier.errors import ConfigError, TierRefused, TierUnavailable
+from kvtier.errors import KvtierError, TierRefused, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.disk import DiskStore, StoreSpace
 from kvtier.stores.files import Files
@@ -31,6 +32,7 @@ class RecoveringStore:
         self.log = LogLimit(logger)
         self.current: DiskStore | None = None
         self.num_using = 0
+        self.num_outages = 0
         self.is_closing = False
         self._file_space = file_space
         self._files = files
@@ -59,16 +61,19 @@ class RecoveringStore:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[DiskStore | None]:
-        """The store, kept open meanwhile; None when it is down. Turns an `OSError` into `TierUnavailable`."""
+        """The store, kept open meanwhile; None when it is down. Turns a failure of it into `TierUnavailable`."""
         with self.condition:
             store = self.current
             self.num_using += 1
         try:
             yield store
-        except OSError as error:
-            assert store is not None
+        except KvtierError:
+            raise
+        except Exception as error:
+            if store is None:
+                raise
             self.fail(store, error)
-            raise TierUnavailable(f"the disk failed: {error.strerror or error}") from error
+            raise TierUnavailable(f"the disk failed: {_sentence_of(error)}") from error
         finally:
             with self.condition:
                 self.num_using -= 1
@@ -80,7 +85,7 @@ class RecoveringStore:
                 if store is not None:
                     stored_space = self.space_of(store, space)
                     return 0 if stored_space is None else store.drop(stored_space, hashes)
-            except OSError:
+            except Exception:
                 self._drop_later(space, hashes)
                 raise
             self._drop_later(space, hashes)
@@ -90,18 +95,30 @@ class RecoveringStore:
         with self.condition:
             self._drops.append((space, hashes))
 
-    def fail(self, store: DiskStore, error: OSError) -> None:
-        """The disk does not work: go on without it, and try again later."""
+    def fail(self, store: DiskStore, error: Exception) -> None:
+        """The disk does not work, or what we do with it is wrong: go on without it, and try again later."""
         with self.condition:
-            self.failures["device"] += 1
+            self.failures["device" if isinstance(error, OSError) else "internal error"] += 1
             if self.current is not store:
                 return
             self.current, self._failed = None, store
+            self.num_outages += 1
             self._losses_before += store.losses
             logger.warning(
-                "disk store %s failed: %s; going on in memory, it is tried again", self.folder, error.strerror or error
+                "disk store %s failed: %s; going on in memory, it is tried again", self.folder, _sentence_of(error)
             )
+            if not isinstance(error, OSError):
+                # As text: a traceback that somebody keeps would keep the arena's memory.
+                logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
             self.condition.notify_all()
+
+    def fail_now(self, error: Exception) -> None:
+        """A thread of the disk met what it did not expect: whatever it was about to do is not done."""
+        store = self.current
+        if store is not None:
+            self.fail(store, error)
+        else:
+            self.log.warning("thread", "disk store %s: %s", self.folder, _sentence_of(error))
 
     def come_back(self, queue_unstored: Callable[[], None]) -> bool:
         """Open the store again, after a failure; False if that cannot be yet.
@@ -112,13 +129,13 @@ class RecoveringStore:
             if self.num_using:
                 return False  # a descriptor must not be closed under a thread that uses it
             failed, self._failed = self._failed, None
-        if failed is not None:
-            failed.close()
         try:
+            if failed is not None:
+                failed.close()
             store = self._opened()
             self._drop_outstanding(store)
-        except (ConfigError, OSError) as error:
-            self.log.warning("down", "disk store is still down: %s", error)
+        except Exception as error:
+            self.log.warning("down", "disk store is still down: %s", _sentence_of(error))
             return False
         queue_unstored()
         with self.condition:
@@ -157,8 +174,15 @@ class RecoveringStore:
                 stored_space = self.space_of(store, space)
                 if stored_space is not None:
                     store.drop(stored_space, hashes)
-        except OSError:
+        except Exception:
             with self.condition:
                 self._drops = drops + self._drops
             store.close()
             raise
+
+
+def _sentence_of(error: Exception) -> str:
+    """What the device or a setting says; of anything else its kind too, as it is a bug of ours."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"

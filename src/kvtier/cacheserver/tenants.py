@@ -138,11 +138,6 @@ def split_tagged(name: str) -> tuple[str, str]:
     return tenant, label
 
 
-def printable(label: str) -> str:
-    """What a client calls something, fit for a terminal and a log."""
-    return "".join(character if character.isprintable() else "?" for character in label)
-
-
 class Tenants:
     """The owner, and those of a file. Thread-safe."""
 

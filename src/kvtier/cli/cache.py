@@ -12,13 +12,14 @@ import click
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
-from kvtier.cacheserver.tenants import printable, split_tagged
+from kvtier.cacheserver.tenants import split_tagged
 from kvtier.cli.cache_server import default_socket, read_token
 from kvtier.cli.connection_options import connection_options
 from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore, StoreSpace
 from kvtier.stores.folder import holds_store, space_of
@@ -26,6 +27,8 @@ from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16
 _MIN_DIGEST = 4
+_SHOWN_NAME = 96
+_LONGEST = 2000
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 
@@ -34,6 +37,7 @@ class _Cached(Protocol):
 
     namespace: str
     name: str
+    shown_name: str
     block_bytes: int
     num_blocks: int
     num_disk_blocks: int
@@ -47,9 +51,9 @@ class _Cached(Protocol):
     def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int: ...
 
 
-def shown_name(tenant: str, name: str) -> str:
+def _shown_name(tenant: str, name: str) -> str:
     """What people call a namespace, whoever has named it."""
-    return printable(f"{tenant}: {name}" if tenant else name)
+    return printable(f"{tenant}: {name}" if tenant else name, _SHOWN_NAME)
 
 
 class _ServerCached:
@@ -57,8 +61,8 @@ class _ServerCached:
         self._address = address
         self._token = token
         self.namespace = described.digest
-        self.name = shown_name(described.tenant, described.name)
-        self._label = described.name
+        self.name = described.name
+        self.shown_name = _shown_name(described.tenant, described.name)
         self.block_bytes = described.block_bytes
         self._block_tokens = described.block_tokens
         self.num_blocks = described.blocks
@@ -88,7 +92,7 @@ class _ServerCached:
             token=self._token,
             layout=layout,
             namespace=Namespace(bytes.fromhex(self.namespace)),
-            name=self._label,
+            name=self.name,
             ca_file=self._ca_file,
             timeout_s=30.0,
         )
@@ -103,7 +107,8 @@ class _FolderCached:
         self._store = store
         self._space = space
         self.namespace = space.namespace.hex()
-        self.name = shown_name(*split_tagged(space.name))
+        tenant, self.name = split_tagged(space.name)
+        self.shown_name = _shown_name(tenant, self.name)
         self.block_bytes = space.block_bytes
         self.num_blocks = 0
         self.num_disk_blocks = len(space.index)
@@ -154,7 +159,7 @@ def _opened(
                 described = client.namespaces()
             yield [_ServerCached(address, token, ca_file, space) for space in described]
     except (KvtierError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(printable(str(error), _LONGEST)) from error
 
 
 def _chosen(cached: Sequence[_Cached], wanted: str) -> _Cached:
@@ -166,9 +171,9 @@ def _chosen(cached: Sequence[_Cached], wanted: str) -> _Cached:
         if (wanted and wanted == space.name) or (is_digest and space.namespace.startswith(wanted))
     ]
     if len(found) != 1:
-        known = ", ".join(f"{space.name or 'unnamed'} ({space.namespace[:12]})" for space in cached) or "none"
+        known = ", ".join(f"{space.shown_name or 'unnamed'} ({space.namespace[:12]})" for space in cached) or "none"
         which = "no namespace is" if not found else "several namespaces are"
-        raise click.ClickException(f"{which} called {wanted!r}; there are: {known}")
+        raise click.ClickException(f"{which} called {printable(repr(wanted))}; there are: {known}")
     return found[0]
 
 
@@ -190,7 +195,7 @@ def stat(folder: Path | None, server: str | None, token_file: Path | None, ca_fi
         for space in cached:
             disk_bytes = format_size(space.num_disk_blocks * slot_bytes_of(space.block_bytes))
             click.echo(
-                f"{space.namespace[:12]:14} {space.name[:24] or '-':24} {format_size(space.block_bytes):>10} "
+                f"{space.namespace[:12]:14} {space.shown_name[:24] or '-':24} {format_size(space.block_bytes):>10} "
                 f"{space.num_blocks:>10} {space.num_disk_blocks:>10} {disk_bytes:>12}"
             )
 
@@ -220,7 +225,7 @@ def verify(folder: Path | None, server: str | None, token_file: Path | None, ca_
     with _opened(folder, server, token_file, ca_file) as cached:
         for space in cached:
             hashes = [block_hash for block_hash, flags in space.blocks() if flags & LISTED_DISK]
-            label = f"{space.name or space.namespace[:12]}: {len(hashes)} blocks"
+            label = f"{space.shown_name or space.namespace[:12]}: {len(hashes)} blocks"
             corrupt = []
             with click.progressbar(length=len(hashes), label=label) as bar:
                 for first in range(0, len(hashes), _VERIFY_BLOCKS):

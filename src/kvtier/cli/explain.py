@@ -18,10 +18,12 @@ from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
+from kvtier.observe.printable import printable
 from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import Explanation
 
 _TIMEOUT_S = 10.0
+_LONGEST = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +125,11 @@ def explain_command(
         with connect(address, token=read_token(token_file), ca_file=ca_file, timeout_s=_TIMEOUT_S) as client:
             explanation = ask(client)
     except (KvtierError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(printable(str(error), _LONGEST)) from error
     if explanation is None:
         raise click.ClickException(
-            f"{address} has no note of request {request_id}: it is too long ago, or its engine does not report there"
+            f"{address} has no note of request {printable(str(request_id))}: "
+            "it is too long ago, or its engine does not report there"
         )
     click.echo(explanation.to_json() if as_json else _table(explanation))
 
@@ -143,8 +146,8 @@ def _table(explanation: Explanation) -> str:
         "because": explanation.reason.value + (f" ({explanation.tier})" if explanation.tier else ""),
         "detail": explanation.detail,
     }
-    lines = [f"{name:10} {value}" for name, value in rows.items() if value]
-    return "\n".join([*lines, "", explanation.sentence()])
+    lines = [f"{name:10} {printable(value, _LONGEST)}" for name, value in rows.items() if value]
+    return "\n".join([*lines, "", printable(explanation.sentence(), _LONGEST)])
 
 
 def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, tokens: str | None) -> list[int]:
@@ -152,7 +155,9 @@ def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, token
         try:
             return [int(token) for token in tokens.split(",")]
         except ValueError as error:
-            raise ConfigError(f"token ids are whole numbers with commas between them, not {tokens!r}") from error
+            raise ConfigError(
+                f"token ids are whole numbers with commas between them, not {printable(repr(tokens))}"
+            ) from error
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")

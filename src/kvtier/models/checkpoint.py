@@ -15,12 +15,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvtier.blocks.weights import read_safetensors_header
+from kvtier.blocks.weights import MALFORMED, read_safetensors_header, tensor_range
 from kvtier.errors import ConfigError
 from kvtier.models.json_object import JsonObject, read_json_object
+from kvtier.observe.printable import printable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_MAX_DIMENSIONS = 64
 _ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8} | {
     name: bits for bits in (8, 16, 32, 64) for name in (f"I{bits}", f"U{bits}")
 }
@@ -53,12 +55,12 @@ class Checkpoint:
         named = _read_index(index) if index.is_file() else {}
         for path in sorted({folder / file for file in named.values()}) if named else [_single_file(folder)]:
             if not path.is_file():
-                raise ConfigError(f"{index} names {path.name}, which is not in the folder")
+                raise ConfigError(f"{index} names {printable(path.name)}, which is not in the folder")
             for tensor in _read_header(path):
                 self.tensors[tensor.name] = tensor
         for name, file in named.items():
             if name not in self.tensors or self.tensors[name].path.name != file:
-                raise ConfigError(f"{index} says that {name} is in {file}, but it is not")
+                raise ConfigError(f"{index} says that {printable(name)} is in {printable(file)}, but it is not")
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +92,8 @@ def _single_file(folder: Path) -> Path:
 def _read_index(path: Path) -> dict[str, str]:
     weight_map = JsonObject(read_json_object(path), str(path)).inner("weight_map").values
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file != Path(file).name or not file:
-            raise ConfigError(f"{path}: the file of {name} must be a file name, not {file!r}")
+        if not isinstance(file, str) or file != Path(file).name or not file or "\0" in file or len(file) > 255:
+            raise ConfigError(f"{path}: the file of {printable(name)} must be a file name, not {printable(repr(file))}")
     if not weight_map:
         raise ConfigError(f"{path}: weight_map is empty")
     return dict(weight_map)
@@ -107,14 +109,16 @@ def _read_header(path: Path) -> list[StoredTensor]:
             if found != expected:
                 raise ValueError(f"it should hold {expected} bytes of tensors and holds {found}")
             return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+    except (OSError, *MALFORMED) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {printable(str(error))}") from error
 
 
 def _tensor(name: str, entry: dict[str, Any], path: Path) -> StoredTensor:
-    start, end = entry["data_offsets"]
+    start, end = tensor_range(entry)
     shape = tuple(entry["shape"])
     dtype = entry["dtype"]
+    if not all(isinstance(size, int) and 0 <= size < 1 << 60 for size in shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"the shape of {name} is none")
     if dtype in _ITEM_BITS and math.prod(shape) * _ITEM_BITS[dtype] != 8 * (end - start):
         raise ValueError(f"the shape and the length of {name} do not agree")
     return StoredTensor(name, dtype, shape, path, start, end - start)

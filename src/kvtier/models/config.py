@@ -16,11 +16,14 @@ from kvtier.errors import ConfigError
 from kvtier.models.json_object import JsonObject, read_json_object
 from kvtier.models.quantization.config import GptqConfig, read_quantization
 from kvtier.models.rope_config import RopeConfig, read_rope
+from kvtier.observe.printable import printable
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_WINDOW = 4096
+_MAX_LAYERS = 4096
+_MAX_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +126,15 @@ def _parse(fields: JsonObject, generation: JsonObject) -> ModelConfig:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.wrong("hidden_act", "silu", activation)
-    hidden_size = fields.count("hidden_size")
-    num_heads = fields.count("num_attention_heads")
+    hidden_size = fields.count("hidden_size", most=_MAX_WIDTH)
+    num_heads = fields.count("num_attention_heads", most=_MAX_WIDTH)
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    head_dim = fields.count("head_dim", traits.head_dim or max(hidden_size // num_heads, 1))
-    num_layers = fields.count("num_hidden_layers")
+    head_dim = fields.count("head_dim", traits.head_dim or max(hidden_size // num_heads, 1), most=_MAX_WIDTH)
+    num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
     max_positions = fields.count("max_position_embeddings")
     attention_bias = fields.flag("attention_bias", traits.attention_bias)
     bos = fields.token_ids("bos_token_id")
@@ -172,7 +175,7 @@ def _architecture(fields: JsonObject) -> str:
         raise ConfigError(f"{fields.where}: architectures is empty")
     if names[0] not in ARCHITECTURES:
         raise ConfigError(
-            f"{fields.where}: the architecture {names[0]} is not known; known are {', '.join(ARCHITECTURES)}"
+            f"{fields.where}: the architecture {printable(names[0])} is not known; known are {', '.join(ARCHITECTURES)}"
         )
     return names[0]
 

@@ -23,6 +23,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,16 @@ def find_model_folder(
 
     `has_weights` False leaves out the weights. Raises `ConfigError` when there is no such folder and no such model.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if isinstance(model, Path) or _is_path(model) or folder.exists():
-        raise ConfigError(f"there is no model folder {model}")
+    try:
+        folder = Path(model).expanduser()
+        is_path = isinstance(model, Path) or _is_path(model) or folder.exists()
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, no home behind a ~
+        raise ConfigError(f"there is no model folder {printable(str(model))}") from error
+    if is_path:
+        raise ConfigError(f"there is no model folder {printable(str(model))}")
+    assert isinstance(model, str)
     return _download(model, revision, cache_dir, [*_SMALL_FILES, *(_WEIGHT_FILES if has_weights else [])], endpoint)
 
 

@@ -11,16 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
+
+_MAX_FILE_BYTES = 64 << 20
+_MAX_COUNT = (1 << 31) - 1
+_LARGEST = 1e30
+_MAX_TOKEN_IDS = 1024
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in the file at `path`. Raises `ConfigError` when it cannot be read or is no object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than 64MiB, which such a file never is")
+        value = json.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {printable(str(error))}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {_kind_of(value)}")
     return value
@@ -36,24 +48,26 @@ class JsonObject:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = _MAX_COUNT) -> int:
         """A positive whole number."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(name, "a positive whole number", value)
+        if value > most:
+            raise self.wrong(name, f"a whole number up to {most}", value)
         return value
 
     def index(self, name: str, default: int) -> int:
         """A whole number from 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
             raise self.wrong(name, "a whole number from 0", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
             raise self.wrong(name, "a positive number", value)
         return float(value)
 
@@ -81,7 +95,9 @@ class JsonObject:
         if value is None:
             return ()
         ids = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+        if len(ids) > _MAX_TOKEN_IDS:
+            raise ConfigError(f"{self.where}: {name} must be at most {_MAX_TOKEN_IDS} token ids, not {len(ids)}")
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _MAX_COUNT for item in ids):
             raise self.wrong(name, "a token id or a list of token ids", value)
         return tuple(ids)
 
@@ -93,7 +109,7 @@ class JsonObject:
         return JsonObject(value, f"{self.where}: {name}")
 
     def wrong(self, name: str, expected: str, value: object) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} must be {expected}, not {value!r}")
+        return ConfigError(f"{self.where}: {name} must be {expected}, not {printable(repr(value))}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

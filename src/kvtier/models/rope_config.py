@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.errors import ConfigError
 from kvtier.models.json_object import JsonObject
+from kvtier.observe.printable import printable
 
 _DEFAULT_THETA = 10000.0
 
@@ -56,7 +57,9 @@ def read_rope(
     parameters = fields.inner("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     name = parameters.text("rope_type", parameters.text("type", "default"))
     if name not in list(RopeKind):
-        raise ConfigError(f"{parameters.where}: unknown rope type {name!r}; known are {', '.join(RopeKind)}")
+        raise ConfigError(
+            f"{parameters.where}: unknown rope type {printable(repr(name))}; known are {', '.join(RopeKind)}"
+        )
     partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", partial_factor))
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:

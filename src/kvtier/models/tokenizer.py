@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from kvtier.errors import ConfigError, InvalidParameter
+from kvtier.observe.printable import printable
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _NOT_FOR_TEMPLATES = {
@@ -48,7 +49,7 @@ class Tokenizer:
             self._inner.encode("")
         except Exception as error:  # its parsers raise whatever they like
             reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+            raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {printable(reason)}") from error
 
     @property
     def is_absent(self) -> bool:

@@ -299,7 +299,7 @@ class EmbeddedServer:
     def _start(self, life_fd: int) -> None:
         """Start it, without waiting until it answers."""
         self._check_folder()
-        command = [sys.executable, "-m", "kvtier", "cache-server"]
+        command = [sys.executable, "-P", "-m", "kvtier", "cache-server"]  # -P: no module of the working folder is run
         command += ["--memory", str(self._memory), "--socket", self._address.path]
         command += ["--stop-when-unused", str(self._unused_s)]
         if self._folder is not None:
@@ -310,7 +310,7 @@ class EmbeddedServer:
                     log.truncate(0)
                 self._log_start = log.seek(0, os.SEEK_END)
                 subprocess.run(
-                    [sys.executable, "-S", "-c", _DETACH, ",".join(map(str, _processors())), *command],
+                    [sys.executable, "-P", "-S", "-c", _DETACH, ",".join(map(str, _processors())), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -38,7 +38,7 @@ from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
 from kvtier.stores.records import UNIT_BYTES, BlockRecord
-from kvtier.stores.recovery import Fit, choose, fit
+from kvtier.stores.recovery import Fit, choose, counted_anew, fit
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ _MAX_GROWTH_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RECENCY_BATCH = 512
 _SPARE_RECORDS = 1024
+_FAR_COUNT = 1 << 48  # nobody writes so many blocks; a record that says so must not bring the counts to their end
 
 
 class Written(enum.Enum):
@@ -332,6 +333,9 @@ class DiskStore:
         try:
             into = memoryview(bytearray(space.block_bytes))
             return self.read([block], [into]) == [None]
+        except MemoryError:  # no machine has written a block of this size
+            self._lose(block, "unreadable")
+            return False
         finally:
             with self._lock:
                 self._pool.let_go(block)
@@ -383,9 +387,10 @@ class DiskStore:
             self.save_recency()
         except OSError as error:
             logger.warning("disk store %s: recency was not saved: %s", self.folder, error)
-        self._payloads.close()
-        self._records.close()
-        os.close(self._lock_fd)
+        finally:
+            self._payloads.close()
+            self._records.close()
+            os.close(self._lock_fd)
 
     # --- private: opening ------------------------------------------------------------------------------------------
 
@@ -401,10 +406,16 @@ class DiskStore:
             self.losses["header"] += 1
         if self._records.num_missing or (data_units and not self._records.num_records):
             self.losses["truncated records"] += max(1, self._records.num_missing)
-        self._next_sequence = max((record.sequence for record in found.values()), default=0) + 1
-        self._next_use = max((record.used_at for record in found.values()), default=0) + 1
         self._records.repair()
         self._records.wipe([*damaged, *(found.keys() - kept.keys())])
+        self._records.cut_free(max(kept, default=-1) + 1, data_units + data_units // 8 + _SPARE_RECORDS)
+        counts = [(record.sequence, record.used_at) for record in found.values()]
+        if any(max(both) > _FAR_COUNT for both in counts):
+            kept = counted_anew(kept)
+            self._records.write(kept.items())
+            counts = [(record.sequence, record.used_at) for record in kept.values()]
+        self._next_sequence = max((sequence for sequence, _ in counts), default=0) + 1
+        self._next_use = max((used_at for _, used_at in counts), default=0) + 1
         if data_units * UNIT_BYTES + self._records.nbytes > self._limit_bytes:
             plan = fit(kept, self._limit_bytes, self._step_bytes)
             kept = self._shrink(plan)
@@ -429,10 +440,10 @@ class DiskStore:
         kept = dict(plan.kept)
         for number, (record, start) in plan.moved.items():
             slot_bytes = slot_bytes_of(record.block_bytes)
-            payload = memoryview(bytearray(record.block_bytes))
             try:
+                payload = memoryview(bytearray(record.block_bytes))
                 self._payloads.read([record.start], [payload], record.block_bytes, slot_bytes)
-            except OSError:
+            except (OSError, MemoryError):
                 self.losses["unreadable"] += 1
                 self._records.wipe([number])
                 continue

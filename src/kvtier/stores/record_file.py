@@ -31,6 +31,8 @@ RECORDS_NAME = "records.kvtier"
 SMALL_STEP_BYTES = 64 << 10
 _LARGE_STEP_BYTES = 1 << 20
 _LARGE_STORE_BYTES = 4 << 30
+_PIECE_RECORDS = 1 << 14  # read at a time
+_ZEROS = bytes(_PIECE_RECORDS * RECORD_BYTES)
 
 
 def step_bytes_of(file_space: int) -> int:
@@ -59,16 +61,20 @@ class RecordFile:
         self.has_header = header is not None
         if header is not None:
             self.num_missing = max(0, header.num_records - self.num_records)
-        raw = bytearray(self.num_records * RECORD_BYTES)
-        length = self._files.read_into(self._fd, [memoryview(raw)], HEADER_BYTES)
         found: dict[int, BlockRecord] = {}
         damaged: list[int] = []
-        for number, record in enumerate(decode_records(memoryview(raw)[: length // RECORD_BYTES * RECORD_BYTES])):
-            if record is DAMAGED:
-                damaged.append(number)
-            elif record is not None:
-                assert not isinstance(record, DamagedRecord)
-                found[number] = record
+        raw = bytearray(min(self.num_records, _PIECE_RECORDS) * RECORD_BYTES)
+        for first in range(0, self.num_records, _PIECE_RECORDS):
+            length = self._files.read_into(self._fd, [memoryview(raw)], HEADER_BYTES + first * RECORD_BYTES)
+            piece = memoryview(raw)[: length // RECORD_BYTES * RECORD_BYTES]
+            if _ZEROS.startswith(piece):
+                continue  # whoever makes the file large makes it slow to open, and no more
+            for number, record in enumerate(decode_records(piece, first), first):
+                if record is DAMAGED:
+                    damaged.append(number)
+                elif record is not None:
+                    assert not isinstance(record, DamagedRecord)
+                    found[number] = record
         return found, damaged
 
     def repair(self) -> None:
@@ -99,6 +105,10 @@ class RecordFile:
             self.nbytes = nbytes
             self._write_header(self.num_records)
             self._files.truncate(self._fd, nbytes)
+
+    def cut_free(self, first_free: int, num_records: int) -> None:
+        """Take away free records, from `first_free` on, that are more than `num_records` in all."""
+        self.cut(HEADER_BYTES + max(first_free, num_records) * RECORD_BYTES)
 
     def is_in_place(self) -> bool:
         """The file we write is still the one in the folder."""

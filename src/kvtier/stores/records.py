@@ -25,6 +25,11 @@ _RECORD_MAGIC = 0x52_54_56_4B
 _PAD = bytes(36)
 FREE_RECORD = bytes(RECORD_BYTES)
 _MAX_NAME_BYTES = 96
+_MAX_BLOCK_BYTES = 1 << 40
+_MAX_TOKENS = 1 << 20
+_MAX_START = 1 << 51  # beyond it lies no offset that a file can have
+MAX_COUNT = 1 << 62  # of `sequence` and `used_at`: what counts on from there never overflows
+_KNOWN_FLAGS = 1
 
 HEADER_BYTES = 4096
 _HEADER_MAGIC = b"KVTIERDK"
@@ -72,20 +77,25 @@ def encode_block(record: BlockRecord, number: int) -> bytes:
     return raw + struct.pack("<Q", xxhash.xxh3_64_intdigest(raw, number))
 
 
-def decode_records(raw: memoryview) -> Iterator[BlockRecord | DamagedRecord | None]:
-    """Every record from number 0 on; None where it is free."""
+def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockRecord | DamagedRecord | None]:
+    """Every record from a number on; None where it is free. One that says what nobody writes is damaged."""
     digest = xxhash.xxh3_64_intdigest
     names: dict[bytes, str] = {}
     namespaces: dict[bytes, Namespace] = {}
     first = 0
-    for number, fields in enumerate(_RECORD.iter_unpack(raw)):
+    for number, fields in enumerate(_RECORD.iter_unpack(raw), first_number):
         magic, tokens, start, nbytes, sequence, used_at, namespace, key, checksum, name, flags, pad, own = fields
         if not magic and not own:
             yield None
         elif (
             magic != _RECORD_MAGIC
             or pad != _PAD
-            or not nbytes
+            or not 0 < nbytes <= _MAX_BLOCK_BYTES
+            or not 0 < tokens <= _MAX_TOKENS
+            or start > _MAX_START
+            or sequence > MAX_COUNT
+            or used_at > MAX_COUNT
+            or flags & ~_KNOWN_FLAGS
             or digest(raw[first : first + RECORD_BYTES - 8], number) != own
         ):
             yield DAMAGED

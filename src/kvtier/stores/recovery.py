@@ -38,6 +38,17 @@ def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, Bl
     return dict(_without_overlaps(kept, losses)), +losses
 
 
+def counted_anew(records: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
+    """The same records in the same orders, with `sequence` and `used_at` counted from 1."""
+    by_sequence = sorted(records, key=lambda number: records[number].sequence)
+    by_use = sorted(records, key=lambda number: records[number].used_at)
+    sequences = {number: count for count, number in enumerate(by_sequence, 1)}
+    uses = {number: count for count, number in enumerate(by_use, 1)}
+    return {
+        number: record._replace(sequence=sequences[number], used_at=uses[number]) for number, record in records.items()
+    }
+
+
 def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str]) -> list[tuple[int, BlockRecord]]:
     """Of two records for the same room the newer is right: the older one's wipe was lost."""
     chosen: list[tuple[int, BlockRecord]] = []

@@ -90,7 +90,7 @@ def start_cache_server(folder: Path, *options: str, memory: str, tcp: bool, port
         (folder / "token").write_text(token)
         arguments = [*arguments, "--tcp", f"127.0.0.1:{port}", "--token-file", str(folder / "token")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvtier", "cache-server", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-m", "kvtier", "cache-server", *arguments], stdout=subprocess.PIPE, text=True
     )
     server = ServerProcess(process, folder, token)
     assert process.stdout is not None

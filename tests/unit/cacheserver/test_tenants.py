@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.bandwidth import Bandwidth
-from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Tenants, printable, split_tagged
+from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Tenants, split_tagged
 from kvtier.errors import ConfigError
 
 TWO = """
@@ -85,10 +85,6 @@ def test_namespaces_of_tenants_are_their_own_and_the_owners_as_they_are(file: Pa
     assert len(set(own.values())) == 3
     tags = {tenant.name: tenant.tagged("a model") for tenant in tenants}
     assert {name: split_tagged(tag) for name, tag in tags.items()} == {name: (name, "a model") for name in own}
-
-
-def test_a_label_is_fit_for_a_terminal() -> None:
-    assert printable("a\x1b[31m\x1fb\nc é") == "a?[31m?b?c é"
 
 
 def test_bytes_are_moved_no_faster_than_allowed() -> None:

@@ -12,6 +12,7 @@ from kvtier import BlockHash, Namespace
 from kvtier.stores.records import (
     FREE_RECORD,
     HEADER_BYTES,
+    MAX_COUNT,
     RECORD_BYTES,
     BlockRecord,
     DamagedRecord,
@@ -32,15 +33,16 @@ def _decode(raw: bytes) -> list[BlockRecord | DamagedRecord | None]:
 
 
 _u64 = st.integers(0, 2**64 - 1)
+_counts = st.integers(0, MAX_COUNT)
 _records = st.builds(
     BlockRecord,
     st.binary(min_size=32, max_size=32).map(Namespace),
     st.binary(min_size=32, max_size=32).map(BlockHash),
-    _u64,
-    st.integers(1, 2**64 - 1),
-    st.integers(0, 2**32 - 1),
-    _u64,
-    _u64,
+    st.integers(0, 2**51),
+    st.integers(1, 2**40),
+    st.integers(1, 2**20),
+    _counts,
+    _counts,
     _u64,
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24),
     st.booleans(),
@@ -87,6 +89,24 @@ def test_a_record_in_anothers_place_is_damaged() -> None:
     first, second = _decode(encode_block(_RECORD, 1) + encode_block(_RECORD, 1))
     assert isinstance(first, DamagedRecord)
     assert second == _RECORD
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sequence", 2**64 - 1),
+        ("sequence", MAX_COUNT + 1),
+        ("used_at", 2**64 - 1),
+        ("start", 2**64 - 1),
+        ("block_bytes", 0),
+        ("block_bytes", 2**64 - 1),
+        ("block_tokens", 0),
+        ("block_tokens", 2**32 - 1),
+    ],
+)
+def test_a_record_with_a_number_that_nobody_writes_is_damaged(field: str, value: int) -> None:
+    (record,) = _decode(encode_block(_RECORD._replace(**{field: value}), 0))
+    assert isinstance(record, DamagedRecord)
 
 
 def test_a_wiped_record_is_free_and_noise_is_damaged() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvtier import BlockHash, Namespace
 from kvtier.stores.records import HEADER_BYTES, RECORD_BYTES, UNIT_BYTES, BlockRecord
-from kvtier.stores.recovery import choose, fit, units_of
+from kvtier.stores.recovery import choose, counted_anew, fit, units_of
 
 _STEP_BYTES = 64 << 10
 
@@ -32,6 +32,20 @@ def test_a_copy_of_a_record_is_no_loss_and_one_beyond_the_file_is() -> None:
     kept, losses = choose(found, 100)
     assert list(kept.values()) == [_record(1, 0, 5)]
     assert losses == {"truncated": 1}
+
+
+def test_counts_begin_anew_in_the_order_they_had() -> None:
+    far = 1 << 60
+    records = {4: _record(1, 0, far, used_at=3), 1: _record(2, 1, 7, used_at=far), 9: _record(3, 2, 8, used_at=5)}
+    anew = counted_anew(records)
+    assert {number: (record.sequence, record.used_at) for number, record in anew.items()} == {
+        4: (3, 1),
+        1: (1, 3),
+        9: (2, 2),
+    }
+    assert [record._replace(sequence=0, used_at=0) for record in anew.values()] == [
+        record._replace(sequence=0, used_at=0) for record in records.values()
+    ]
 
 
 @given(

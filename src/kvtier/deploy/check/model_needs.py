@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.blocks.layout import DTYPE_BYTES
-from kvtier.blocks.weights import read_safetensors_header
+from kvtier.blocks.weights import MALFORMED, read_safetensors_header, tensor_range
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.models.config import CONFIG_FILE, ModelConfig, read_config
+from kvtier.models.json_object import read_json_object
+from kvtier.observe.printable import printable
 
 _SCALE_BYTES = 4
 _NORMS_PER_LAYER = {"Glm4ForCausalLM": 4}
@@ -77,9 +79,9 @@ def _stored_bytes(folder: Path) -> int:
         try:
             with path.open("rb") as file:
                 entries, _ = read_safetensors_header(file)
-            total += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+            total += sum(end - start for start, end in map(tensor_range, entries.values()))
+        except (OSError, *MALFORMED) as error:
+            raise ConfigError(f"{path} cannot be read as safetensors: {printable(str(error))}") from error
     return total
 
 
@@ -102,10 +104,7 @@ def _tokenizer_note(folder: Path) -> str:
         return "it has no tokenizer: only prompts of token ids are answered"
     if any(folder.glob("chat_template*")):
         return ""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        settings = {}
-    if isinstance(settings, dict) and settings.get("chat_template"):
-        return ""
+    with contextlib.suppress(ConfigError):
+        if read_json_object(folder / "tokenizer_config.json").get("chat_template"):
+            return ""
     return "it has no chat template: chat requests are refused, completions work"

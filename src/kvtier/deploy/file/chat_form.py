@@ -23,6 +23,7 @@ from kvtier.deploy.file.native import (
     EngineOptions,
     HttpSection,
     ModelSection,
+    check_model,
 )
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.size import Size
@@ -58,6 +59,9 @@ class ChatModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A folder, or the name of a model on the hub, which is downloaded once."""
     engine_args: ChatEngineArgs = ChatEngineArgs()
     """How it is run."""
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
 
 
 class ChatSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from msgspec import inspect
 from kvtier.deploy.file.size import SIZE_IN_WORDS, Size, read_size
 from kvtier.deploy.file.yaml_file import Location, YamlFile, dotted
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
@@ -28,6 +29,9 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _WORD = re.compile(r"[a-z][a-z_\-]*[a-z]")
 _EXPONENT_FORM = re.compile(r"([+-]?\d+)(?:\.(\d*))?[eE]([+-]?)(\d+)")
 _INFINITE = 1e300
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4095
+_MAX_WHOLE = 1 << 63
 _SECRETS = ("key",)
 """Fields whose values are not repeated in a sentence."""
 
@@ -78,6 +82,22 @@ def unknown(name: str, allowed: Iterable[str]) -> str:
     names = list(allowed)
     near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
     return f"{name} is unknown; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(names)}"
+
+
+def is_short_path(text: str) -> bool:
+    """A file system can have it: names of at most 255 bytes, 4095 in all."""
+    raw = os.fsencode(text.encode(errors="replace"))
+    return len(raw) <= _MAX_PATH_BYTES and all(len(name) <= _MAX_NAME_BYTES for name in raw.split(b"/"))
+
+
+def check_name(name: str, field: str = "name") -> None:
+    """Raises `ConfigError` for a name that is none, or that logs and terminals cannot show."""
+    if not name.strip():
+        raise ConfigError(f"{field} must not be empty")
+    if len(name) > _MAX_NAME_BYTES:
+        raise ConfigError(f"{field} must have at most {_MAX_NAME_BYTES} characters, not {len(name)}")
+    if printable(name, _MAX_NAME_BYTES) != name:
+        raise ConfigError(f"{field} must have no control characters, as in {printable(name)}")
 
 
 def absolute(path: Path) -> Path:
@@ -159,7 +179,7 @@ def _fits(value: object, kind: inspect.Type) -> bool:
         case inspect.BoolType():
             return isinstance(value, bool)
         case inspect.IntType():
-            return isinstance(value, int) and not isinstance(value, bool)
+            return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_WHOLE
         case inspect.FloatType():
             return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _INFINITE
         case inspect.StrType():
@@ -169,7 +189,7 @@ def _fits(value: object, kind: inspect.Type) -> bool:
         case inspect.LiteralType(values=values):
             return isinstance(value, (str, int)) and value in values
         case inspect.CustomType(cls=cls) if cls is Path:
-            return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+            return isinstance(value, str) and bool(value.strip()) and "\0" not in value and is_short_path(value)
         case inspect.CustomType(cls=cls) if cls is Size:
             try:
                 read_size(value)
@@ -183,6 +203,8 @@ def _wrong(value: object, kind: inspect.Type, location: Location) -> str:
     name, expected = dotted(location) or "the file", type_in_words(kind)
     if location and location[-1] in _SECRETS and value is not None:
         return f"{name} must be {expected}"
+    if isinstance(value, str) and not is_short_path(value) and expected == "a path":
+        return f"{name} must be a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_NAME_BYTES} between two slashes"
     return f"{name} must be {expected}, not {_in_words(value)}{_hint(value, kind)}"
 
 
@@ -208,14 +230,14 @@ def _in_words(value: object) -> str:
             return "a list"
         case dict():
             return "a mapping"
-    return repr(value)
+    return printable(repr(value))
 
 
 def _read_path(file: YamlFile, text: str) -> Path:
     try:
         return absolute(file.path.parent / Path(text).expanduser())
     except RuntimeError as error:
-        raise ConfigError(f"{text} has no folder behind its ~") from error
+        raise ConfigError(f"{printable(text)} has no folder behind its ~") from error
 
 
 def _located(file: YamlFile, location: Location, error: msgspec.ValidationError) -> ConfigError:

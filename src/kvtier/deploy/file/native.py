@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from kvtier.deploy.file.form import read_form
+from kvtier.deploy.file.form import check_name, is_short_path, read_form
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.size import Size
 from kvtier.deploy.file.yaml_file import YamlFile
@@ -23,6 +23,7 @@ DEFAULT_OPENAI_PORT = 8080
 DEFAULT_OLLAMA_PORT = 11434
 DEFAULT_CACHE_BYTES = Size(4 << 30)
 _MAX_PORT = 65535
+_MAX_ENGINES = 1024
 _HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
@@ -31,6 +32,12 @@ def check_host(host: str) -> None:
     """Raises `ConfigError` for what can be neither an address nor a name."""
     if not _HOST.fullmatch(host):
         raise ConfigError(f"host must be an address or a name, and 0.0.0.0 for all, not {host!r}")
+
+
+def check_model(model: str) -> None:
+    """Raises `ConfigError` for what can be neither a folder nor a name on the hub."""
+    if not is_short_path(model) or "\0" in model:
+        raise ConfigError("model must be a folder or a name on the hub, with names of at most 255 bytes")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,10 +107,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """On how many of several cache servers each block is kept."""
 
     def __post_init__(self) -> None:
-        if not all(name.strip() for name in self.names):
-            raise ConfigError("name must not be empty")
-        if self.engines is not None and self.engines < 1:
-            raise ConfigError(f"engines must be 1 or more, not {self.engines}")
+        for name in self.names:
+            check_name(name)
+        if self.engines is not None and not 1 <= self.engines <= _MAX_ENGINES:
+            raise ConfigError(f"engines must be from 1 to {_MAX_ENGINES}, not {self.engines}")
         if self.device is not None and self.devices:
             raise ConfigError("devices takes the place of device: give one of them")
         if self.devices and self.engines not in (None, len(self.devices)):
@@ -129,6 +136,10 @@ class ModelSection(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     """A folder, or the name of a model on the hub, which is downloaded once."""
     cache: bool | str | None = None
     """Whether it uses the deployment's cache, or which one by name; it does when there is one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_model(self.model)
 
 
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,8 +196,7 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Keep blocks on disk alone; `memory` is then only what passes through."""
 
     def __post_init__(self) -> None:
-        if not self.name.strip():
-            raise ConfigError("name must not be empty")
+        check_name(self.name)
         if self.folder is not None and not self.disk:
             raise ConfigError("folder needs disk, the most space it may take, as in disk: 100GiB")
         if self.folder is None and self.disk:
@@ -212,6 +222,7 @@ class ApiKeySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Prompts of keys with different salts share no blocks."""
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         if (self.key is None) == (self.key_file is None):
             raise ConfigError(f"the API key {self.name!r} needs either key or key_file")
 

@@ -12,13 +12,20 @@ from pathlib import Path
 import yaml
 
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 
 Location = tuple[str | int, ...]
 """Where a value is: the keys and positions on the way to it."""
 
 _MAX_FILE_BYTES = 1 << 20
-_MAX_VALUES = 100_000  # aliases of aliases make as many as they like of a few lines
+_MAX_NODES = 10_000
+_MAX_ALIASES = 1_000
+_MAX_DEPTH = 32
+_MAX_VALUES = 20_000  # aliases of aliases make as many as they like of a few lines
+_MAX_NUMBER_CHARACTERS = 1024
+_MAX_SENTENCE_CHARACTERS = 2_000
 _TAG = "tag:yaml.org,2002:"
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 _MERGE, _TEXT, _TIMESTAMP, _BINARY = f"{_TAG}merge", f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}binary"
 
 
@@ -51,7 +58,7 @@ class YamlFile:
         return self._key_lines.get(location) or self.line_of(location)
 
     def sentence(self, line: int, text: str) -> str:
-        return f"{self.path}:{line}: {text}"
+        return f"{self.path}:{line}: {printable(text, _MAX_SENTENCE_CHARACTERS)}"
 
     def error(self, location: Location, text: str) -> ConfigError:
         """`text` is wrong about the value at `location`."""
@@ -63,9 +70,9 @@ def read_yaml(path: Path) -> YamlFile:
     text = _read_text(path)
     if not text.strip():
         raise ConfigError(f"{path}:1: the file is empty")
-    loader: yaml.SafeLoader | None = None
+    loader: _Loader | None = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text, path)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             line = 1 if node is None else _line(node)
@@ -78,7 +85,7 @@ def read_yaml(path: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {_problem(error)}") from error
+        raise ConfigError(f"{path}:{line}: not valid YAML: {printable(_problem(error))}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}:1: the file is nested too deeply") from error
     finally:
@@ -91,6 +98,34 @@ def dotted(location: Location) -> str:
     """`models[0].swap_space`, as people name a value."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     return text.removeprefix(".")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, with a bound for whatever makes a short file slow to read."""
+
+    def __init__(self, text: str, path: Path) -> None:
+        super().__init__(text)
+        self._path = path
+        self._depth = 0
+        self._num_nodes = 0
+        self._num_aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._num_nodes += 1
+        self._num_aliases += self.check_event(yaml.AliasEvent)
+        if self._num_nodes > _MAX_NODES:
+            raise self._too_much(f"the file has more than {_MAX_NODES} values")
+        if self._num_aliases > _MAX_ALIASES:
+            raise self._too_much(f"the file has more than {_MAX_ALIASES} aliases")
+        if self._depth > _MAX_DEPTH:
+            raise self._too_much("the file is nested too deeply")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _too_much(self, text: str) -> ConfigError:
+        return ConfigError(f"{self._path}:{self.peek_event().start_mark.line + 1}: {text}")  # type: ignore[no-untyped-call]
 
 
 class _Builder:
@@ -115,10 +150,13 @@ class _Builder:
         self._open.remove(id(node))
         return values
 
-    def _value(self, node: yaml.Node, location: Location) -> object:
+    def _count(self, node: yaml.Node) -> None:
         self._num_values += 1
         if self._num_values > _MAX_VALUES:
             raise self._wrong(node, f"the file has more than {_MAX_VALUES} values once its aliases are filled in")
+
+    def _value(self, node: yaml.Node, location: Location) -> object:
+        self._count(node)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, location)
         self.lines[location] = _line(node)
@@ -135,10 +173,15 @@ class _Builder:
             return node.value  # a name may look like a date
         if node.tag == _BINARY:
             raise self._wrong(node, "the tag !!binary has no place here")
+        if node.tag in _NUMBERS and ":" in node.value:
+            shown = printable(node.value)
+            raise self._wrong(node, f"{shown} is a number to the base of 60 in YAML: write '{shown}' if it is text")
+        if node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_CHARACTERS:
+            raise self._wrong(node, f"a number has at most {_MAX_NUMBER_CHARACTERS} characters")
         try:
             value: object = self._loader.construct_object(node)
-        except ValueError as error:
-            raise self._wrong(node, f"{node.value!r} is not the number that it looks like") from error
+        except (ValueError, LookupError) as error:
+            raise self._wrong(node, f"{printable(repr(node.value))} is not the value that its tag says") from error
         return value
 
     def _entries(self, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
@@ -146,6 +189,7 @@ class _Builder:
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
+            self._count(key)
             if key.tag == _MERGE:
                 for name, entry in self._merged(value).items():
                     merged.setdefault(name, entry)
@@ -153,9 +197,11 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode):
                 raise self._wrong(key, "a key must be text, not a list or a mapping")
             if key.tag != _TEXT:
-                raise self._wrong(key, f"a key must be text; for {key.value} write '{key.value}'")
+                shown = printable(key.value)
+                raise self._wrong(key, f"a key must be text; for {shown} write '{shown}'")
             if key.value in own:
-                raise self._wrong(key, f"{key.value} is given twice, first in line {_line(own[key.value][0])}")
+                first = _line(own[key.value][0])
+                raise self._wrong(key, f"{printable(key.value)} is given twice, first in line {first}")
             own[key.value] = (key, value)
         return merged | own
 
@@ -163,6 +209,7 @@ class _Builder:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         entries: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for source in sources:
+            self._count(source)
             if not isinstance(source, yaml.MappingNode):
                 raise self._wrong(source, "<< takes a mapping, or a list of them")
             self._enter(source)
@@ -177,7 +224,7 @@ class _Builder:
 
     def _check_tag(self, node: yaml.Node, kind: str) -> None:
         if node.tag != f"{_TAG}{kind}":
-            raise self._wrong(node, f"the tag {node.tag.replace(_TAG, '!!')} has no place here")
+            raise self._wrong(node, f"the tag {printable(node.tag.replace(_TAG, '!!'))} has no place here")
 
     def _wrong(self, node: yaml.Node, text: str) -> ConfigError:
         return ConfigError(f"{self._path}:{_line(node)}: {text}")

@@ -20,7 +20,7 @@ from kvtier.deploy.plan.parts import DeploymentPart, encode_part
 from kvtier.deploy.run.backoff import Backoff
 from kvtier.deploy.run.reports import Report, decode_report
 
-PART_COMMAND = (sys.executable, "-m", "kvtier.deploy.run.part")
+PART_COMMAND = (sys.executable, "-P", "-m", "kvtier.deploy.run.part")  # -P: no module of the working folder is run
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TextIO
 
 import click
 
+from kvtier.observe.printable import printable
+
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 _PROGRESS_EVERY_S = 2.0
+_LONGEST_LINE = 1 << 16
+_COLOURING = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class DeploymentLog:
@@ -25,13 +30,13 @@ class DeploymentLog:
         self._has_progress_line = False
 
     def line(self, part: str, text: str) -> None:
-        """What a part has written, or what is said of it."""
-        self._write(f"{self._head(part)} {text}\n")
+        """What a part has written, or what is said of it. Text of clients may be in it: a terminal must not obey it."""
+        self._write(f"{self._head(part)} {_shown(text)}\n")
 
     def progress(self, part: str, text: str, *, is_last: bool) -> None:
         """How far a part is. Where lines cannot be overwritten, one every two seconds is enough."""
         if self._is_terminal and not is_last:
-            self._write(f"{self._head(part)} {text}", is_progress=True)
+            self._write(f"{self._head(part)} {_shown(text)}", is_progress=True)
             return
         now = self._clock()
         if is_last or now - self._progress_at.get(part, float("-inf")) >= _PROGRESS_EVERY_S:
@@ -57,3 +62,8 @@ class DeploymentLog:
             self._stream.flush()
         except OSError:
             pass  # nobody reads any more; the deployment goes on
+
+
+def _shown(text: str) -> str:
+    """Without the colours of a library's own log; tabs stay."""
+    return "\t".join(printable(part, _LONGEST_LINE) for part in _COLOURING.sub("", text).split("\t"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.models.json_object import JsonObject
+from kvtier.observe.printable import printable
 
 _GROUP_SIZES = (-1, 32, 64, 128)
 
@@ -30,11 +31,11 @@ def read_quantization(fields: JsonObject) -> GptqConfig | None:
     inner = fields.inner("quantization_config")
     method = inner.text("quant_method")
     if method != "gptq":
-        raise ConfigError(f"{inner.where}: quant_method {method!r} is not known; known is gptq")
+        raise ConfigError(f"{inner.where}: quant_method {printable(repr(method))} is not known; known is gptq")
     if (bits := inner.count("bits")) != 4:
         raise ConfigError(f"{inner.where}: bits must be 4, not {bits}")
     group_size = inner.values.get("group_size", 128)
-    if group_size not in _GROUP_SIZES:
+    if not isinstance(group_size, int) or group_size not in _GROUP_SIZES:
         raise inner.wrong("group_size", f"one of {', '.join(map(str, _GROUP_SIZES))}", group_size)
     for name in ("dynamic", "lm_head"):
         if inner.values.get(name):

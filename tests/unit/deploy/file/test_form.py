@@ -107,7 +107,7 @@ def test_a_secret_of_the_wrong_kind_is_not_repeated(refuse: Refuse) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("    engines: 0\n", "3: engines must be 1 or more, not 0"),
+        ("    engines: 0\n", "3: engines must be from 1 to 1024, not 0"),
         ("    salt: x\n    device: tpu\n", "4: device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         ("    devices: [cuda:0, moon]\n", "3: devices must be auto, cpu, cuda or cuda:N, not 'moon'"),
         ("    engines: 3\n    devices: [cuda:0, cpu]\n", "4: devices must be one per engine: there are 2 for 3"),
