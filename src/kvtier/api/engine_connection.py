@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvtier.engine.answer import StreamPiece
 from kvtier.engine.process.messages import (
+    FAILED,
     INVALID,
     LENGTH_BYTES,
     TOO_LONG,
@@ -34,7 +35,15 @@ from kvtier.engine.process.messages import (
     encode,
 )
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import EngineAway, EngineStopped, InvalidParameter, KvtierError, PromptTooLong, RemoteProtocolError
+from kvtier.errors import (
+    AnswerFailed,
+    EngineAway,
+    EngineStopped,
+    InvalidParameter,
+    KvtierError,
+    PromptTooLong,
+    RemoteProtocolError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -259,5 +268,5 @@ class EngineConnection:
 
 
 def _error_of(refused: Refused) -> KvtierError:
-    kinds: dict[str, type[KvtierError]] = {TOO_LONG: PromptTooLong, INVALID: InvalidParameter}
+    kinds: dict[str, type[KvtierError]] = {TOO_LONG: PromptTooLong, INVALID: InvalidParameter, FAILED: AnswerFailed}
     return kinds.get(refused.reason, EngineStopped)(refused.sentence)

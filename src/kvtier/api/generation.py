@@ -20,9 +20,10 @@ from kvtier.api.service import Service
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.process.messages import Prompt
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import EngineStopped
+from kvtier.errors import AnswerFailed, EngineStopped
 
 _COMPLETE = ("stop", "length")
+_FAILED = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,9 @@ class Generation:
                     outcome.close()
 
     def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
-        """Raises `EngineStopped` for an answer that ended and is not complete."""
+        """Raises `AnswerFailed` or `EngineStopped` for an answer that ended and is not complete."""
+        if completion.finish_reason == _FAILED:
+            raise AnswerFailed("the engine failed at this request; its log has more")
         if completion.finish_reason not in _COMPLETE:
             raise EngineStopped(self.shape.broken_off(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)

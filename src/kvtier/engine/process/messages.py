@@ -132,6 +132,7 @@ class Refused(_Message, frozen=True, tag="refused"):
 TOO_LONG = "too_long"
 INVALID = "invalid"
 STOPPED = "stopped"
+FAILED = "failed"
 
 
 class StepOutputs(_Message, frozen=True, tag="outputs", omit_defaults=True):

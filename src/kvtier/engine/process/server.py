@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, News, Submission
 from kvtier.engine.process.messages import (
+    FAILED,
     INVALID,
     LENGTH_BYTES,
     STOPPED,
@@ -44,7 +45,7 @@ from kvtier.engine.process.messages import (
     decode_request,
     encode,
 )
-from kvtier.errors import EngineStopped, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
+from kvtier.errors import AnswerFailed, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
 from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
@@ -229,7 +230,7 @@ class _ClientConnection:
             return
         except Exception as error:  # a tokenizer's, or a template's
             logger.exception("a prompt could not be made")
-            self._outbox.put([(request.request_id, EngineStopped(f"the prompt could not be made: {error}"))])
+            self._outbox.put([(request.request_id, AnswerFailed(f"the prompt could not be made: {error}"))])
             return
         with self._lock:
             is_wanted = number in self._submissions
@@ -326,6 +327,8 @@ def _refusal(number: int, error: Exception) -> Refused:
         return Refused(number, TOO_LONG, str(error))
     if isinstance(error, RequestError):
         return Refused(number, INVALID, str(error))
+    if isinstance(error, AnswerFailed):
+        return Refused(number, FAILED, str(error))
     return Refused(number, STOPPED, str(error))
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvtier import __version__
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, Refused, Submit
+from kvtier.engine.process.messages import FAILED, INVALID, STOPPED, TOO_LONG, Refused, Submit
 from tests.support.examples import examples
 from tests.support.fake_engine import (
     ALIAS,
@@ -367,7 +367,7 @@ def test_an_unknown_model_is_not_found_and_those_there_are_named(http: httpx.Cli
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-@pytest.mark.parametrize(("reason", "status"), [(TOO_LONG, 400), (INVALID, 400), (STOPPED, 503)])
+@pytest.mark.parametrize(("reason", "status"), [(TOO_LONG, 400), (INVALID, 400), (STOPPED, 503), (FAILED, 500)])
 def test_a_prompt_the_engine_refuses_is_a_plain_error(
     http: httpx.Client, engine: FakeEngine, reason: str, status: int, is_streamed: bool
 ) -> None:
@@ -540,16 +540,21 @@ def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error(http: http
     assert lines_of(http, "/api/generate", GENERATE) == [{"error": "the engine stops"}]
 
 
-@pytest.mark.parametrize("reason", ["error", "abort"])
-def test_an_answer_the_engine_gave_up_is_no_answer(http: httpx.Client, engine: FakeEngine, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "sentence"), [("error", "the engine failed at this request"), ("abort", "gave the answer up")]
+)
+def test_an_answer_the_engine_gave_up_is_no_answer(
+    http: httpx.Client, engine: FakeEngine, reason: str, sentence: str
+) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
         yield said(submit, "a", completion=ending(reason, 1))
 
     engine.script = script
 
-    assert "gave the answer up" in lines_of(http, "/api/generate", GENERATE)[-1]["error"]
-    assert "gave the answer up" in error_of(http.post("/api/generate", json={**GENERATE, "stream": False}), 503)
+    status = 500 if reason == "error" else 503
+    assert sentence in lines_of(http, "/api/generate", GENERATE)[-1]["error"]
+    assert sentence in error_of(http.post("/api/generate", json={**GENERATE, "stream": False}), status)
 
 
 def test_no_more_requests_are_served_at_once_than_there_are_places(engine: FakeEngine) -> None:
