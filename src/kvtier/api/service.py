@@ -12,8 +12,10 @@ from starlette.requests import Request
 
 from kvtier.api.access import Access, Tenant
 from kvtier.api.config import ApiConfig
-from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.engines import Engines
 from kvtier.api.http_error import unavailable
+from kvtier.api.large_bodies import LargeBodies
+from kvtier.api.open_bodies import OpenBodies
 from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
 
@@ -29,9 +31,16 @@ class Service:
     num_requests: int = 0
     started_at: float = field(default_factory=time.time)
     access: Access = field(init=False)
+    open_bodies: OpenBodies = field(init=False)
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
 
     def __post_init__(self) -> None:
         self.access = Access(self.config.keys)
+        self.open_bodies = OpenBodies(self.config.max_body_bytes)
+
+    async def close(self) -> None:
+        await self.large_bodies.close()
+        await self.engines.close()
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for those who may not ask."""
@@ -50,9 +59,9 @@ class Service:
         finally:
             self.num_requests -= 1
 
-    def count(self, model: ServedModel, prompt_tokens: int, completion: Completion) -> None:
-        """An answer is complete."""
-        metrics, name = self.metrics, model.name
+    def count(self, name: str, prompt_tokens: int, completion: Completion) -> None:
+        """An answer of the model `name` is complete."""
+        metrics = self.metrics
         metrics.prompt_tokens.labels(model=name).inc(prompt_tokens)
         metrics.output_tokens.labels(model=name).inc(len(completion.token_ids))
         metrics.ttft_seconds.labels(model=name).observe(completion.ttft_s)

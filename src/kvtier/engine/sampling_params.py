@@ -20,8 +20,8 @@ MAX_CHOICES = 128
 MAX_TOKENS = (1 << 31) - 1
 """The largest `max_tokens`, `min_tokens` and `top_k`, and the largest id of a token: what 32 bits hold."""
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 1024
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
 """Of one stop string: the end of an answer is searched for all of them after each token."""
 
 MAX_STOP_TOKEN_IDS = 256
