@@ -19,7 +19,7 @@ from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyRefused, ReadBody
 from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import Generation, GenerationRequest, Shape
 from kvtier.api.health import operation_routes
-from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.http_error import HttpError, WrongKey, http_error_of
 from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.limits import INLINE_BODY_BYTES
 from kvtier.api.service import Service, new_id
@@ -147,6 +147,8 @@ class Application(ABC):
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HttpError)
+        if isinstance(error, WrongKey):
+            error = await self.service.slow_down(request, error)
         return self.json(request, self.error_body(error), error.status, error.headers)
 
     async def _on_kvtier_error(self, request: Request, error: Exception) -> Response:
@@ -169,5 +171,6 @@ class Application(ABC):
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """A mistake of ours. The HTTP server logs where it happened."""
         request_id = request.state.id = self.request_id(request)
-        logger.error("request %s failed: %r", request_id or request.url.path, error)
+        key = getattr(request.state, "key", "")
+        logger.error("request %s%s failed: %r", request_id or request.url.path, f" of {key}" if key else "", error)
         return await self._on_http_error(request, HttpError(500, self.bug_sentence(request_id), "internal_error"))

@@ -11,13 +11,22 @@ from kvtier.errors import ConfigError
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may ask. Prompts of keys with different salts share no blocks; `name` is for logs and metrics."""
+    """Who may ask; `name` is for logs and metrics.
+
+    A key shares blocks with keys of the same `salt`. Without a salt it shares with none, or, with `share`, with all
+    keys that have it too.
+    """
 
     name: str
     key: str
     salt: str = ""
+    share: bool = False
 
     def __post_init__(self) -> None:
+        if self.salt and self.share:
+            raise ConfigError(f"the API key {self.name!r} has a salt, which says whom it shares with: leave share out")
+        if "\0" in self.salt:
+            raise ConfigError(f"the salt of the API key {self.name!r} must be printable")
         if not self.key.strip() or not self.key.isascii() or not self.key.isprintable():
             raise ConfigError(f"the API key of {self.name or 'a tenant'} must be printable ASCII, and not empty")
 

@@ -192,7 +192,7 @@ class Generation:
         if completion.finish_reason not in _COMPLETE:
             raise EngineStopped(self.shape.broken_off(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)
-        self.service.count(self.asked.model.name, answers.prompt_tokens, completion)
+        self.service.count(self.asked.model.name, self.tenant, answers.prompt_tokens, completion)
 
     def _logprobs(self, answers: Answers, piece: StreamPiece) -> list[SampledToken] | None:
         if piece.logprobs is None:

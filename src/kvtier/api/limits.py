@@ -57,3 +57,17 @@ MAX_UNREAD_PIECES = 4096
 UNREAD_PIECES_PER_ANSWER = 64
 MAX_SUBMITS_UNDER_WAY = 64
 """Prompts of one request that are on their way to an engine; its others follow as those are accepted."""
+
+# --- wrong API keys ---------------------------------------------------------------------------------------------------
+
+FIRST_WRONG_KEY_S = 0.1
+LONGEST_WRONG_KEY_S = 5.0
+"""The answer to an address's first wrong key takes `FIRST_WRONG_KEY_S`, each further one twice as long, up to this."""
+
+WRONG_KEY_MEMORY_S = 300.0
+"""After so long without a wrong key an address begins anew."""
+
+MAX_WRONG_KEY_ADDRESSES = 4096
+MAX_WRONG_KEYS_WAITING = 512
+MAX_WRONG_KEYS_WAITING_OF_ONE = 8
+"""Answers to wrong keys, of all addresses or of one, that are held back at a time; further ones get 429 at once."""

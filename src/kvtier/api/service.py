@@ -13,9 +13,10 @@ from starlette.requests import Request
 from kvtier.api.access import Access, Tenant
 from kvtier.api.config import ApiConfig
 from kvtier.api.engines import Engines
-from kvtier.api.http_error import unavailable
+from kvtier.api.http_error import HttpError, unavailable
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.open_bodies import OpenBodies
+from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
 
@@ -33,6 +34,7 @@ class Service:
     access: Access = field(init=False)
     open_bodies: OpenBodies = field(init=False)
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    wrong_keys: WrongKeys = field(default_factory=WrongKeys)
 
     def __post_init__(self) -> None:
         self.access = Access(self.config.keys)
@@ -44,7 +46,16 @@ class Service:
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for those who may not ask."""
-        return self.access.tenant(request)
+        tenant = self.access.tenant(request)
+        if tenant.name:
+            request.state.key = tenant.name
+            self.metrics.key_requests.labels(key=tenant.name).inc()
+        return tenant
+
+    async def slow_down(self, request: Request, error: HttpError) -> HttpError:
+        """A request had a wrong key: what it is told, after a while."""
+        self.metrics.wrong_keys.inc()
+        return await self.wrong_keys.slow_down("" if request.client is None else request.client.host, error)
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -59,9 +70,12 @@ class Service:
         finally:
             self.num_requests -= 1
 
-    def count(self, name: str, prompt_tokens: int, completion: Completion) -> None:
+    def count(self, name: str, tenant: Tenant, prompt_tokens: int, completion: Completion) -> None:
         """An answer of the model `name` is complete."""
         metrics = self.metrics
+        if tenant.name:
+            metrics.key_tokens.labels(key=tenant.name, of="prompts").inc(prompt_tokens)
+            metrics.key_tokens.labels(key=tenant.name, of="answers").inc(len(completion.token_ids))
         metrics.prompt_tokens.labels(model=name).inc(prompt_tokens)
         metrics.output_tokens.labels(model=name).inc(len(completion.token_ids))
         metrics.ttft_seconds.labels(model=name).observe(completion.ttft_s)

@@ -209,7 +209,9 @@ class ApiKeySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key_file: Path | None = None
     """File with the secret, in place of `key`. Read when the deployment starts."""
     salt: str = ""
-    """Prompts of keys with different salts share no blocks."""
+    """Keys with the same salt share blocks. Without a salt, a key shares blocks with no other key."""
+    share: bool = False
+    """Share blocks with all keys that have this, too: each can tell from timing what the others have asked."""
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.key_file is None):
