@@ -21,7 +21,8 @@ _END = b"data: [DONE]"
 async def _stream(port: int, body: bytes, is_connected: asyncio.Event, start: asyncio.Event) -> tuple[float, int]:
     """When the first token came, and how many there were."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     is_connected.set()
     await start.wait()
     writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)

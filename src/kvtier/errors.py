@@ -15,6 +15,7 @@
     ├── LeaseError                         use after release, or release while views are in use
     ├── EngineStopped                      the engine has failed or was closed: nothing more comes from it
     │   └── EngineAway                     its process starts, restarts or died: ask again later
+    ├── AnswerFailed                       the engine failed at this request, and at no other
     └── RequestError                       a request that cannot be served as asked: the caller's to change
         ├── PromptTooLong                  more tokens than the model or the cache can hold
         ├── UnknownModel                   no model of that name is served
@@ -96,6 +97,10 @@ class EngineAway(EngineStopped):
     """The engine's process is starting or has died. It comes back by itself: ask again after `retry_after_s`."""
 
     retry_after_s = 2
+
+
+class AnswerFailed(KvtierError):
+    """The engine failed at this request, and serves all others. Asking the same again will most likely fail again."""
 
 
 class RequestError(KvtierError):

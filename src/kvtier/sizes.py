@@ -9,7 +9,8 @@ from kvtier.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _LIMIT = 1 << 63
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MAX_CHARACTERS = 64
+_SIZE = re.compile(r"([0-9]++(?:\.[0-9]++)?)[ \t]*+([A-Za-z]*+)")
 
 
 def parse_size(text: str | int) -> int:
@@ -17,13 +18,22 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
-        found = _SIZE.fullmatch(str(text))
+        found = _SIZE.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= _MAX_CHARACTERS else None
         if found is None or found[2].lower() not in _UNITS:
-            raise ConfigError(f"{text!r} is not a size: write a number with B, KiB, MiB, GiB or TiB, as in 20GiB")
+            raise ConfigError(f"{_shown(text)} is not a size: write a number with B, KiB, MiB, GiB or TiB, as in 20GiB")
         size = int(Fraction(found[1]) * _UNITS[found[2].lower()])
     if not 0 < size < _LIMIT:
-        raise ConfigError(f"{text!r} is not a size: it must be more than nothing and less than 8192PiB")
+        raise ConfigError(f"{_shown(text)} is not a size: it must be more than nothing and less than 8192PiB")
     return size
+
+
+def _shown(text: object) -> str:
+    """As a sentence quotes it, cut where it is long."""
+    try:
+        quoted = repr(text)
+    except ValueError:  # a whole number of thousands of digits
+        return "this number"
+    return quoted if len(quoted) <= _MAX_CHARACTERS + 2 else quoted[:_MAX_CHARACTERS] + "..."
 
 
 def format_size(nbytes: int) -> str:

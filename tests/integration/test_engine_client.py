@@ -16,7 +16,7 @@ from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, Submission
 from kvtier.engine.engine import Engine
 from kvtier.engine.schedule.step import Step
-from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.errors import AnswerFailed, EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from tests.support.actors import wait_until
@@ -597,13 +597,21 @@ def test_a_failure_ends_every_stream_and_refuses_what_comes_later(engine: Engine
         assert "the device is on fire" in str(client.failure)
 
 
-def test_a_failure_while_a_request_is_taken_in_ends_its_stream_too(engine: Engine) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("the tokenizer is on fire")
+def test_a_failure_while_a_request_is_taken_in_ends_that_request_alone(engine: Engine) -> None:
+    add = engine.add
 
-    engine.add = fail
+    def fail_at_one(request_id: str, *arguments: object) -> object:
+        if request_id == "bad":
+            raise RuntimeError("the tokenizer is on fire")
+        return add(request_id, *arguments)
+
+    engine.add = fail_at_one
     with EngineClient(engine) as client:
-        stream = client.submit([1])
+        good = client.submit([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+        bad = client.submit([1], request_id="bad")
 
-        with pytest.raises(EngineStopped, match="the tokenizer is on fire"):
-            list(stream)
+        with pytest.raises(AnswerFailed, match="the tokenizer is on fire"):
+            list(bad)
+        assert [one.finish_reason for one in good.wait()] == ["length"]
+        assert client.submit([3], request_id="later").wait()
+        assert client.num_requests == 0

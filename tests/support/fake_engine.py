@@ -358,6 +358,7 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
 
     async def serve() -> None:
         service = make_service(config, patience)
+        service.large_bodies.idle_s = 0.0  # a test leaves no process behind
         server = http_server(api, service)
         service.engines.start()
         try:
@@ -367,7 +368,7 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
             started.set_result((service, lambda: _end_serving(server)))
             await serving
         finally:
-            await service.engines.close()
+            await service.close()
 
     def run() -> None:
         try:

@@ -58,7 +58,7 @@ def error_of(response: httpx.Response) -> Document:
 def raw_post(server: Running, path: str, body: Document, *, num_sent: int | None = None) -> Iterator[socket.socket]:
     """A connection on which the request, or as much of its body, was sent. Leaving the scope hangs up."""
     encoded = msgspec.json.encode(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(encoded)}\r\n\r\n"
     with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(head.encode() + encoded[:num_sent])
         yield connection

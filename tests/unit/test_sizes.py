@@ -72,3 +72,11 @@ def test_plain_bytes_are_exact_however_many() -> None:
 def test_a_number_without_bounds_is_not_a_size() -> None:
     with pytest.raises(ConfigError):
         parse_size("9" * 400 + "TiB")
+
+
+@pytest.mark.parametrize("text", ["9" * 1_000_000, " " * 1_000_000 + "!", "1" + " " * 1_000_000 + "!", 10**4000])
+def test_what_is_far_too_long_is_refused_with_a_short_sentence(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is not a size") as caught:
+        parse_size(text)
+
+    assert len(str(caught.value)) < 200

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from kvtier.api.config import ApiKey
-from kvtier.api.http_error import HttpError
+from kvtier.api.http_error import HttpError, WrongKey
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
+    """The holder of a key, by its `name` in the deployment's file; without keys everybody is one without a name."""
+
     name: str
     salt: str = ""
 
@@ -25,7 +27,7 @@ class Access:
     """With keys, only their holders are served."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = [(one.key.encode(), Tenant(one.name, one.salt)) for one in keys]
+        self._keys = [(one.key.encode(), Tenant(one.name, _salt_of_key(one))) for one in keys]
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for a request without a key that is known."""
@@ -37,9 +39,19 @@ class Access:
             if hmac.compare_digest(key, given.strip().encode()):
                 found = tenant
         if found is None or kind.lower() != "bearer":
-            sentence = "the API key is not known here" if given else "an API key is needed: Authorization: Bearer KEY"
-            raise HttpError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            kind_of_error, sentence = HttpError, "an API key is needed: Authorization: Bearer KEY"
+            if given:
+                kind_of_error, sentence = WrongKey, "the API key is not known here"
+            raise kind_of_error(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
+
+
+def _salt_of_key(key: ApiKey) -> str:
+    """Keys share no blocks unless the file says so: how fast an answer comes would tell what others have asked.
+
+    The salt is of the key's name, so a new secret finds what the old one has cached; no salt of a file begins so.
+    """
+    return key.salt or ("" if key.share else f"\0key {key.name}")
 
 
 def salt_of(tenant: Tenant, cache_salt: str) -> str:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.api.access import Tenant
+from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyRefused, ReadBody
+from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import Generation, GenerationRequest, Shape
 from kvtier.api.health import operation_routes
-from kvtier.api.http_error import HttpError, http_error_of
-from kvtier.api.json_body import JsonBody, read_body
+from kvtier.api.http_error import HttpError, WrongKey, http_error_of
+from kvtier.api.json_body import JsonBody, decode_body
+from kvtier.api.limits import INLINE_BODY_BYTES
 from kvtier.api.service import Service, new_id
 from kvtier.api.streaming import ClientLeft, StreamedAnswer, while_connected
+from kvtier.api.web_guard import WebGuard, WebRules
+from kvtier.engine.process.messages import EncodedPrompt
 from kvtier.errors import KvtierError
+from kvtier.sizes import format_size
+
+_Asked = TypeVar("_Asked")
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +71,15 @@ class Application(ABC):
         app.router.redirect_slashes = False
         return app
 
+    def guarded(self, app: ASGIApp, rules: WebRules) -> ASGIApp:
+        """`app`, this API's, for requests that `rules` allow."""
+
+        async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
+            response = await self._on_http_error(Request(scope), error)
+            await response(scope, receive, send)
+
+        return WebGuard(app, rules, refuse)
+
     def request_id(self, request: Request) -> str:
         """Of a request for answers, by which `kvtier explain` knows it; others have none unless their API gives one."""
         found: str = getattr(request.state, "id", "")
@@ -73,13 +92,45 @@ class Application(ABC):
         ids = {"x-request-id": request_id} if request_id else {}
         return Response(body, status, {**ids, **(headers or {})}, "application/json")
 
-    async def open(self, request: Request, id_prefix: str) -> tuple[Tenant, JsonBody]:
-        """Give a request for answers its id; who asks, and for what. Raises a `HttpError`."""
+    def open(self, request: Request, id_prefix: str) -> Tenant:
+        """Give a request for answers its id; who asks. Raises a `HttpError`."""
         request.state.id = new_id(id_prefix)
-        return self.service.tenant(request), await self.read_body(request)
+        return self.service.tenant(request)
 
-    async def read_body(self, request: Request) -> JsonBody:
-        return await read_body(request, self.service.config.max_body_bytes)
+    async def read(
+        self, request: Request, kind: str, read: Callable[[JsonBody, ModelCatalog], _Asked]
+    ) -> _Asked | BodyAsks | BodyLoads:
+        """What the body asks for: by `read`, or, if it is large, by another process that knows this `kind`."""
+        service = self.service
+        body = await service.open_bodies.receive(request)
+        if len(body) <= INLINE_BODY_BYTES:
+            return read(decode_body(body), service.engines)
+        reply = await while_connected(
+            request, service.large_bodies.read(ReadBody(kind, body, service.engines.snapshot()))
+        )
+        if isinstance(reply, BodyRefused):
+            raise HttpError(reply.status, reply.sentence, reply.code, reply.parameter, reply.headers)
+        return reply
+
+    async def read_small(self, request: Request) -> JsonBody:
+        """A body that names something. Raises a `HttpError` for a large one."""
+        body = await self.service.open_bodies.receive(request)
+        if len(body) > INLINE_BODY_BYTES:
+            raise HttpError(413, f"the body is larger than {format_size(INLINE_BODY_BYTES)}", "body_too_large")
+        return decode_body(body)
+
+    def asked_elsewhere(self, found: BodyAsks) -> GenerationRequest:
+        """What another process has read of a body."""
+        pairs = zip(found.prompts, found.beginnings, strict=True)
+        return GenerationRequest(
+            found.name,
+            self.service.engines.find(found.model),
+            [EncodedPrompt(prompt, beginning) for prompt, beginning in pairs],
+            found.params,
+            found.is_streamed,
+            found.includes_usage,
+            found.cache_salt,
+        )
 
     async def answer(self, request: Request, tenant: Tenant, asked: GenerationRequest, shape: Shape) -> Response:
         request_id = request.state.id
@@ -96,6 +147,8 @@ class Application(ABC):
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HttpError)
+        if isinstance(error, WrongKey):
+            error = await self.service.slow_down(request, error)
         return self.json(request, self.error_body(error), error.status, error.headers)
 
     async def _on_kvtier_error(self, request: Request, error: Exception) -> Response:
@@ -118,5 +171,6 @@ class Application(ABC):
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """A mistake of ours. The HTTP server logs where it happened."""
         request_id = request.state.id = self.request_id(request)
-        logger.error("request %s failed: %r", request_id or request.url.path, error)
+        key = getattr(request.state, "key", "")
+        logger.error("request %s%s failed: %r", request_id or request.url.path, f" of {key}" if key else "", error)
         return await self._on_http_error(request, HttpError(500, self.bug_sentence(request_id), "internal_error"))

@@ -10,6 +10,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kvtier.api.streaming import ABORT
+
 MAX_HEAD_BYTES = 64 << 10
 _HEADER_EXTRA_BYTES = len(": \r\n")
 
@@ -49,6 +51,7 @@ class ClientConnection(HttpToolsProtocol):
             raise ValueError("the head is too long")  # ends the parsing, which calls `send_400_response`
         self._head_bytes = 0
         self._stop_timer()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -58,6 +61,13 @@ class ClientConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Also of one who has not read its last answer: closing would wait for that."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if self._head_bytes > MAX_HEAD_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from kvtier.engine.sampling_params import SamplingParams
@@ -9,13 +11,22 @@ from kvtier.errors import ConfigError
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may ask. Prompts of keys with different salts share no blocks; `name` is for logs and metrics."""
+    """Who may ask; `name` is for logs and metrics.
+
+    A key shares blocks with keys of the same `salt`. Without a salt it shares with none, or, with `share`, with all
+    keys that have it too.
+    """
 
     name: str
     key: str
     salt: str = ""
+    share: bool = False
 
     def __post_init__(self) -> None:
+        if self.salt and self.share:
+            raise ConfigError(f"the API key {self.name!r} has a salt, which says whom it shares with: leave share out")
+        if "\0" in self.salt:
+            raise ConfigError(f"the salt of the API key {self.name!r} must be printable")
         if not self.key.strip() or not self.key.isascii() or not self.key.isprintable():
             raise ConfigError(f"the API key of {self.name or 'a tenant'} must be printable ASCII, and not empty")
 
@@ -46,11 +57,17 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Without `keys` everybody who reaches the port may ask.
 
-    `max_requests` is how many may be served or wait at once, `drain_s` how long those under way have at the end.
+    `hosts` are those that it listens on; `allow_hosts` and `allow_origins` are for `api/web_guard`. `max_requests` is
+    how many may be served or wait at once, `drain_s` how long those under way have at the end.
     """
 
     models: tuple[ServedModelConfig, ...]
     keys: tuple[ApiKey, ...] = ()
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
     max_body_bytes: int = 64 << 20
     max_requests: int = 1024
     drain_s: float = 30.0
@@ -59,6 +76,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("max_body_bytes", "max_requests"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs both tls_cert and tls_key")
         if self.drain_s < 0:
             raise ConfigError(f"drain_s must not be negative, but is {self.drain_s}")
         names = [name for model in self.models for name in model.names]

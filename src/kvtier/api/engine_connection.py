@@ -12,14 +12,20 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
+from kvtier.api.limits import MAX_UNREAD_PIECES, UNREAD_PIECES_PER_ANSWER
 from kvtier.engine.answer import StreamPiece
 from kvtier.engine.process.messages import (
+    FAILED,
     INVALID,
     LENGTH_BYTES,
     TOO_LONG,
     Abort,
     Accepted,
     AskMetrics,
+    EncodedPrompt,
+    EncodedSubmit,
     FromEngine,
     Hello,
     MetricFamily,
@@ -27,14 +33,21 @@ from kvtier.engine.process.messages import (
     Prompt,
     Refused,
     StepOutputs,
-    Submit,
     ToEngine,
     body_length,
     decode_reply,
     encode,
+    encode_part,
 )
-from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import EngineAway, EngineStopped, InvalidParameter, KvtierError, PromptTooLong, RemoteProtocolError
+from kvtier.errors import (
+    AnswerFailed,
+    EngineAway,
+    EngineStopped,
+    InvalidParameter,
+    KvtierError,
+    PromptTooLong,
+    RemoteProtocolError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +67,20 @@ class Patience:
 DEFAULT_PATIENCE = Patience()
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt for an engine, with the encoded `SamplingParams` of its `num_answers` answers.
+
+    `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal.
+    """
+
+    prompt: Prompt | EncodedPrompt
+    params: msgspec.Raw
+    num_answers: int
+    request_id: str
+    salt: str = ""
+
+
 class Answers:
     """The answers to one prompt as they grow: iterate over `pieces`, and `close` in any case.
 
@@ -67,6 +94,7 @@ class Answers:
         self._connection = connection
         self._number = number
         self._num_left = num_answers
+        self._max_unread = max(MAX_UNREAD_PIECES, UNREAD_PIECES_PER_ANSWER * num_answers)
         self._came: asyncio.Queue[Accepted | StreamPiece | KvtierError] = asyncio.Queue()
 
     async def pieces(self, first_choice: int = 0) -> AsyncGenerator[tuple[int, StreamPiece], None]:
@@ -87,7 +115,11 @@ class Answers:
         self._num_left = 0
 
     def put(self, reply: Accepted | StreamPiece | KvtierError) -> None:
+        """Of one who does not read, no more is kept, and no more computed."""
         self._came.put_nowait(reply)
+        if self._came.qsize() > self._max_unread:
+            self._came.put_nowait(AnswerFailed("the answer was not read as fast as it came"))
+            self._connection.forget(self._number, is_over=False)
 
     async def accepted(self) -> None:
         """Wait until the engine has the prompt in its queue. Raises what is wrong with it."""
@@ -121,6 +153,7 @@ class EngineConnection:
         self._answers: dict[int, Answers] = {}
         self._metrics: dict[int, asyncio.Future[list[MetricFamily]]] = {}
         self._writer: asyncio.StreamWriter | None = None
+        self._sending = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -137,14 +170,18 @@ class EngineConnection:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def submit(self, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = "") -> Answers:
-        """Hand a prompt over and wait until it is in the engine's queue.
+    async def submit(self, question: Question) -> Answers:
+        """Hand a prompt over, once the socket has room for it, and wait until it is in the engine's queue.
 
         Raises a `RequestError` when it cannot be served as asked, `EngineAway` when the engine is not there.
         """
         number = next(self._numbers)
-        answers = Answers(self, number, params.n)
-        self._send(Submit(number, request_id, prompt, params, salt))
+        answers = Answers(self, number, question.num_answers)
+        prompt = question.prompt
+        async with self._sending:  # in order, and one after the other: each waits until the one before has left
+            await self._drain()
+            encoded = prompt.encoded if isinstance(prompt, EncodedPrompt) else msgspec.Raw(encode_part(prompt))
+            self._send(EncodedSubmit(number, question.request_id, encoded, question.params, question.salt))
         self._answers[number] = answers
         try:
             await answers.accepted()
@@ -174,7 +211,15 @@ class EngineConnection:
         finally:
             del self._metrics[number]
 
-    def _send(self, message: ToEngine) -> None:
+    async def _drain(self) -> None:
+        """Until the engine has read most of what was sent."""
+        if self._writer is not None:
+            try:
+                await self._writer.drain()
+            except OSError as error:
+                raise EngineAway(f"the engine {self.name} is starting") from error
+
+    def _send(self, message: ToEngine | EncodedSubmit) -> None:
         if self._writer is None or self.hello is None or self._writer.is_closing():
             raise EngineAway(f"the engine {self.name} is starting")
         self._writer.write(encode(message))
@@ -259,5 +304,5 @@ class EngineConnection:
 
 
 def _error_of(refused: Refused) -> KvtierError:
-    kinds: dict[str, type[KvtierError]] = {TOO_LONG: PromptTooLong, INVALID: InvalidParameter}
+    kinds: dict[str, type[KvtierError]] = {TOO_LONG: PromptTooLong, INVALID: InvalidParameter, FAILED: AnswerFailed}
     return kinds.get(refused.reason, EngineStopped)(refused.sentence)

@@ -5,17 +5,45 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
-from kvtier.api.engine_connection import Answers, EngineConnection
-from kvtier.engine.process.messages import ChatPrompt, Hello, Prompt, TextPrompt
-from kvtier.engine.sampling_params import SamplingParams
+from kvtier.api.body_messages import ModelSnapshot
+from kvtier.api.engine_connection import Answers, EngineConnection, Question
+from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Hello, Prompt, TextPrompt
 from kvtier.errors import EngineAway, EngineStopped, UnknownModel
+
+_Model = TypeVar("_Model", bound="KnownModel")
 
 _AFFINITY_SLACK = 4
 """An engine that has so many requests more than the idlest one is passed over, also for a prompt it knows."""
 
 _AFFINITY_CHARACTERS = 2048
 _AFFINITY_TOKENS = 512
+_SHOWN_CHARACTERS = 60
+
+
+class KnownModel(Protocol):
+    """A model as bodies name it, wherever they are read. As `ServedModel`."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, object]: ...
+
+    @property
+    def hello(self) -> Hello | None: ...
+
+
+class ModelCatalog(Protocol):
+    @property
+    def models(self) -> Sequence[KnownModel]: ...
+
+    def find(self, name: str) -> KnownModel:
+        """Raises `UnknownModel` with the names there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +98,43 @@ class Engines:
 
     def find(self, name: str) -> ServedModel:
         """Raises `UnknownModel` with the names there are."""
-        model = self._by_name.get(name)
-        if model is None:
-            known = ", ".join(one.name for one in self.models)
-            raise UnknownModel(f"the model {name!r} is not served here; there is {known}")
-        return model
+        return self._by_name.get(name) or find_model(self.models, name)
 
-    async def submit(
-        self, model: ServedModel, prompt: Prompt, params: SamplingParams, *, request_id: str, salt: str = ""
-    ) -> Answers:
+    def snapshot(self) -> list[ModelSnapshot]:
+        """What another process needs to know to read a body."""
+        return [ModelSnapshot(list(model.names), model.options, model.hello) for model in self.models]
+
+    async def submit(self, model: ServedModel, question: Question) -> Answers:
         """Hand a prompt to one of the model's engines. Raises as `EngineConnection.submit` does."""
         is_hung = any(connection.is_hung for connection in model.connections)
         error: EngineStopped = EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
         left = list(model.connections)
-        while there := _in_order(left, prompt, salt):
+        while there := _in_order(left, question):
             try:
-                return await there[0].submit(prompt, params, request_id=request_id, salt=salt)
+                return await there[0].submit(question)
             except EngineStopped as stopped:  # before it took the prompt: another one may, also one that came meanwhile
                 left.remove(there[0])
                 error = stopped
         raise error
 
 
-def _in_order(connections: Sequence[EngineConnection], prompt: Prompt, salt: str) -> list[EngineConnection]:
+def find_model(models: Sequence[_Model], name: str) -> _Model:
+    """Raises `UnknownModel` with the names there are."""
+    for model in models:
+        if name in model.names:
+            return model
+    known = ", ".join(one.name for one in models)
+    shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
+    raise UnknownModel(f"the model {shown!r} is not served here; there is {known}")
+
+
+def _in_order(connections: Sequence[EngineConnection], question: Question) -> list[EngineConnection]:
     """Those that answer, the best one first: where prompts that begin alike went, unless it is much busier."""
     there = [connection for connection in connections if connection.hello is not None and not connection.is_hung]
     if len(there) < 2:
         return there
     idlest = min(connection.num_requests for connection in there)
-    beginning = _beginning(prompt, salt)
+    beginning = f"{question.salt}\n{beginning_of(question.prompt)}".encode(errors="replace")
 
     def rank(connection: EngineConnection) -> tuple[bool, int, bytes]:
         is_busy = connection.num_requests > idlest + _AFFINITY_SLACK
@@ -108,11 +144,13 @@ def _in_order(connections: Sequence[EngineConnection], prompt: Prompt, salt: str
     return sorted(there, key=rank)
 
 
-def _beginning(prompt: Prompt, salt: str) -> bytes:
+def beginning_of(prompt: Prompt | EncodedPrompt) -> str:
+    """Text that prompts which begin alike have in common."""
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.beginning
     if isinstance(prompt, TextPrompt):
-        text = prompt.text[:_AFFINITY_CHARACTERS]
-    elif isinstance(prompt, ChatPrompt):
-        text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages[:2])[:_AFFINITY_CHARACTERS]
-    else:
-        text = repr(prompt.token_ids[:_AFFINITY_TOKENS])
-    return f"{salt}\n{text}".encode(errors="replace")
+        return prompt.text[:_AFFINITY_CHARACTERS]
+    if isinstance(prompt, ChatPrompt):
+        first = (f"{one.role}: {one.content[:_AFFINITY_CHARACTERS]}" for one in prompt.messages[:2])
+        return "\n".join(first)[:_AFFINITY_CHARACTERS]
+    return repr(prompt.token_ids[:_AFFINITY_TOKENS])

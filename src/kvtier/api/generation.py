@@ -12,17 +12,22 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvtier.api.access import Tenant, salt_of
-from kvtier.api.engine_connection import Answers
-from kvtier.api.engines import ServedModel
+from kvtier.api.engine_connection import Answers, Question
+from kvtier.api.engines import KnownModel
+from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY
 from kvtier.api.logprobs import SampledToken, sampled_tokens
 from kvtier.api.service import Service
 from kvtier.engine.answer import Completion, StreamPiece
-from kvtier.engine.process.messages import Prompt
+from kvtier.engine.process.messages import EncodedPrompt, Prompt, encode_part
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import EngineStopped
+from kvtier.errors import AnswerFailed, EngineStopped
 
 _COMPLETE = ("stop", "length")
+_FAILED = "error"
+_MERGED_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,8 @@ class GenerationRequest:
     """A body that can be served. Each of `prompts` gets `params.n` answers. The client calls the model `name`."""
 
     name: str
-    model: ServedModel
-    prompts: Sequence[Prompt]
+    model: KnownModel
+    prompts: Sequence[Prompt | EncodedPrompt]
     params: SamplingParams
     is_streamed: bool
     includes_usage: bool = False
@@ -160,19 +165,17 @@ class Generation:
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[Sequence[Answers]]:
         """The answers to each prompt, all of which are in a queue. Afterwards they are closed."""
-        asked, salt = self.asked, salt_of(self.tenant, self.asked.cache_salt)
-        submitting = [
-            asyncio.ensure_future(
-                self.service.engines.submit(
-                    asked.model,
-                    prompt,
-                    asked.params,
-                    request_id=self.request_id if len(asked.prompts) == 1 else f"{self.request_id}-{number}",
-                    salt=salt,
-                )
-            )
-            for number, prompt in enumerate(asked.prompts)
-        ]
+        asked, engines = self.asked, self.service.engines
+        salt, params = salt_of(self.tenant, asked.cache_salt), msgspec.Raw(encode_part(asked.params))
+        model = engines.find(asked.model.name)
+        places = asyncio.Semaphore(MAX_SUBMITS_UNDER_WAY)
+
+        async def submit(number: int, prompt: Prompt | EncodedPrompt) -> Answers:
+            request_id = self.request_id if len(asked.prompts) == 1 else f"{self.request_id}-{number}"
+            async with places:
+                return await engines.submit(model, Question(prompt, params, asked.params.n, request_id, salt))
+
+        submitting = [asyncio.ensure_future(submit(number, prompt)) for number, prompt in enumerate(asked.prompts)]
         try:
             yield await asyncio.gather(*submitting)
         finally:
@@ -183,11 +186,13 @@ class Generation:
                     outcome.close()
 
     def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
-        """Raises `EngineStopped` for an answer that ended and is not complete."""
+        """Raises `AnswerFailed` or `EngineStopped` for an answer that ended and is not complete."""
+        if completion.finish_reason == _FAILED:
+            raise AnswerFailed("the engine failed at this request; its log has more")
         if completion.finish_reason not in _COMPLETE:
             raise EngineStopped(self.shape.broken_off(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)
-        self.service.count(self.asked.model, answers.prompt_tokens, completion)
+        self.service.count(self.asked.model.name, self.tenant, answers.prompt_tokens, completion)
 
     def _logprobs(self, answers: Answers, piece: StreamPiece) -> list[SampledToken] | None:
         if piece.logprobs is None:
@@ -201,14 +206,16 @@ def _merged(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPie
 
 
 async def _merged_several(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    came: asyncio.Queue[tuple[int, StreamPiece] | None] = asyncio.Queue()
+    came: asyncio.Queue[tuple[int, StreamPiece] | None] = asyncio.Queue(_MERGED_AHEAD)
 
     async def pass_on(answers: Answers, first_choice: int) -> None:
         try:
             async for numbered in answers.pieces(first_choice):
-                came.put_nowait(numbered)
-        finally:
-            came.put_nowait(None)
+                await came.put(numbered)
+        except Exception:
+            await came.put(None)
+            raise
+        await came.put(None)
 
     passing = [
         asyncio.create_task(pass_on(answers, number * answers.num_answers)) for number, answers in enumerate(submitted)
@@ -221,6 +228,7 @@ async def _merged_several(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[
                 yield numbered
                 continue
             num_open -= 1
+            await asyncio.sleep(0)  # for the task that ended, to be over
             for task in passing:
                 if task.done():
                     task.result()  # raises what ended it

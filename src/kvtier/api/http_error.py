@@ -21,6 +21,10 @@ class HttpError(Exception):
         return self.sentence
 
 
+class WrongKey(HttpError):
+    """An API key that is not known: it may be a guess."""
+
+
 def http_error_of(error: KvtierError) -> HttpError:
     """The caller's faults are 4xx; an engine that is away is 503, with a time to ask again."""
     if isinstance(error, UnknownModel):

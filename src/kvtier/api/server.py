@@ -11,11 +11,12 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.application import Application
@@ -25,6 +26,8 @@ from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.ollama.routes import OllamaApplication
 from kvtier.api.openai.routes import OpenAiApplication
 from kvtier.api.service import Service
+from kvtier.api.web_guard import OLLAMA_ORIGINS, WebRules
+from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ async def _serve(
 ) -> None:
     service = make_service(config)
     servers = [http_server(api, service) for api, _ in listeners]
+    _check_tls(config)
 
     def stop() -> None:
         if service.is_draining:  # asked twice: what is under way need not end
@@ -71,14 +75,16 @@ async def _serve(
         is_ready()
         await asyncio.gather(*serving)
     finally:
-        await service.engines.close()
+        await service.close()
 
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
     """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
-    app = _counted(api, service)
+    rules = _web_rules(api, service.config)
+    app = _counted(api, service, rules)
     if api != "openai":
-        app = _WithOpenAi(app, _counted("openai", service))
+        app = _WithOpenAi(app, _counted("openai", service, rules))
+    config = service.config
     return _Server(
         uvicorn.Config(
             app,
@@ -92,8 +98,20 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(service.config.drain_s)),
             backlog=_BACKLOG,
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
         )
     )
+
+
+def _check_tls(config: ApiConfig) -> None:
+    """Raises `ConfigError` for a certificate that cannot be used."""
+    if config.tls_certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use the TLS certificate {config.tls_certificate}: {error}") from error
 
 
 def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
@@ -142,17 +160,29 @@ class _WithOpenAi:
         await (self._openai if is_openai else self._app)(scope, receive, send)
 
 
-def _counted(api: str, service: Service) -> ASGIApp:
-    return _Counted(_APPLICATIONS[api](service).starlette(), api, service)
+def _web_rules(api: str, config: ApiConfig) -> WebRules:
+    """On Ollama's port pages of this machine may ask, as they may ask Ollama."""
+    return WebRules.make(
+        listens_on=config.hosts,
+        allow_hosts=config.allow_hosts,
+        allow_origins=[*config.allow_origins, *(OLLAMA_ORIGINS if api == "ollama" else ())],
+        has_keys=bool(config.keys),
+    )
+
+
+def _counted(api: str, service: Service, rules: WebRules) -> ASGIApp:
+    application = _APPLICATIONS[api](service)
+    app = application.starlette()
+    return _Counted(application.guarded(app, rules), app.routes, api, service)
 
 
 class _Counted:
     """Counts every request by its route and status; unknown paths together, so that nobody can make up series."""
 
-    def __init__(self, app: Starlette, api: str, service: Service) -> None:
-        self._app: ASGIApp = app
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], api: str, service: Service) -> None:
+        self._app = app
         self._api = api
-        self._paths = {getattr(route, "path", "") for route in app.routes}
+        self._paths = {getattr(route, "path", "") for route in routes}
         self._requests = service.metrics.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,8 +12,11 @@ from starlette.requests import Request
 
 from kvtier.api.access import Access, Tenant
 from kvtier.api.config import ApiConfig
-from kvtier.api.engines import Engines, ServedModel
-from kvtier.api.http_error import unavailable
+from kvtier.api.engines import Engines
+from kvtier.api.http_error import HttpError, unavailable
+from kvtier.api.large_bodies import LargeBodies
+from kvtier.api.open_bodies import OpenBodies
+from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
 
@@ -29,13 +32,30 @@ class Service:
     num_requests: int = 0
     started_at: float = field(default_factory=time.time)
     access: Access = field(init=False)
+    open_bodies: OpenBodies = field(init=False)
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    wrong_keys: WrongKeys = field(default_factory=WrongKeys)
 
     def __post_init__(self) -> None:
         self.access = Access(self.config.keys)
+        self.open_bodies = OpenBodies(self.config.max_body_bytes)
+
+    async def close(self) -> None:
+        await self.large_bodies.close()
+        await self.engines.close()
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for those who may not ask."""
-        return self.access.tenant(request)
+        tenant = self.access.tenant(request)
+        if tenant.name:
+            request.state.key = tenant.name
+            self.metrics.key_requests.labels(key=tenant.name).inc()
+        return tenant
+
+    async def slow_down(self, request: Request, error: HttpError) -> HttpError:
+        """A request had a wrong key: what it is told, after a while."""
+        self.metrics.wrong_keys.inc()
+        return await self.wrong_keys.slow_down("" if request.client is None else request.client.host, error)
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -50,9 +70,12 @@ class Service:
         finally:
             self.num_requests -= 1
 
-    def count(self, model: ServedModel, prompt_tokens: int, completion: Completion) -> None:
-        """An answer is complete."""
-        metrics, name = self.metrics, model.name
+    def count(self, name: str, tenant: Tenant, prompt_tokens: int, completion: Completion) -> None:
+        """An answer of the model `name` is complete."""
+        metrics = self.metrics
+        if tenant.name:
+            metrics.key_tokens.labels(key=tenant.name, of="prompts").inc(prompt_tokens)
+            metrics.key_tokens.labels(key=tenant.name, of="answers").inc(len(completion.token_ids))
         metrics.prompt_tokens.labels(model=name).inc(prompt_tokens)
         metrics.output_tokens.labels(model=name).inc(len(completion.token_ids))
         metrics.ttft_seconds.labels(model=name).observe(completion.ttft_s)

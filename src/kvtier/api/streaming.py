@@ -1,4 +1,4 @@
-"""Answers that end when whoever asked is gone."""
+"""Answers that end when whoever asked is gone, or does not read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvtier.api.limits import STREAM_STALL_S
+
 _Result = TypeVar("_Result")
+
+ABORT = "kvtier.abort"
+"""In the scope of a request: a function that cuts its connection."""
 
 
 class ClientLeft(Exception):
@@ -32,12 +37,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) 
 
 
 class StreamedAnswer(Response):
-    """Sends `chunks` as they come. When the client leaves, the generator is closed where it stands."""
+    """Sends `chunks` as they come. When the client leaves, the generator is closed where it stands.
+
+    So it is when the client reads nothing for `stall_s`; the connection is then cut, with what was not read.
+    """
+
+    stall_s = STREAM_STALL_S
 
     def __init__(
         self, chunks: AsyncGenerator[bytes, None], *, media_type: str, headers: Mapping[str, str] | None = None
     ) -> None:
         self._chunks = chunks
+        self._blocked_since: float | None = None
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -46,18 +57,34 @@ class StreamedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
+        is_stalled = False
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Future[None]] = set()
+            while not done and not is_stalled:
+                done, _ = await asyncio.wait(
+                    {sending, leaving}, timeout=self.stall_s / 4, return_when=asyncio.FIRST_COMPLETED
+                )
+                is_stalled = self._is_stalled()
             if sending.done():
                 sending.result()
         finally:
             await _end(sending, leaving)
             await self._chunks.aclose()
+            if is_stalled and ABORT in scope:
+                scope[ABORT]()
+                await asyncio.sleep(0)  # the server hears that the connection is gone
+
+    def _is_stalled(self) -> bool:
+        since = self._blocked_since
+        return since is not None and asyncio.get_running_loop().time() - since >= self.stall_s
 
     async def _send(self, send: Send) -> None:
+        time = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._chunks:
+            self._blocked_since = time()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._blocked_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

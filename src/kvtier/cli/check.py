@@ -50,7 +50,8 @@ def _text(report: CheckReport) -> str:
         [_engine_row(one) for one in report.engines],
     )
     lines.append("")
-    lines += _table(("API", "address"), [(one.api, f"http://{_host(one.host)}:{one.port}") for one in report.listeners])
+    addresses = [(one.api, f"{report.scheme}://{_host(one.host)}:{one.port}") for one in report.listeners]
+    lines += _table(("API", "address"), addresses)
     lines.append("")
     lines.append(f"memory  {format_size(report.host_bytes)} of {format_size(report.machine_bytes)}")
     if report.disk_bytes:

@@ -1,8 +1,9 @@
 """The engine for servers: any thread submits, streams and aborts; one thread of the client's own does the steps.
 
 Requests and aborts reach that thread through a queue. What it computes reaches the callers through their sinks, one
-call per step and sink; an `AnswerStream` is the sink of whoever names none. When the engine fails, every request ends
-with that error, and every later submission is refused with it.
+call per step and sink; an `AnswerStream` is the sink of whoever names none. A request at which the engine fails ends
+alone, with `AnswerFailed` or the reason "error". When the device computes nothing any more, every request ends with
+that error, and every later submission is refused with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +23,8 @@ from typing import Protocol, Self, overload
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.engine import Engine, StepOutput
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import EngineStopped, RequestError
+from kvtier.errors import AnswerFailed, EngineStopped, RequestError
+from kvtier.observe.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class EngineClient:
         self._lock = threading.Lock()
         self._is_closed = False
         self._settle_s = 0.0
+        self._log_limit = LogLimit(logger)
         self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
         self._thread.start()
 
@@ -313,13 +317,16 @@ class EngineClient:
             if isinstance(arrival.prompt, RequestError):
                 raise arrival.prompt
             requests = self._engine.add(request_id, arrival.prompt, arrival.params, arrival.salt)
-        except RequestError as error:
+        except (RequestError, EngineStopped) as error:
             self._put(arrival.sink, [(request_id, error)])
             self._note_over()
             return
         except Exception as error:
-            self._put(arrival.sink, [(request_id, EngineStopped(f"the engine has stopped: {error}"))])
-            raise
+            trace = "".join(traceback.format_exception(error))
+            self._log_limit.warning("add", "request %s could not be taken in: %s", request_id, trace)
+            self._put(arrival.sink, [(request_id, AnswerFailed(f"the engine could not take the request in: {error}"))])
+            self._note_over()
+            return
         self._served[request_id] = (arrival.submission, arrival.sink)
         self._put(arrival.sink, [(request_id, Admitted(requests[0].prompt_tokens))])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -27,12 +28,15 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
+from kvtier.engine.schedule.step import StepRow
+from kvtier.engine.trial import Trial
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
 from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress
 from kvtier.models.progress import terminal_progress
 from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.models.tokenizer import Tokenizer
+from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import EngineCounts, EngineMetrics
 from kvtier.sizes import format_size
 from kvtier.tiers.explanation import Explanation
@@ -77,6 +81,11 @@ class Engine:
         self._requests: dict[str, list[Request]] = {}
         self._is_broken = False
         self._is_closed = False
+        self._rows_at_risk: Sequence[StepRow] = ()
+        """Those of the step that is being handed over, or whose tokens are being read."""
+        self._num_unexplained = 0
+        """Failures since the last token at which no request was at fault alone."""
+        self._log_limit = LogLimit(logger)
         self.num_steps = 0
         self.schedule_s = 0.0
         self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
@@ -130,7 +139,7 @@ class Engine:
     ) -> list[Request]:
         """Take in a prompt; one request for each of its `n` answers. It shares blocks with those of the same `salt`.
 
-        Raises a `RequestError` with one sentence, and nothing changes, when it cannot be served.
+        Raises a `RequestError` with one sentence when it cannot be served. Whatever is raised, nothing changes.
         """
         began_at = time.perf_counter()
         if self._is_broken:  # starting over was interrupted too
@@ -154,22 +163,28 @@ class Engine:
             raise InvalidParameter("stop strings need a tokenizer, and this model has none")
         room = self.max_model_len - len(tokens)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        requests = []
-        for index in range(params.n):
-            request = Request(
-                f"{request_id}-{index}" if params.n > 1 else request_id,
-                tokens,
-                params.choice(index),
-                max_tokens=max_tokens,
-                index=index,
-                group=request_id,
-                salt=salt,
-            )
-            stream = self.prompts.text_stream(skip_special_tokens=params.skip_special_tokens)
-            self._texts[request] = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)
-            self.scheduler.add(request)
-            requests.append(request)
+        requests: list[Request] = []
         self._requests[request_id] = requests
+        try:
+            for index in range(params.n):
+                request = Request(
+                    f"{request_id}-{index}" if params.n > 1 else request_id,
+                    tokens,
+                    params.choice(index),
+                    max_tokens=max_tokens,
+                    index=index,
+                    group=request_id,
+                    salt=salt,
+                )
+                stream = self.prompts.text_stream(skip_special_tokens=params.skip_special_tokens)
+                text = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)
+                self.scheduler.add(request)
+                self._texts[request] = text
+                requests.append(request)
+        except BaseException:
+            self.abort(request_id)
+            self.forget(request_id)
+            raise
         self._note_levels()
         self.scheduler.note_taken_in(time.perf_counter() - began_at)
         return requests
@@ -195,19 +210,79 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Prepare and hand over a step, then look at the results of one that is due, if any.
 
-        If it raises, every request has ended and the prefix cache is empty: an interrupt or a failure may have come
-        between any two lines, and a block that was never filled must not be used.
+        If a request makes it fail, that request ends with the reason "error", and all others start over with what they
+        have said so far. If it raises, nothing can be computed any more, or it was interrupted: every request has
+        ended. In both cases the prefix cache is empty: a failure may have come between any two lines, and a block that
+        was never filled must not be used.
         """
         make_current(self.arena.device)
         if self._is_broken:
             self._start_over()
         try:
-            news = self._step()
+            try:
+                news = self._step()
+            except Exception as error:
+                news = self._isolate(error)
         except BaseException:
             self._start_over()
             raise
         self._note_levels()
         return news
+
+    def _isolate(self, error: Exception) -> list[StepOutput]:
+        """End the request at which a step failed; others start over. Raises `error` when the device computes nothing.
+
+        If every request can be computed alone, all of them get another chance; if they fail together at once again,
+        the one that came last ends.
+        """
+        left = [one for requests in self._requests.values() for one in requests if one.status is not Status.FINISHED]
+        culprit = self.scheduler.at
+        at_risk = {row.request for row in self._rows_at_risk}
+        # Most likely it is the newest: the others have been computed before.
+        suspects = [one for one in reversed(left) if one in at_risk] or left[::-1]
+        suspects.sort(key=lambda one: one.num_outputs)
+        self._rewind(left)
+        if culprit is None and suspects:
+            trial = Trial(self.scheduler, self.runner)
+            culprit = trial.culprit(suspects)
+            if culprit is None:
+                self._num_unexplained += 1
+                culprit = suspects[0] if self._num_unexplained > 1 else None
+            self._rewind(left)  # a trial that failed may have left anything behind
+            if not Trial(self.scheduler, self.runner).is_device_well():
+                raise error
+        elif culprit is None:
+            raise error
+        news = [] if culprit is None else [(culprit, self._fail(culprit, error))]
+        for request in left:
+            if request is not culprit:
+                self.scheduler.add(request)
+        return news
+
+    def _rewind(self, requests: Sequence[Request]) -> None:
+        """Nothing is under way, nothing is cached on the device, and `requests` are not in the scheduler."""
+        for request in requests:
+            request.prefetch.leave()
+            self.runner.forget(request)
+        self._drop_steps()
+        self._rows_at_risk = ()
+        self.transfer.start_over()
+        self.scheduler = self._make_scheduler()
+        for request in requests:
+            request.rewind()
+
+    def _fail(self, request: Request, error: Exception) -> StreamPiece:
+        """End a request that the scheduler does not have, with the text it had."""
+        self._note_failure(request, error)
+        request.status = Status.FINISHED
+        request.finish_reason = FinishReason.ERROR
+        request.times.finished_at = time.monotonic()
+        self._count_end(request)
+        return _piece(request, [], "", completion_of(request, self._texts[request].text))
+
+    def _note_failure(self, request: Request, error: Exception) -> None:
+        trace = "".join(traceback.format_exception(error))
+        self._log_limit.warning("failure", "request %s failed, and no other: %s", request.id, trace)
 
     def _start_over(self) -> None:
         self._is_broken = True
@@ -220,6 +295,7 @@ class Engine:
                     self.runner.forget(request)
                     self._count_end(request)
         self._drop_steps()
+        self._rows_at_risk = ()
         self.transfer.start_over()
         self.scheduler = self._make_scheduler()
         self._note_levels()
@@ -284,7 +360,9 @@ class Engine:
         self.schedule_s += time.perf_counter() - started_at
         if not step.is_empty:
             self._timer.start()
+            self._rows_at_risk = step.rows
             self._under_way.append(self.runner.submit(step))
+            self._rows_at_risk = ()
             self._timer.stop(step)
             started_at = time.perf_counter()
             self.scheduler.submitted(step)
@@ -306,16 +384,30 @@ class Engine:
         if not self._under_way[0].is_done:
             collect_young()
         submitted = self._under_way.popleft()
+        self._rows_at_risk = submitted.rows
+        results = submitted.wait()
+        self._rows_at_risk = ()
         news = []
-        for row, result in zip(submitted.rows, submitted.wait(), strict=True):
+        for row, result in zip(submitted.rows, results, strict=True):
             request = row.request
             request.num_in_flight -= 1
             if request.status is not Status.FINISHED:
-                news.append((request, self._take(request, result)))
+                try:
+                    piece = self._take(request, result)
+                except Exception as error:  # of its text, or of its ends: nothing that others share
+                    piece = self._give_up(request, error)
+                news.append((request, piece))
         self._counts.output_tokens += len(news)
         if news:
+            self._num_unexplained = 0
             self._latency_guard.note_handed_out()
         return news
+
+    def _give_up(self, request: Request, error: Exception) -> StreamPiece:
+        """End a request whose token could not be taken."""
+        self.scheduler.finish(request, FinishReason.ERROR)
+        self.runner.forget(request)
+        return self._fail(request, error)
 
     def _take(self, request: Request, result: TokenResult) -> StreamPiece:
         token_id = result.token_id

@@ -17,6 +17,16 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_TOKENS = (1 << 31) - 1
+"""The largest `max_tokens`, `min_tokens` and `top_k`, and the largest id of a token: what 32 bits hold."""
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
+"""Of one stop string: the end of an answer is searched for all of them after each token."""
+
+MAX_STOP_TOKEN_IDS = 256
+_SHOWN_CHARACTERS = 60
+_STRINGS = "a string or a list of strings, none of them empty"
 _UINT64 = 1 << 64
 _CHOICE_STEP = 0x9E37_79B9_7F4A_7C15
 
@@ -54,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_whole("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise InvalidParameter(f"{name} must be true or false, not {_shown(getattr(self, name))}")
 
     @property
     def is_greedy(self) -> bool:
@@ -76,8 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def _check_lengths(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_whole("min_tokens", self.min_tokens, low=0)
+        _check_whole("max_tokens", self.max_tokens, low=1, high=MAX_TOKENS, optional=True)
+        _check_whole("min_tokens", self.min_tokens, low=0, high=MAX_TOKENS)
         _check_whole("n", self.n, low=1, high=MAX_CHOICES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
@@ -87,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_shape_of_distribution(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=1000.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
-        _check_whole("top_k", self.top_k, low=0)
+        _check_whole("top_k", self.top_k, low=0, high=MAX_TOKENS)
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
 
     def _check_penalties(self) -> None:
@@ -97,33 +107,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_ends(self) -> None:
         strings: object = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(strings, Sequence) or not all(isinstance(one, str) and one for one in strings):
-            raise InvalidParameter(f"stop must be a string or a list of strings, none of them empty, not {self.stop!r}")
+        if not isinstance(strings, Sequence) or isinstance(strings, (bytes, bytearray)):
+            raise InvalidParameter(f"stop must be {_STRINGS}, not {_shown(strings)}")
+        _check_count("stop", strings, MAX_STOP_STRINGS)
+        if not all(isinstance(one, str) and one for one in strings):
+            raise InvalidParameter(f"stop must be {_STRINGS}, not {_shown(self.stop)}")
+        longest = max(map(len, strings), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            sentence = f"stop must not have a string of more than {MAX_STOP_CHARACTERS} characters, but one has"
+            raise InvalidParameter(f"{sentence} {longest}")
         ids: object = self.stop_token_ids
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-            raise InvalidParameter(f"stop_token_ids must be a list of token ids, not {ids!r}")
+            raise InvalidParameter(f"stop_token_ids must be a list of token ids, not {_shown(ids)}")
+        _check_count("stop_token_ids", ids, MAX_STOP_TOKEN_IDS)
         for token_id in ids:
-            _check_whole("each of stop_token_ids", token_id, low=0)
+            _check_whole("each of stop_token_ids", token_id, low=0, high=MAX_TOKENS)
         msgspec.structs.force_setattr(self, "stop", tuple(strings))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
 
 
-def _check_whole(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
+def _check_whole(name: str, value: object, *, low: int, high: int, optional: bool = False) -> None:
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameter(f"{name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise InvalidParameter(f"{name} must be {_range(low, high)}, not {value}")
+        raise InvalidParameter(f"{name} must be a whole number, not {_shown(value)}")
+    if not low <= value <= high:
+        raise InvalidParameter(f"{name} must be at least {low} and at most {high}, not {_shown(value)}")
 
 
-def _check_number(name: str, value: object, *, low: float, high: float | None = None, above_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidParameter(f"{name} must be a finite number, not {value!r}")
-    if value < low or (above_low and value == low) or (high is not None and value > high):
-        raise InvalidParameter(f"{name} must be {_range(low, high, above_low)}, not {value}")
+def _check_number(name: str, value: object, *, low: float, high: float, above_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+        raise InvalidParameter(f"{name} must be a finite number, not {_shown(value)}")
+    if not low <= value <= high or (above_low and value == low):
+        least = f"more than {low:g}" if above_low else f"at least {low:g}"
+        raise InvalidParameter(f"{name} must be {least} and at most {high:g}, not {value}")
 
 
-def _range(low: float, high: float | None, above_low: bool = False) -> str:
-    least = f"more than {low:g}" if above_low else f"at least {low:g}"
-    return least if high is None else f"{least} and at most {high:g}"
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float comes near
+        return False
+
+
+def _check_count(name: str, values: Sequence[object], most: int) -> None:
+    if len(values) > most:
+        raise InvalidParameter(f"{name} must not be more than {most}, but is {len(values)}")
+
+
+def _shown(value: object) -> str:
+    """A value as a sentence quotes it, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "a number that is too large"
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -28,6 +28,7 @@ _NOT_FOR_TEMPLATES = {
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
 _SPACE_MARK = "▁"
+_SHOWN_CHARACTERS = 60
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -133,8 +134,9 @@ class Tokenizer:
             raise InvalidParameter("the model has no chat template: give a prompt rather than messages")
         for name in template_values or ():
             # What the template does not name would reach the library's own parameters: another template, for one.
-            if name in _NOT_FOR_TEMPLATES or not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
-                raise InvalidParameter(f"the model's chat template has no use for {name!r}")
+            if name in _NOT_FOR_TEMPLATES or name not in self._words_of_template:
+                shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
+                raise InvalidParameter(f"the model's chat template has no use for {shown!r}")
         try:
             text = inner.apply_chat_template(
                 [dict(message) for message in messages],
@@ -177,6 +179,11 @@ class Tokenizer:
     def _added_tokens(self) -> dict[int, str]:
         """They stand for their own text, in tokenizers of every kind."""
         return {token_id: str(token) for token_id, token in self._inner.added_tokens_decoder.items()}
+
+    @functools.cached_property
+    def _words_of_template(self) -> frozenset[str]:
+        """What a client names is looked up here: it is never searched for in the template."""
+        return frozenset(re.findall(r"\w+", self.chat_template))
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:

@@ -47,6 +47,9 @@ API_TTFT_SECONDS = "kvtier_api_ttft_seconds"
 API_PROMPT_TOKENS = "kvtier_api_prompt_tokens"
 API_OUTPUT_TOKENS = "kvtier_api_output_tokens"
 API_CACHED_TOKENS = "kvtier_api_cached_tokens"
+API_KEY_REQUESTS = "kvtier_api_key_requests"
+API_KEY_TOKENS = "kvtier_api_key_tokens"
+API_WRONG_KEYS = "kvtier_api_wrong_keys"
 
 _COUNTED_LEVELS = {
     "evicted_blocks": "Blocks evicted to make room.",
@@ -234,6 +237,16 @@ class ApiMetrics:
         )
         self.prompt_tokens = Counter(API_PROMPT_TOKENS, "Tokens of prompts.", ["model"], registry=self.registry)
         self.output_tokens = Counter(API_OUTPUT_TOKENS, "Tokens of answers.", ["model"], registry=self.registry)
+        self.key_requests = Counter(
+            API_KEY_REQUESTS, "Requests by the name of their API key.", ["key"], registry=self.registry
+        )
+        self.key_tokens = Counter(
+            API_KEY_TOKENS,
+            "Tokens by the name of the API key, of prompts or answers.",
+            ["key", "of"],
+            registry=self.registry,
+        )
+        self.wrong_keys = Counter(API_WRONG_KEYS, "Requests with an API key that is not known.", registry=self.registry)
         self.cached_tokens = Counter(
             API_CACHED_TOKENS,
             "Tokens of prompts that were not computed, by tier.",

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.api import json_body
 from kvtier.api.client_connection import MAX_HEAD_BYTES, ClientConnection
+from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.server import raise_file_limit
 from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running
 from tests.support.openai_asking import CHAT, chat_body, raw_post, receive_until
 from tests.support.waiting import LIMIT_S
 
-_GET = b"GET /health HTTP/1.1\r\nHost: test\r\n"
+_GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 _SHORT_S = 0.5
 
 
@@ -38,7 +38,7 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 @pytest.fixture
 def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClientConnection, "head_timeout_s", _SHORT_S)
-    monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", _SHORT_S)
+    monkeypatch.setattr(OpenBodies, "timeout_s", _SHORT_S)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def test_a_longer_head_is_431_and_the_connection_is_closed(server: Running, head
 
 
 def test_trailers_are_no_way_around_the_limit(server: Running) -> None:
-    head = b"POST /health HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nx-long: "
+    head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nx-long: "
     with connected(server) as connection:
         connection.sendall(head)
         with pytest.raises(ConnectionError):

@@ -8,7 +8,15 @@ import sys
 import msgspec
 import pytest
 
-from kvtier.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvtier.engine.sampling_params import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+    SamplingParams,
+)
 from kvtier.errors import InvalidParameter, RequestError
 
 NAN = float("nan")
@@ -26,7 +34,7 @@ NAN = float("nan")
         ("top_p", 0.0, "top_p must be more than 0 and at most 1, not 0.0"),
         ("top_p", 1.5, "top_p must be more than 0 and at most 1, not 1.5"),
         ("top_p", NAN, "top_p must be a finite number, not nan"),
-        ("top_k", -1, "top_k must be at least 0, not -1"),
+        ("top_k", -1, "top_k must be at least 0 and at most 2147483647, not -1"),
         ("top_k", 2.0, "top_k must be a whole number, not 2.0"),
         ("top_k", True, "top_k must be a whole number, not True"),
         ("min_p", 1.01, "min_p must be at least 0 and at most 1, not 1.01"),
@@ -34,9 +42,9 @@ NAN = float("nan")
         ("presence_penalty", 2.5, "presence_penalty must be at least -2 and at most 2, not 2.5"),
         ("frequency_penalty", -3, "frequency_penalty must be at least -2 and at most 2, not -3"),
         ("seed", 1.0, "seed must be a whole number, not 1.0"),
-        ("max_tokens", 0, "max_tokens must be at least 1, not 0"),
+        ("max_tokens", 0, "max_tokens must be at least 1 and at most 2147483647, not 0"),
         ("max_tokens", "9", "max_tokens must be a whole number, not '9'"),
-        ("min_tokens", -1, "min_tokens must be at least 0, not -1"),
+        ("min_tokens", -1, "min_tokens must be at least 0 and at most 2147483647, not -1"),
         ("min_tokens", None, "min_tokens must be a whole number, not None"),
         ("min_tokens", 17, "min_tokens must not exceed max_tokens, but 17 is more than 16"),
         ("n", 0, "n must be at least 1 and at most 128, not 0"),
@@ -50,7 +58,7 @@ NAN = float("nan")
         ("stop", ["a", 1], "stop must be a string or a list of strings, none of them empty, not ['a', 1]"),
         ("stop", 5, "stop must be a string or a list of strings, none of them empty, not 5"),
         ("stop_token_ids", "12", "stop_token_ids must be a list of token ids, not '12'"),
-        ("stop_token_ids", [-1], "each of stop_token_ids must be at least 0, not -1"),
+        ("stop_token_ids", [-1], "each of stop_token_ids must be at least 0 and at most 2147483647, not -1"),
         ("ignore_eos", 1, "ignore_eos must be true or false, not 1"),
         ("skip_special_tokens", "no", "skip_special_tokens must be true or false, not 'no'"),
     ],
@@ -61,6 +69,39 @@ def test_a_parameter_that_cannot_work_is_refused_with_one_sentence(name: str, va
 
     assert str(refused.value) == sentence
     assert isinstance(refused.value, RequestError)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "more"),
+    [
+        ("max_tokens", MAX_TOKENS, MAX_TOKENS + 1),
+        ("max_tokens", MAX_TOKENS, 1 << 63),
+        ("max_tokens", MAX_TOKENS, 10**4000),
+        ("top_k", MAX_TOKENS, MAX_TOKENS + 1),
+        ("top_k", MAX_TOKENS, 1 << 64),
+        ("n", MAX_CHOICES, MAX_CHOICES + 1),
+        ("temperature", 1000.0, 1000.1),
+        ("temperature", 1000, 10**4000),
+        ("seed", (1 << 64) - 1, 1 << 64),
+        ("seed", -(1 << 63), -(1 << 63) - 1),
+        ("stop", ["x"] * MAX_STOP_STRINGS, ["x"] * (MAX_STOP_STRINGS + 1)),
+        ("stop", "x" * MAX_STOP_CHARACTERS, "x" * (MAX_STOP_CHARACTERS + 1)),
+        ("stop_token_ids", [1] * MAX_STOP_TOKEN_IDS, [1] * (MAX_STOP_TOKEN_IDS + 1)),
+        ("stop_token_ids", [MAX_TOKENS], [MAX_TOKENS + 1]),
+    ],
+)
+def test_every_parameter_has_a_bound_and_a_short_sentence_about_it(name: str, most: object, more: object) -> None:
+    SamplingParams(**{name: most})
+
+    with pytest.raises(InvalidParameter, match=name) as refused:
+        SamplingParams(**{name: more})
+    assert len(str(refused.value)) < 200
+
+
+def test_the_least_tokens_have_a_bound_of_their_own() -> None:
+    assert SamplingParams(min_tokens=MAX_TOKENS, max_tokens=None).min_tokens == MAX_TOKENS
+    with pytest.raises(InvalidParameter, match="min_tokens must be at least 0 and at most"):
+        SamplingParams(min_tokens=1 << 63, max_tokens=None)
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(1 << 63), (1 << 64) - 1])

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from kvtier.api.engines import ServedModel
+from kvtier.api.engines import KnownModel, ServedModel
 from kvtier.api.ollama.options import OLLAMA_NAMES
 from kvtier.api.service import Service
 from kvtier.engine.process.messages import Hello
@@ -30,7 +30,7 @@ def running(service: Service) -> dict[str, object]:
     return {"models": [_process(model) for model in service.engines.models if model.hello is not None]}
 
 
-def description(model: ServedModel, hello: Hello) -> dict[str, object]:
+def description(model: KnownModel, hello: Hello) -> dict[str, object]:
     family = _family(hello)
     parameters = _parameters(model.options)
     return {

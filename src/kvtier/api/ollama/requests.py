@@ -6,11 +6,13 @@ import contextlib
 import re
 from dataclasses import dataclass
 
-from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.engines import KnownModel, ModelCatalog
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
+from kvtier.api.limits import MAX_MESSAGES
 from kvtier.api.ollama.options import sampling_params
+from kvtier.api.prompt_length import check_length
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, Prompt, TextPrompt
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, UnknownModel
@@ -19,8 +21,13 @@ _LATEST = ":latest"
 _THINKING = "enable_thinking"
 """What templates of models that think look at."""
 
+_SHOWN_CHARACTERS = 60
 _ROLES = ("system", "user", "assistant")
-_DURATION = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+|[+-]?[0-9]+(?:\.[0-9]+)?")
+MAX_DURATION_CHARACTERS = 64
+_UNITS = "(?:ns|us|µs|μs|ms|s|m|h)"
+_DURATION = re.compile(
+    rf"[+-]?(?:(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++){_UNITS})++|[0-9]++(?:\.[0-9]++)?)"
+)  # possessive throughout: no part of it is ever read twice
 
 _REFUSED = {
     "suffix": "is not supported here: an answer follows its prompt",
@@ -46,16 +53,17 @@ class LoadModel:
     done_reason: str
 
 
-def find_model(engines: Engines, name: str) -> ServedModel:
+def find_model(engines: ModelCatalog, name: str) -> KnownModel:
     """The model of that name, with or without Ollama's ":latest". Raises a `HttpError` with the names there are."""
     for one in (name, name.removesuffix(_LATEST), name + _LATEST):
         with contextlib.suppress(UnknownModel):
             return engines.find(one)
     known = ", ".join(model.name for model in engines.models)
-    raise HttpError(404, f"model '{name}' not found; there is {known}", "model_not_found", "model")
+    shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
+    raise HttpError(404, f"model '{shown}' not found; there is {known}", "model_not_found", "model")
 
 
-def hello_of(model: ServedModel) -> Hello:
+def hello_of(model: KnownModel) -> Hello:
     """Raises `EngineAway` while none of the model's engines is there."""
     hello = model.hello
     if hello is None:
@@ -63,7 +71,7 @@ def hello_of(model: ServedModel) -> Hello:
     return hello
 
 
-def read_generate(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
+def read_generate(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | LoadModel:
     """Raises a `HttpError` for a body that cannot be served as asked, `EngineAway` while the model is away."""
     text = body.text("prompt") or ""
     system = body.text("system") or ""
@@ -81,9 +89,9 @@ def read_generate(body: JsonBody, engines: Engines) -> GenerationRequest | LoadM
     return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
 
 
-def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest | LoadModel:
+def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | LoadModel:
     """As `read_generate`."""
-    given = body.items("messages") or []
+    given = body.items("messages", MAX_MESSAGES) or []
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     _refuse(body, "tools")
     rest = _read_rest(body, engines)
@@ -99,7 +107,7 @@ class _Rest:
     """What both endpoints take."""
 
     name: str
-    model: ServedModel
+    model: KnownModel
     options: JsonBody
     logprobs: int | None
     is_streamed: bool
@@ -114,6 +122,7 @@ class _Rest:
         return LoadModel(self.name, "load")
 
     def ask(self, prompt: Prompt) -> GenerationRequest:
+        check_length(prompt, self.model.hello)
         return GenerationRequest(self.name, self.model, [prompt], self._params(), self.is_streamed)
 
     def template_values(self, hello: Hello) -> dict[str, object]:
@@ -124,7 +133,7 @@ class _Rest:
         return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
 
 
-def _read_rest(body: JsonBody, engines: Engines) -> _Rest:
+def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
     name = body.needed_text("model")
     model = find_model(engines, name)
     _refuse(body, "format", "think", "truncate", "shift")
@@ -173,7 +182,7 @@ def _read_logprobs(body: JsonBody) -> int | None:
 def _is_zero_duration(body: JsonBody, name: str) -> bool:
     value = body.value(name)
     if isinstance(value, str):
-        if not _DURATION.fullmatch(value):
+        if len(value) > MAX_DURATION_CHARACTERS or not _DURATION.fullmatch(value):
             raise body.wrong(name, 'seconds, or a duration such as "5m" or "1h30m"')
-        return not re.search("[1-9]", value)
+        return not any(digit in value for digit in "123456789")
     return body.number(name) == 0

@@ -11,6 +11,8 @@ from starlette.routing import Route
 
 from kvtier import __version__
 from kvtier.api.application import Application
+from kvtier.api.body_messages import OLLAMA_CHAT, OLLAMA_GENERATE, BodyAsks, BodyLoads
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.ollama.models import description, running, tags
 from kvtier.api.ollama.requests import LoadModel, find_model, hello_of, read_chat, read_generate
@@ -56,20 +58,25 @@ class OllamaApplication(Application):
         return PlainTextResponse("Ollama is running")
 
     async def _generate(self, request: Request) -> Response:
-        tenant, body = await self.open(request, "ollama")
-        asked = read_generate(body, self.service.engines)
+        tenant = self.open(request, "ollama")
+        asked = self._asked(await self.read(request, OLLAMA_GENERATE, read_generate))
         shape = GenerateShape(asked.name, request.state.id)
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
         return await self.answer(request, tenant, asked, shape)
 
     async def _chat(self, request: Request) -> Response:
-        tenant, body = await self.open(request, "ollama")
-        asked = read_chat(body, self.service.engines)
+        tenant = self.open(request, "ollama")
+        asked = self._asked(await self.read(request, OLLAMA_CHAT, read_chat))
         shape = ChatShape(asked.name, request.state.id)
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
         return await self.answer(request, tenant, asked, shape)
+
+    def _asked(self, found: GenerationRequest | LoadModel | BodyAsks | BodyLoads) -> GenerationRequest | LoadModel:
+        if isinstance(found, BodyLoads):
+            return LoadModel(found.name, found.done_reason)
+        return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
 
     async def _list_models(self, request: Request) -> Response:
         self.service.tenant(request)
@@ -81,7 +88,7 @@ class OllamaApplication(Application):
 
     async def _show(self, request: Request) -> Response:
         self.service.tenant(request)
-        body = await self.read_body(request)
+        body = await self.read_small(request)
         old_name = body.text("name")  # as older clients say it
         model = find_model(self.service.engines, body.text("model") or old_name or body.needed_text("model"))
         body.flag("verbose")

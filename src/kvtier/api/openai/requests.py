@@ -8,17 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.engines import KnownModel, ModelCatalog
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import (
+    MAX_ANSWERS,
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_RECORD_CHARACTERS,
+    MAX_TEMPLATE_CHARACTERS,
+    MAX_TEMPLATE_DEPTH,
+    MAX_TEMPLATE_VALUES,
+)
+from kvtier.api.prompt_length import check_length
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from kvtier.errors import InvalidParameter
-
-MAX_PROMPTS = 1024
-MAX_ANSWERS = 1024
-MAX_TEMPLATE_DEPTH = 32
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -59,7 +68,7 @@ _NEUTRAL_IN_MESSAGES: _Neutral = {
 _NEUTRAL_IN_STREAM_OPTIONS: _Neutral = {"include_obfuscation": (False,)}
 
 
-def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest:
+def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     """Raises a `HttpError` that names the field, or `UnknownModel`."""
     name, model = _model(body, engines)
     prompt = ChatPrompt(_messages(body), _template_values(body))
@@ -75,7 +84,7 @@ def read_chat(body: JsonBody, engines: Engines) -> GenerationRequest:
     return _generation_request(body, name, model, [prompt], params)
 
 
-def read_completion(body: JsonBody, engines: Engines) -> GenerationRequest:
+def read_completion(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     """As `read_chat`."""
     name, model = _model(body, engines)
     prompts = _prompts(body)
@@ -91,18 +100,20 @@ def read_completion(body: JsonBody, engines: Engines) -> GenerationRequest:
     return _generation_request(body, name, model, prompts, params)
 
 
-def _model(body: JsonBody, engines: Engines) -> tuple[str, ServedModel]:
+def _model(body: JsonBody, engines: ModelCatalog) -> tuple[str, KnownModel]:
     """What the client calls it, and the model, whose options stand for sampling fields that are absent."""
     name = body.needed_text("model")
     return name, engines.find(name)
 
 
 def _generation_request(
-    body: JsonBody, name: str, model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams
+    body: JsonBody, name: str, model: KnownModel, prompts: Sequence[Prompt], params: SamplingParams
 ) -> GenerationRequest:
     """With what both bodies have, and the check that nothing was left unread."""
     if len(prompts) * params.n > MAX_ANSWERS:
         raise _invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
+    for prompt in prompts:
+        check_length(prompt, model.hello)
     is_streamed = body.flag("stream") or False
     options = body.inner("stream_options")
     if options is not None and not is_streamed:
@@ -111,7 +122,7 @@ def _generation_request(
     if options is not None:
         _refuse_others(options, _NEUTRAL_IN_STREAM_OPTIONS)
         options.refuse_rest()
-    cache_salt = body.text("cache_salt")
+    cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
     if cache_salt == "":
         raise body.wrong("cache_salt", "text that is not empty")
     _check_records(body)
@@ -123,10 +134,11 @@ def _generation_request(
 def _check_records(body: JsonBody) -> None:
     """What callers send for their records changes nothing: only the types are looked at."""
     for name in _RECORDS:
-        body.text(name)
+        body.short_text(name, MAX_RECORD_CHARACTERS)
     metadata = body.value("metadata")
-    is_of_texts = isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
-    if metadata is not None and not is_of_texts:
+    if metadata is not None and (not isinstance(metadata, dict) or len(metadata) > MAX_METADATA):
+        raise body.wrong("metadata", f"an object of at most {MAX_METADATA} texts")
+    if isinstance(metadata, dict) and not all(isinstance(one, str) for one in metadata.values()):
         raise body.wrong("metadata", "an object of texts")
 
 
@@ -134,7 +146,7 @@ def _check_records(body: JsonBody) -> None:
 
 
 def _messages(body: JsonBody) -> list[ChatMessage]:
-    messages = body.items("messages")
+    messages = body.items("messages", MAX_MESSAGES)
     if not messages:
         raise body.wrong("messages", "a list of at least one message")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -156,6 +168,7 @@ def _message(message: object, path: str) -> ChatMessage:
 def _content(body: JsonBody, path: str) -> str:
     content = body.value("content")
     if isinstance(content, list):
+        body.items("content", MAX_PARTS)
         return "".join(_text_of_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
         raise body.wrong("content", "text, or a list of parts of text")
@@ -176,17 +189,32 @@ def _template_values(body: JsonBody) -> dict[str, object]:
     values = body.value("chat_template_kwargs")
     if values is None:
         return {}
-    if not isinstance(values, dict) or not _is_plain(values, MAX_TEMPLATE_DEPTH):
-        raise body.wrong("chat_template_kwargs", f"an object of at most {MAX_TEMPLATE_DEPTH} levels")
+    if not isinstance(values, dict) or not _is_plain(values):
+        expected = f"an object of at most {MAX_TEMPLATE_DEPTH} levels, {MAX_TEMPLATE_VALUES} values"
+        raise body.wrong("chat_template_kwargs", f"{expected} and {MAX_TEMPLATE_CHARACTERS} characters")
     return values
 
 
-def _is_plain(value: object, levels_left: int) -> bool:
-    """Whether a message to an engine can carry it."""
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return levels_left > 0 and all(_is_plain(one, levels_left - 1) for one in inner)
-    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+def _is_plain(values: object) -> bool:
+    """Whether it is within bounds, and a message to an engine can carry it."""
+    left: list[tuple[object, int]] = [(values, 0)]
+    num_values = num_characters = 0
+    while left:
+        value, depth = left.pop()
+        num_values += 1
+        if isinstance(value, (dict, list)):
+            if depth >= MAX_TEMPLATE_DEPTH or len(value) > MAX_TEMPLATE_VALUES:
+                return False
+            if isinstance(value, dict):
+                num_characters += sum(map(len, value))
+            left += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, str):
+            num_characters += len(value)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return False
+        if num_values + len(left) > MAX_TEMPLATE_VALUES + 1 or num_characters > MAX_TEMPLATE_CHARACTERS:
+            return False
+    return True
 
 
 def _prompts(body: JsonBody) -> list[Prompt]:
@@ -234,13 +262,15 @@ def _stop(body: JsonBody) -> tuple[str, ...] | None:
     if given is None:
         return None
     strings = given if isinstance(given, list) else [given]
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _invalid("stop", f"stop must not be more than {MAX_STOP_STRINGS}, but is {len(strings)}")
     if not all(isinstance(one, str) and one for one in strings):
         raise body.wrong("stop", "text, or a list of texts, none of them empty")
     return tuple(strings)
 
 
 def _stop_token_ids(body: JsonBody) -> tuple[int, ...] | None:
-    given = body.items("stop_token_ids")
+    given = body.items("stop_token_ids", MAX_STOP_TOKEN_IDS)
     if given is None:
         return None
     if not _are_token_ids(given):

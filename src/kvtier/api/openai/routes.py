@@ -7,7 +7,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvtier.api.application import Application
+from kvtier.api.body_messages import OPENAI_CHAT, OPENAI_COMPLETION, BodyAsks, BodyLoads
 from kvtier.api.engines import ServedModel
+from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.openai.requests import read_chat, read_completion
 from kvtier.api.openai.responses import ChatShape, CompletionShape, ModelShape, error_body, model_list, one_model
@@ -35,14 +37,18 @@ class OpenAiApplication(Application):
         return f"the server failed; its log has more about {request_id}"
 
     async def _chat(self, request: Request) -> Response:
-        tenant, body = await self.open(request, "chatcmpl")
-        asked = read_chat(body, self.service.engines)
+        tenant = self.open(request, "chatcmpl")
+        asked = self._asked(await self.read(request, OPENAI_CHAT, read_chat))
         return await self.answer(request, tenant, asked, ChatShape(asked, request.state.id))
 
     async def _complete(self, request: Request) -> Response:
-        tenant, body = await self.open(request, "cmpl")
-        asked = read_completion(body, self.service.engines)
+        tenant = self.open(request, "cmpl")
+        asked = self._asked(await self.read(request, OPENAI_COMPLETION, read_completion))
         return await self.answer(request, tenant, asked, CompletionShape(asked, request.state.id))
+
+    def _asked(self, found: GenerationRequest | BodyAsks | BodyLoads) -> GenerationRequest:
+        assert not isinstance(found, BodyLoads), "an OpenAI body asks for something"
+        return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
 
     async def _list_models(self, request: Request) -> Response:
         self.service.tenant(request)

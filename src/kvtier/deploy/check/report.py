@@ -58,6 +58,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     caches: tuple[CacheUse, ...]
     engines: tuple[EngineUse, ...]
     listeners: tuple[Listener, ...]
+    scheme: str
+    """Of the listeners: "http", or "https" with a certificate."""
     host_bytes: int
     machine_bytes: int
     disk_bytes: int
@@ -92,12 +94,14 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
         problems += _problems_of_socket(cache, runtime_folder)
         problems += _problems_of_neighbours(cache, plan)
-        problems += _problems_of_tls(cache)
+        problems += _problems_of_tls(cache.name, cache.server.tls_certificate, cache.server.tls_key)
+    problems += _problems_of_tls(plan.http.name, plan.http.api.tls_certificate, plan.http.api.tls_key)
     problems += _problems_of_ports(plan, machine)
     return CheckReport(
         caches=tuple(caches),
         engines=tuple(engines),
         listeners=plan.http.listeners,
+        scheme="http" if plan.http.api.tls_certificate is None else "https",
         host_bytes=host_bytes,
         machine_bytes=machine.memory_bytes,
         disk_bytes=sum(use.disk_bytes for use in caches),
@@ -269,8 +273,7 @@ def _problems_of_neighbours(part: CachePart, plan: DeploymentPlan) -> Iterator[s
             yield f"the folder {folder} of {part.name} is in that of the model {model}: give it one of its own"
 
 
-def _problems_of_tls(part: CachePart) -> Iterator[str]:
-    certificate, key = part.server.tls_certificate, part.server.tls_key
+def _problems_of_tls(name: str, certificate: Path | None, key: Path | None) -> Iterator[str]:
     if certificate is None or key is None:
         return
     try:
@@ -278,9 +281,9 @@ def _problems_of_tls(part: CachePart) -> Iterator[str]:
     except ssl.SSLError as error:
         is_other_key = error.reason == "KEY_VALUES_MISMATCH"
         reason = "the key is another one's" if is_other_key else "both must be PEM, the key without a password"
-        yield f"tls_cert {certificate} and tls_key {key} of {part.name} cannot be used: {reason}"
+        yield f"tls_cert {certificate} and tls_key {key} of {name} cannot be used: {reason}"
     except OSError as error:
-        yield f"tls_cert {certificate} and tls_key {key} of {part.name} cannot be read: {error.strerror}"
+        yield f"tls_cert {certificate} and tls_key {key} of {name} cannot be read: {error.strerror}"
 
 
 def _problems_of_ports(plan: DeploymentPlan, machine: Machine) -> Iterator[str]:

@@ -24,7 +24,7 @@ from kvtier.observe.printable import printable
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
-_CONVERT_PATH = re.compile(r"(?s)(.*) - at `\$(.*)`")
+_BEFORE_PATH = " - at `$"
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _WORD = re.compile(r"[a-z][a-z_\-]*[a-z]")
 _EXPONENT_FORM = re.compile(r"([+-]?\d+)(?:\.(\d*))?[eE]([+-]?)(\d+)")
@@ -242,8 +242,9 @@ def _read_path(file: YamlFile, text: str) -> Path:
 
 def _located(file: YamlFile, location: Location, error: msgspec.ValidationError) -> ConfigError:
     """What a Struct's own check has to say, at the field that it names."""
-    found = _CONVERT_PATH.fullmatch(str(error))
-    text, path = (found[1], found[2]) if found else (str(error), "")
+    text, found, path = str(error).rpartition(_BEFORE_PATH)
+    if not found:
+        text, path = str(error), ""
     steps = (int(index) if index else name for name, index in _STEP.findall(path))
     here = (*location, *steps)
     value = file.at(here) if file.has(here) else None

@@ -25,6 +25,10 @@ DEFAULT_CACHE_BYTES = Size(4 << 30)
 _MAX_PORT = 65535
 _MAX_ENGINES = 1024
 _HOST = re.compile(r"[\w.:%-]+", re.ASCII)
+_MAX_NAMES = 256
+_MAX_NAME_CHARACTERS = 256
+_ALLOWED_HOST = re.compile(r"\*|(?:\*\.)?[\w.:-]++", re.ASCII)
+_ALLOWED_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*+://[\w.:\[\]-]*+\*?", re.ASCII | re.IGNORECASE)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
@@ -38,6 +42,14 @@ def check_model(model: str) -> None:
     """Raises `ConfigError` for what can be neither a folder nor a name on the hub."""
     if not is_short_path(model) or "\0" in model:
         raise ConfigError("model must be a folder or a name on the hub, with names of at most 255 bytes")
+
+
+def _check_names(field: str, names: tuple[str, ...], allowed: re.Pattern[str], expected: str) -> None:
+    if len(names) > _MAX_NAMES:
+        raise ConfigError(f"{field} must not be more than {_MAX_NAMES}, but is {len(names)}")
+    for name in names:
+        if len(name) > _MAX_NAME_CHARACTERS or not allowed.fullmatch(name):
+            raise ConfigError(f"each of {field} must be {expected}, not {name[:_MAX_NAME_CHARACTERS]!r}")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,7 +231,9 @@ class ApiKeySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key_file: Path | None = None
     """File with the secret, in place of `key`. Read when the deployment starts."""
     salt: str = ""
-    """Prompts of keys with different salts share no blocks."""
+    """Keys with the same salt share blocks. Without a salt, a key shares blocks with no other key."""
+    share: bool = False
+    """Share blocks with all keys that have this, too: each can tell from timing what the others have asked."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -238,6 +252,14 @@ class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Port of the Ollama-compatible API, or `host:port`; 11434 unless told, `false` for none."""
     api_keys: tuple[ApiKeySection, ...] = ()
     """Who may ask; without any, everybody who reaches the port."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names besides `localhost` that clients may call this server by, such as `*.example.com`; `*` is any."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages that may ask, such as `https://chat.example.com` or `http://localhost:*`; `*` is all."""
+    tls_cert: Path | None = None
+    """Certificate (PEM): both APIs speak HTTPS."""
+    tls_key: Path | None = None
+    """Its private key (PEM)."""
     max_body: Size = Size(64 << 20)
     """Largest request."""
     max_requests: int = 1024
@@ -247,6 +269,10 @@ class HttpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_host(self.host)
+        _check_names("allow_hosts", self.allow_hosts, _ALLOWED_HOST, "a name, *.NAME or *")
+        _check_names("allow_origins", self.allow_origins, _ALLOWED_ORIGIN, "SCHEME://HOST, SCHEME://HOST:PORT or *")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs both tls_cert and tls_key")
         if not self.is_served(self.openai) and not self.is_served(self.ollama):
             raise ConfigError("neither API is served: give openai or ollama a port")
         for name in ("openai", "ollama"):

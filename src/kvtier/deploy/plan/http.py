@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
 from kvtier.deploy.file.form import read_form
-from kvtier.deploy.file.named_file import read_secret
+from kvtier.deploy.file.named_file import read_secret, require_file
 from kvtier.deploy.file.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
@@ -29,17 +29,25 @@ def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]
         for model, place in zip(models, origin.models, strict=True)
     )
     keys = _keys(http, origin)
+    listeners = _listeners(http, origin)
+    for field in ("tls_cert", "tls_key"):
+        require_file(origin, origin.http, field, getattr(http, field))
     try:
         api = ApiConfig(
             models=served,
             keys=keys,
+            hosts=tuple(dict.fromkeys(one.host for one in listeners)),
+            allow_hosts=http.allow_hosts,
+            allow_origins=http.allow_origins,
+            tls_certificate=http.tls_cert,
+            tls_key=http.tls_key,
             max_body_bytes=int(http.max_body),
             max_requests=http.max_requests,
             drain_s=http.drain_s,
         )
     except ConfigError as error:
         raise origin.wrong(origin.http, str(error)) from error
-    return HttpPart(name=HTTP_NAME, api=api, listeners=_listeners(http, origin))
+    return HttpPart(name=HTTP_NAME, api=api, listeners=listeners)
 
 
 def _default_options(origin: Origin, place: Location) -> dict[str, object]:
@@ -63,7 +71,7 @@ def _keys(http: HttpSection, origin: Origin) -> tuple[ApiKey, ...]:
         if any(secret == other.key for other in keys):
             raise origin.wrong(place, f"the API key {section.name!r} is the same as another one", about="key")
         try:
-            keys.append(ApiKey(name=section.name, key=secret or "", salt=section.salt))
+            keys.append(ApiKey(name=section.name, key=secret or "", salt=section.salt, share=section.share))
         except ConfigError as error:
             raise origin.wrong(place, str(error)) from error
     return tuple(keys)

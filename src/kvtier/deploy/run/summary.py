@@ -20,7 +20,8 @@ def summary(
     for listener, port in zip(plan.http.listeners, ports, strict=True):
         host = "127.0.0.1" if listener.host in _ANY_HOST else listener.host
         host = f"[{host}]" if ":" in host else host
-        urls[listener.api] = f"http://{host}:{port}"
+        scheme = "http" if plan.http.api.tls_certificate is None else "https"
+        urls[listener.api] = f"{scheme}://{host}:{port}"
         title = {"openai": "OpenAI API", "ollama": "Ollama API"}[listener.api]
         lines.append(f"  {title:12} {urls[listener.api]}{'/v1' if listener.api == 'openai' else ''}")
     for engine in plan.engines:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvtier.engine.answer import StreamPiece
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import RemoteProtocolError
+from kvtier.errors import PromptTooLong, RemoteProtocolError
 from kvtier.sizes import format_size
 
 _Kind = TypeVar("_Kind")
@@ -58,6 +58,13 @@ class ChatPrompt(_Message, frozen=True, tag="chat"):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+class EncodedPrompt(msgspec.Struct, frozen=True):
+    """A prompt that was encoded elsewhere; `beginning` is text that prompts which begin alike have in common."""
+
+    encoded: msgspec.Raw
+    beginning: str
+
+
 # --- to the engine ---------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +75,16 @@ class Submit(_Message, frozen=True, tag="submit"):
     request_id: str
     prompt: Prompt
     params: SamplingParams
+    salt: str = ""
+
+
+class EncodedSubmit(_Message, frozen=True, tag="submit"):
+    """A `Submit` as it is sent: prompts of one request share what is encoded once."""
+
+    number: int
+    request_id: str
+    prompt: msgspec.Raw
+    params: msgspec.Raw
     salt: str = ""
 
 
@@ -132,6 +149,7 @@ class Refused(_Message, frozen=True, tag="refused"):
 TOO_LONG = "too_long"
 INVALID = "invalid"
 STOPPED = "stopped"
+FAILED = "failed"
 
 
 class StepOutputs(_Message, frozen=True, tag="outputs", omit_defaults=True):
@@ -170,8 +188,16 @@ _requests = msgspec.msgpack.Decoder(ToEngine)
 _replies = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode_part(part: Prompt | SamplingParams) -> bytes:
+    """For an `EncodedSubmit`."""
+    return _encoder.encode(part)
+
+
+def encode(message: ToEngine | EncodedSubmit | FromEngine) -> bytes:
+    """Raises `PromptTooLong` for a message that would be refused where it arrives, with all that comes after it."""
     body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise PromptTooLong(f"the prompt takes more than {format_size(MAX_MESSAGE_BYTES)}")
     return _LENGTH.pack(len(body)) + body
 
 

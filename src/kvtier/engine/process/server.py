@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, News, Submission
 from kvtier.engine.process.messages import (
+    FAILED,
     INVALID,
     LENGTH_BYTES,
     STOPPED,
@@ -44,7 +45,7 @@ from kvtier.engine.process.messages import (
     decode_request,
     encode,
 )
-from kvtier.errors import EngineStopped, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
+from kvtier.errors import AnswerFailed, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
 from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
@@ -52,6 +53,10 @@ from kvtier.transport.listening import UnixListener
 logger = logging.getLogger(__name__)
 
 _NUM_PROMPT_THREADS = 2
+_SHORT_CHARACTERS = 64 << 10
+_CHARACTERS_OF_MESSAGE = 32
+"""What a template takes for a message, counted in characters of text."""
+
 _FLUSH_S = 2.0
 
 
@@ -75,7 +80,8 @@ class EngineServer:
         self._lock = threading.Lock()
         self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
-        self.prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
+        self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
+        self._long_prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-long-prompt")
         self._listener = UnixListener(UnixAddress(socket_path))
         self._accepting = threading.Thread(target=self._accept, name="kvtier-accept-engine", daemon=True)
         self._accepting.start()
@@ -102,7 +108,16 @@ class EngineServer:
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        self.prompt_threads.shutdown()
+        self._prompt_threads.shutdown()
+        self._long_prompt_threads.shutdown()
+
+    def threads_for(self, prompt: Prompt) -> ThreadPoolExecutor:
+        """Those who make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
+        if isinstance(prompt, ChatPrompt):
+            num_characters = sum(_CHARACTERS_OF_MESSAGE + len(message.content) for message in prompt.messages)
+        else:
+            num_characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
+        return self._prompt_threads if num_characters <= _SHORT_CHARACTERS else self._long_prompt_threads
 
     def forget(self, connection: _ClientConnection) -> None:
         with self._lock:
@@ -194,7 +209,7 @@ class _ClientConnection:
             if isinstance(request.prompt, TokenPrompt):
                 self._submit(request)  # nothing to make
             else:
-                self._server.prompt_threads.submit(self._submit, request)
+                self._server.threads_for(request.prompt).submit(self._submit, request)
         elif isinstance(request, Abort):
             with self._lock:
                 submission = self._submissions.pop(request.number, None)
@@ -229,7 +244,7 @@ class _ClientConnection:
             return
         except Exception as error:  # a tokenizer's, or a template's
             logger.exception("a prompt could not be made")
-            self._outbox.put([(request.request_id, EngineStopped(f"the prompt could not be made: {error}"))])
+            self._outbox.put([(request.request_id, AnswerFailed(f"the prompt could not be made: {error}"))])
             return
         with self._lock:
             is_wanted = number in self._submissions
@@ -326,6 +341,8 @@ def _refusal(number: int, error: Exception) -> Refused:
         return Refused(number, TOO_LONG, str(error))
     if isinstance(error, RequestError):
         return Refused(number, INVALID, str(error))
+    if isinstance(error, AnswerFailed):
+        return Refused(number, FAILED, str(error))
     return Refused(number, STOPPED, str(error))
 
 

@@ -147,6 +147,15 @@ class Request:
         self.logprobs: list[dict[int, float]] = []
         self.times = Times(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
 
+    def rewind(self) -> None:
+        """Back to the queue with what it has said so far: without blocks, and without tokens on the device."""
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.num_preemptions += 1
+        self.status = Status.WAITING
+        self.blocks = SequenceBlocks(version=self.blocks.version + 1)
+        self.prefetch = _NO_PREFETCH
+
     @property
     def num_tokens(self) -> int:
         """Known tokens and those on the device."""

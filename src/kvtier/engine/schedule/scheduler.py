@@ -39,6 +39,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.at: Request | None = None
+        """The request that `schedule` is looking at: if it raises, this is the one it cannot schedule."""
         self._taken_in_s = 0.0
         self._free_slots = list(range(max_num_requests - 1, -1, -1))
 
@@ -84,7 +86,7 @@ class Scheduler:
         block_tokens = self.blocks.block_tokens
         position = 0
         while position < len(self.running) and budget:
-            request = self.running[position]
+            request = self.at = self.running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
             if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is State.SETTLED:
@@ -117,6 +119,7 @@ class Scheduler:
                 position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
+        self.at = None
         if self._transfer.has_tiers:
             self._start_early(decodes, prefills)
         rows = decodes + prefills
@@ -220,7 +223,7 @@ class Scheduler:
     def _admit(self, budget: int, decodes: list[StepRow], prefills: list[StepRow]) -> None:
         passed_over: list[Request] = []
         while self.waiting and budget and self._free_slots:
-            request = self.waiting[0]
+            request = self.at = self.waiting[0]
             if request.num_in_flight or request.prefetch.state is State.UNASKED:
                 break  # its last tokens are not known yet after a preemption, or it was not looked for yet
             self.waiting.popleft()

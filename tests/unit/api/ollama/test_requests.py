@@ -10,7 +10,7 @@ from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
-from kvtier.api.ollama.requests import LoadModel, find_model, read_chat, read_generate
+from kvtier.api.ollama.requests import MAX_DURATION_CHARACTERS, LoadModel, find_model, read_chat, read_generate
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
 from kvtier.errors import EngineAway
 from tests.support.fake_engine import HELLO, MODEL
@@ -144,10 +144,23 @@ def test_without_a_prompt_and_time_it_is_unloaded(keep_alive: object) -> None:
     assert chat(keep_alive=keep_alive) == LoadModel(MODEL, "unload")
 
 
-@pytest.mark.parametrize("keep_alive", ["soon", "", "5 m", "5x", "m", True, [], {}], ids=repr)
+@pytest.mark.parametrize("keep_alive", ["soon", "", "5 m", "5x", "m", "1h30", "1.m.", ".", True, [], {}], ids=repr)
 def test_a_duration_that_is_none_is_refused(keep_alive: object) -> None:
     with pytest.raises(HttpError, match="keep_alive must be"):
         generate(prompt="hi", keep_alive=keep_alive)
+
+
+@pytest.mark.parametrize("keep_alive", ["1" * 1_000_000 + "x", "1h" * 1_000_000 + "x", "." * 1_000_000])
+def test_a_long_duration_is_refused_without_being_searched(keep_alive: str) -> None:
+    with pytest.raises(HttpError, match="keep_alive must be") as refused:
+        generate(prompt="hi", keep_alive=keep_alive)
+    assert len(refused.value.sentence) < 200
+
+
+def test_a_duration_has_as_many_characters_as_the_limit_says() -> None:
+    assert generate(keep_alive="1" * (MAX_DURATION_CHARACTERS - 1) + "s") == LoadModel(MODEL, "load")
+    with pytest.raises(HttpError, match="keep_alive must be"):
+        generate(keep_alive="1" * MAX_DURATION_CHARACTERS + "s")
 
 
 def test_options_that_cannot_work_are_told_when_the_model_is_loaded() -> None:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from kvtier import __version__
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, Refused, Submit
+from kvtier.api.limits import INLINE_BODY_BYTES
+from kvtier.engine.process.messages import FAILED, INVALID, STOPPED, TOO_LONG, Refused, Submit
 from tests.support.examples import examples
 from tests.support.fake_engine import (
     ALIAS,
@@ -367,7 +368,7 @@ def test_an_unknown_model_is_not_found_and_those_there_are_named(http: httpx.Cli
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-@pytest.mark.parametrize(("reason", "status"), [(TOO_LONG, 400), (INVALID, 400), (STOPPED, 503)])
+@pytest.mark.parametrize(("reason", "status"), [(TOO_LONG, 400), (INVALID, 400), (STOPPED, 503), (FAILED, 500)])
 def test_a_prompt_the_engine_refuses_is_a_plain_error(
     http: httpx.Client, engine: FakeEngine, reason: str, status: int, is_streamed: bool
 ) -> None:
@@ -410,7 +411,8 @@ def test_unknown_paths_and_methods_are_told_in_ollamas_shape(http: httpx.Client)
 )
 def test_a_body_that_is_no_json_object_is_refused_and_the_server_goes_on(http: httpx.Client, body: bytes) -> None:
     for path in ("/api/generate", "/api/chat", "/api/show"):
-        assert error_of(http.post(path, content=body), 400)
+        is_too_large = path == "/api/show" and len(body) > INLINE_BODY_BYTES
+        assert error_of(http.post(path, content=body), 413 if is_too_large else 400)
     assert http.post("/api/generate", json=GENERATE).status_code == 200
 
 
@@ -476,9 +478,8 @@ def test_with_keys_only_their_holders_are_served_and_share_no_blocks(engine: Fak
 
 def connect_and_ask(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     connection = socket.create_connection(server.address)
     connection.sendall(head.encode() + content)
     return connection
@@ -505,7 +506,7 @@ def test_a_client_that_leaves_frees_the_engine(
 
 def test_a_client_that_leaves_before_its_body_is_complete_is_forgotten(server: Running, engine: FakeEngine) -> None:
     with socket.create_connection(server.address) as connection:
-        connection.sendall(b'POST /api/chat HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model"')
+        connection.sendall(b'POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"model"')
 
     assert httpx.post(f"{server.url}/api/generate", json=GENERATE).status_code == 200
     assert len(engine.submits) == 1
@@ -540,16 +541,21 @@ def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error(http: http
     assert lines_of(http, "/api/generate", GENERATE) == [{"error": "the engine stops"}]
 
 
-@pytest.mark.parametrize("reason", ["error", "abort"])
-def test_an_answer_the_engine_gave_up_is_no_answer(http: httpx.Client, engine: FakeEngine, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("reason", "sentence"), [("error", "the engine failed at this request"), ("abort", "gave the answer up")]
+)
+def test_an_answer_the_engine_gave_up_is_no_answer(
+    http: httpx.Client, engine: FakeEngine, reason: str, sentence: str
+) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
         yield said(submit, "a", completion=ending(reason, 1))
 
     engine.script = script
 
-    assert "gave the answer up" in lines_of(http, "/api/generate", GENERATE)[-1]["error"]
-    assert "gave the answer up" in error_of(http.post("/api/generate", json={**GENERATE, "stream": False}), 503)
+    status = 500 if reason == "error" else 503
+    assert sentence in lines_of(http, "/api/generate", GENERATE)[-1]["error"]
+    assert sentence in error_of(http.post("/api/generate", json={**GENERATE, "stream": False}), status)
 
 
 def test_no_more_requests_are_served_at_once_than_there_are_places(engine: FakeEngine) -> None:

@@ -335,8 +335,8 @@ def test_the_likeliest_tokens_come_first_and_only_as_many_as_asked_for(asking: A
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_answer_that_the_engine_broke_off_is_an_error(asking: Asking, reason: str) -> None:
+@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
+def test_an_answer_that_the_engine_broke_off_is_an_error(asking: Asking, reason: str, status: int) -> None:
     def script(submit: Submit) -> Iterator[Step]:
         yield accepted(submit)
         yield said(submit, "x", completion=ending(reason, 1))
@@ -344,7 +344,7 @@ def test_an_answer_that_the_engine_broke_off_is_an_error(asking: Asking, reason:
     asking.engine.script = script
 
     response = asking.status(CHAT, chat_body())
-    assert (response.status_code, error_of(response)["type"]) == (503, "server_error")
+    assert (response.status_code, error_of(response)["type"]) == (status, "server_error")
     assert reason not in asking.status(CHAT, chat_body(stream=True)).text.partition('"error":{')[0]
 
 

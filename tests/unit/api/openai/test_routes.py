@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvtier.api.config import ApiKey
-from kvtier.engine.process.messages import INVALID, STOPPED, TOO_LONG, Submit, TextPrompt
+from kvtier.engine.process.messages import FAILED, INVALID, STOPPED, TOO_LONG, Submit, TextPrompt
 from tests.support.fake_engine import (
     ALIAS,
     DIE,
@@ -156,7 +156,12 @@ def test_without_keys_only_the_cache_salt_counts(server: Running, engine: FakeEn
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status", "code"),
-    [(TOO_LONG, 400, "context_length_exceeded"), (INVALID, 400, "invalid_value"), (STOPPED, 503, "unavailable")],
+    [
+        (TOO_LONG, 400, "context_length_exceeded"),
+        (INVALID, 400, "invalid_value"),
+        (STOPPED, 503, "unavailable"),
+        (FAILED, 500, "internal_error"),
+    ],
 )
 def test_what_the_engine_refuses_is_a_plain_answer(
     server: Running, engine: FakeEngine, stream: bool, reason: str, status: int, code: str

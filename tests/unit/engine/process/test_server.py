@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, Submission
 from kvtier.engine.process.messages import (
+    FAILED,
     INVALID,
     LENGTH_BYTES,
     STOPPED,
@@ -352,7 +353,7 @@ def test_an_engine_that_has_stopped_refuses_at_once(bench: _Bench) -> None:
 
 @pytest.mark.parametrize(
     ("value", "reason", "sentence"),
-    [("refuses", INVALID, "has no tokenizer"), ("breaks", STOPPED, "could not be made: a template divides by zero")],
+    [("refuses", INVALID, "has no tokenizer"), ("breaks", FAILED, "could not be made: a template divides by zero")],
 )
 def test_a_chat_that_makes_no_prompt_is_refused_and_the_next_one_is_served(
     bench: _Bench, value: str, reason: str, sentence: str, caplog: pytest.LogCaptureFixture

@@ -1,0 +1,95 @@
+"""What the HTTP server and the process that reads large bodies for it say to each other, in msgpack.
+
+As with engines, a message is four bytes of length and its body. One question is under way at a time.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from kvtier.engine.process.messages import Hello
+from kvtier.engine.sampling_params import SamplingParams
+
+OPENAI_CHAT = "openai chat"
+OPENAI_COMPLETION = "openai completion"
+OLLAMA_CHAT = "ollama chat"
+OLLAMA_GENERATE = "ollama generate"
+
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+
+
+class ModelSnapshot(msgspec.Struct, frozen=True):
+    """A model as bodies name it."""
+
+    names: list[str]
+    options: dict[str, object]
+    hello: Hello | None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class ReadBody(msgspec.Struct, frozen=True):
+    """`kind` is one of the four above."""
+
+    kind: str
+    body: bytes
+    models: list[ModelSnapshot]
+
+
+class BodyRefused(msgspec.Struct, frozen=True, tag=True):
+    """The fields of a `HttpError`."""
+
+    status: int
+    sentence: str
+    code: str
+    parameter: str | None
+    headers: dict[str, str]
+
+
+class BodyAsks(msgspec.Struct, frozen=True, tag=True):
+    """A `GenerationRequest`. Prompts are as an engine gets them; of each there is its beginning in plain text, too."""
+
+    name: str
+    model: str
+    prompts: list[msgspec.Raw]
+    beginnings: list[str]
+    params: SamplingParams
+    is_streamed: bool
+    includes_usage: bool
+    cache_salt: str
+
+
+class BodyLoads(msgspec.Struct, frozen=True, tag=True):
+    """An Ollama body without a prompt."""
+
+    name: str
+    done_reason: str
+
+
+BodyReply = BodyRefused | BodyAsks | BodyLoads
+
+_encoder = msgspec.msgpack.Encoder()
+_questions = msgspec.msgpack.Decoder(ReadBody)
+_replies: msgspec.msgpack.Decoder[BodyReply] = msgspec.msgpack.Decoder(BodyReply)
+
+
+def framed(message: ReadBody | BodyReply) -> tuple[bytes, bytes]:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)), body
+
+
+def length_of(head: bytes) -> int:
+    return int(_LENGTH.unpack(head)[0])
+
+
+def decode_question(body: bytes) -> ReadBody:
+    return _questions.decode(body)
+
+
+def decode_reply(body: bytes) -> BodyReply:
+    return _replies.decode(body)

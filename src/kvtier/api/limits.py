@@ -1,0 +1,73 @@
+"""How much of anything a client may ask for, and for how long: every limit of HTTP that no setting changes.
+
+docs/limits.md has them in one table, with those of `SamplingParams` and those that a deployment file sets.
+"""
+
+from __future__ import annotations
+
+# --- what a body asks for ---------------------------------------------------------------------------------------------
+
+MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Parts of the content of one message."""
+
+MAX_CACHE_SALT_CHARACTERS = 256
+MAX_RECORD_CHARACTERS = 1024
+"""Of `user` and other texts that callers send for their own records."""
+
+MAX_METADATA = 64
+MAX_TEMPLATE_DEPTH = 32
+MAX_TEMPLATE_VALUES = 1024
+MAX_TEMPLATE_CHARACTERS = 64 << 10
+"""Of all names and texts in `chat_template_kwargs`."""
+
+CHARACTERS_PER_TOKEN = 1024
+"""Text with more characters than this for each token of the model's context is too long, whatever the tokenizer."""
+
+# --- how a body arrives -----------------------------------------------------------------------------------------------
+
+INLINE_BODY_BYTES = 32 << 10
+"""Bodies up to this size are read where they arrive: none takes longer than about two milliseconds."""
+
+BODY_TIMEOUT_S = 120.0
+"""From a request's head to the end of its body."""
+
+SLOW_BODY_S = 5.0
+"""A body that takes longer gives way when others need its place."""
+
+MAX_OPEN_BODIES = 256
+"""Bodies that arrive at a time."""
+
+OPEN_BODIES_OVER_LARGEST = 4
+"""Bodies that arrive hold, together, at most this many times the largest body."""
+
+READ_TIMEOUT_S = 20.0
+"""For reading a large body, once it has arrived and it is its turn."""
+
+# --- how an answer leaves ---------------------------------------------------------------------------------------------
+
+STREAM_STALL_S = 60.0
+"""A stream of which nothing is read for so long is ended."""
+
+MAX_UNREAD_PIECES = 4096
+"""Pieces of the answers to one prompt that wait for a client who reads slowly; 64 for each answer, if that is more."""
+
+UNREAD_PIECES_PER_ANSWER = 64
+MAX_SUBMITS_UNDER_WAY = 64
+"""Prompts of one request that are on their way to an engine; its others follow as those are accepted."""
+
+# --- wrong API keys ---------------------------------------------------------------------------------------------------
+
+FIRST_WRONG_KEY_S = 0.1
+LONGEST_WRONG_KEY_S = 5.0
+"""The answer to an address's first wrong key takes `FIRST_WRONG_KEY_S`, each further one twice as long, up to this."""
+
+WRONG_KEY_MEMORY_S = 300.0
+"""After so long without a wrong key an address begins anew."""
+
+MAX_WRONG_KEY_ADDRESSES = 4096
+MAX_WRONG_KEYS_WAITING = 512
+MAX_WRONG_KEYS_WAITING_OF_ONE = 8
+"""Answers to wrong keys, of all addresses or of one, that are held back at a time; further ones get 429 at once."""

@@ -1,0 +1,101 @@
+"""Bodies on their way in: how many, how large together, and for how long. One event loop.
+
+Room is taken from those that hold it longest: a client that sends a byte now and then keeps nobody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.requests import ClientDisconnect, Request
+
+from kvtier.api.http_error import HttpError, unavailable
+from kvtier.api.limits import BODY_TIMEOUT_S, MAX_OPEN_BODIES, OPEN_BODIES_OVER_LARGEST, SLOW_BODY_S
+from kvtier.sizes import format_size
+
+
+class _Arrival:
+    def __init__(self, began_at: float, deadline: asyncio.Timeout) -> None:
+        self.began_at = began_at
+        self.deadline = deadline
+        self.num_bytes = 0
+
+
+class OpenBodies:
+    """`max_bytes` is the size of the largest body."""
+
+    timeout_s = BODY_TIMEOUT_S
+    slow_s = SLOW_BODY_S
+    max_open = MAX_OPEN_BODIES
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._arrivals: dict[_Arrival, None] = {}  # in the order in which they began
+        self._num_bytes = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._arrivals)
+
+    async def receive(self, request: Request) -> bytes:
+        """The body of `request`. Raises a `HttpError` when it is too large, too slow, or there is no room for it."""
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced[:20]) > self._max_bytes:
+            raise self._too_large()
+        pieces = []
+        async with self._arriving() as arrival:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                piece = message.get("body", b"")
+                self._take(arrival, len(piece))
+                pieces.append(piece)
+                if not message.get("more_body", False):
+                    break
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @asynccontextmanager
+    async def _arriving(self) -> AsyncIterator[_Arrival]:
+        now = asyncio.get_running_loop().time()
+        if len(self._arrivals) >= self.max_open:
+            self._end_oldest(f"{len(self._arrivals)} bodies are arriving, which is the limit")
+        try:
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                arrival = _Arrival(now, deadline)
+                self._arrivals[arrival] = None
+                try:
+                    yield arrival
+                finally:
+                    self._forget(arrival)
+        except TimeoutError as error:
+            sentence = f"the body did not arrive in its time, which is {self.timeout_s:g} s, or less if others wait"
+            raise HttpError(408, sentence, "timeout", headers={"Connection": "close"}) from error
+
+    def _take(self, arrival: _Arrival, num_bytes: int) -> None:
+        arrival.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if arrival.num_bytes > self._max_bytes:
+            raise self._too_large()
+        while self._num_bytes > OPEN_BODIES_OVER_LARGEST * self._max_bytes:
+            self._end_oldest("bodies that are arriving take all of the memory for them")
+
+    def _end_oldest(self, sentence: str) -> None:
+        """Take the room of the body that has been arriving for longest; if it is not slow, there is none to take."""
+        oldest = next(iter(self._arrivals))
+        loop = asyncio.get_running_loop()
+        if loop.time() - oldest.began_at < self.slow_s:
+            raise unavailable(sentence)
+        self._forget(oldest)
+        oldest.deadline.reschedule(loop.time())
+
+    def _forget(self, arrival: _Arrival) -> None:
+        if arrival in self._arrivals:
+            del self._arrivals[arrival]
+            self._num_bytes -= arrival.num_bytes
+
+    def _too_large(self) -> HttpError:
+        sentence = f"the body is larger than {format_size(self._max_bytes)}"
+        return HttpError(413, sentence, "body_too_large", headers={"Connection": "close"})

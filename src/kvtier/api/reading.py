@@ -1,0 +1,110 @@
+"""A process that reads large bodies, so that the event loop does not stand still meanwhile.
+
+    python -m kvtier.api.reading FD
+
+Questions come over the Unix socket `FD`, one at a time (`api/body_messages`); it ends with that socket. What it has
+made of a body it gives back encoded: the HTTP server passes prompts on without looking into them.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvtier.api.body_messages import (
+    LENGTH_BYTES,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OPENAI_CHAT,
+    OPENAI_COMPLETION,
+    BodyAsks,
+    BodyLoads,
+    BodyRefused,
+    BodyReply,
+    ModelSnapshot,
+    ReadBody,
+    decode_question,
+    framed,
+    length_of,
+)
+from kvtier.api.engines import ModelCatalog, beginning_of, find_model
+from kvtier.api.generation import GenerationRequest
+from kvtier.api.http_error import HttpError, http_error_of
+from kvtier.api.json_body import JsonBody, decode_body
+from kvtier.api.ollama import requests as ollama_requests
+from kvtier.api.openai import requests as openai_requests
+from kvtier.engine.process.messages import EncodedPrompt, encode_part
+from kvtier.errors import KvtierError
+
+_Read = Callable[[JsonBody, ModelCatalog], GenerationRequest | ollama_requests.LoadModel]
+
+KINDS: Mapping[str, _Read] = {
+    OPENAI_CHAT: openai_requests.read_chat,
+    OPENAI_COMPLETION: openai_requests.read_completion,
+    OLLAMA_CHAT: ollama_requests.read_chat,
+    OLLAMA_GENERATE: ollama_requests.read_generate,
+}
+
+_MAX_MEMORY_BYTES = 4 << 30
+
+
+class _Snapshot:
+    """A `ModelCatalog` of what the question has."""
+
+    def __init__(self, models: Sequence[ModelSnapshot]) -> None:
+        self.models = models
+
+    def find(self, name: str) -> ModelSnapshot:
+        return find_model(self.models, name)
+
+
+def read(question: ReadBody) -> BodyReply:
+    """What a body asks for, or what is wrong with it."""
+    try:
+        asked = KINDS[question.kind](decode_body(question.body), _Snapshot(question.models))
+    except HttpError as error:
+        return _refused(error)
+    except KvtierError as error:
+        return _refused(http_error_of(error))
+    except MemoryError:
+        return _refused(HttpError(413, "the body takes too much memory to be read", "body_too_large"))
+    if isinstance(asked, ollama_requests.LoadModel):
+        return BodyLoads(asked.name, asked.done_reason)
+    prompts = [one for one in asked.prompts if not isinstance(one, EncodedPrompt)]
+    return BodyAsks(
+        asked.name,
+        asked.model.name,
+        [msgspec.Raw(encode_part(prompt)) for prompt in prompts],
+        [beginning_of(prompt) for prompt in prompts],
+        asked.params,
+        asked.is_streamed,
+        asked.includes_usage,
+        asked.cache_salt,
+    )
+
+
+def _refused(error: HttpError) -> BodyRefused:
+    return BodyRefused(error.status, error.sentence, error.code, error.parameter, error.headers)
+
+
+def main(arguments: Sequence[str]) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    with socket.socket(fileno=int(arguments[0])) as sock, sock.makefile("rb") as questions:
+        while head := questions.read(LENGTH_BYTES):
+            gc.disable()  # millions of small lists are made and dropped at once: looking through them takes longer
+            reply = read(decode_question(questions.read(length_of(head))))
+            for part in framed(reply):
+                sock.sendall(part)
+            del reply
+            gc.enable()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

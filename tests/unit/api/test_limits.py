@@ -1,0 +1,408 @@
+"""Every limit of docs/limits.md at its edge: what is just within it is served, what is just over is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.api.engine_connection import Answers
+from kvtier.api.large_bodies import LargeBodies
+from kvtier.api.limits import (
+    INLINE_BODY_BYTES,
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_RECORD_CHARACTERS,
+    MAX_TEMPLATE_CHARACTERS,
+    MAX_TEMPLATE_DEPTH,
+    MAX_TEMPLATE_VALUES,
+    MAX_UNREAD_PIECES,
+)
+from kvtier.api.open_bodies import OpenBodies
+from kvtier.api.streaming import StreamedAnswer
+from kvtier.engine.process.messages import Submit
+from kvtier.engine.sampling_params import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+)
+from tests.support.fake_engine import (
+    MAX_MODEL_LEN,
+    MODEL,
+    FakeEngine,
+    Running,
+    Step,
+    accepted,
+    config_of,
+    fake_engine,
+    http_client,
+    running,
+    said,
+)
+from tests.support.openai_asking import CHAT, COMPLETIONS, chat_body, completion_body, raw_post
+from tests.support.waiting import LIMIT_S, wait_until
+
+_MAX_BODY_BYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvt") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[FakeEngine]:
+    with fake_engine(folder) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def servers(engine: FakeEngine) -> Iterator[dict[str, Running]]:
+    config = config_of(engine, max_body_bytes=_MAX_BODY_BYTES)
+    with running("openai", config) as openai, running("ollama", config) as ollama:
+        yield {"openai": openai, "ollama": ollama}
+
+
+@pytest.fixture
+def server(servers: dict[str, Running]) -> Running:
+    return servers["openai"]
+
+
+def nested(depth: int) -> object:
+    return {"x": nested(depth - 1)} if depth else 1
+
+
+def texts(count: int) -> list[object]:
+    return [{"type": "text", "text": "a"}] * count
+
+
+_Bodies = tuple[str, dict[str, Any], dict[str, Any]]
+
+_EDGES: dict[str, _Bodies] = {
+    "max_tokens": (COMPLETIONS, completion_body(max_tokens=MAX_TOKENS), completion_body(max_tokens=MAX_TOKENS + 1)),
+    "min_tokens": (
+        COMPLETIONS,
+        completion_body(min_tokens=MAX_TOKENS, max_tokens=MAX_TOKENS),
+        completion_body(min_tokens=1 << 63, max_tokens=1 << 63),
+    ),
+    "n": (COMPLETIONS, completion_body(n=MAX_CHOICES), completion_body(n=MAX_CHOICES + 1)),
+    "top_k": (COMPLETIONS, completion_body(top_k=MAX_TOKENS), completion_body(top_k=MAX_TOKENS + 1)),
+    "logprobs": (COMPLETIONS, completion_body(logprobs=MAX_LOGPROBS), completion_body(logprobs=MAX_LOGPROBS + 1)),
+    "seed": (COMPLETIONS, completion_body(seed=(1 << 64) - 1), completion_body(seed=1 << 64)),
+    "stop": (
+        COMPLETIONS,
+        completion_body(stop=["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS),
+        completion_body(stop=["x"] * (MAX_STOP_STRINGS + 1)),
+    ),
+    "stop, one": (
+        COMPLETIONS,
+        completion_body(stop="x" * MAX_STOP_CHARACTERS),
+        completion_body(stop="x" * (MAX_STOP_CHARACTERS + 1)),
+    ),
+    "stop_token_ids": (
+        COMPLETIONS,
+        completion_body(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS),
+        completion_body(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
+    ),
+    "cache_salt": (
+        COMPLETIONS,
+        completion_body(cache_salt="s" * MAX_CACHE_SALT_CHARACTERS),
+        completion_body(cache_salt="s" * (MAX_CACHE_SALT_CHARACTERS + 1)),
+    ),
+    "user": (
+        COMPLETIONS,
+        completion_body(user="u" * MAX_RECORD_CHARACTERS),
+        completion_body(user="u" * (MAX_RECORD_CHARACTERS + 1)),
+    ),
+    "metadata": (
+        COMPLETIONS,
+        completion_body(metadata={str(number): "" for number in range(MAX_METADATA)}),
+        completion_body(metadata={str(number): "" for number in range(MAX_METADATA + 1)}),
+    ),
+    "prompt": (COMPLETIONS, completion_body(["a"] * MAX_PROMPTS), completion_body(["a"] * (MAX_PROMPTS + 1))),
+    "prompt of tokens": (
+        COMPLETIONS,
+        completion_body([1] * (MAX_MODEL_LEN - 1)),
+        completion_body([1] * MAX_MODEL_LEN),
+    ),
+    "prompt of text": (
+        COMPLETIONS,
+        completion_body("a" * (1024 * MAX_MODEL_LEN)),
+        completion_body("a" * (1024 * MAX_MODEL_LEN + 1)),
+    ),
+    "messages": (
+        CHAT,
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES},
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)},
+    ),
+    "content": (CHAT, chat_body(texts(MAX_PARTS)), chat_body(texts(MAX_PARTS + 1))),
+    "chat_template_kwargs": (
+        CHAT,
+        chat_body(chat_template_kwargs={"x": nested(MAX_TEMPLATE_DEPTH - 1)}),
+        chat_body(chat_template_kwargs={"x": nested(MAX_TEMPLATE_DEPTH)}),
+    ),
+    "chat_template_kwargs, values": (
+        CHAT,
+        chat_body(chat_template_kwargs={"x": [1] * (MAX_TEMPLATE_VALUES - 1)}),
+        chat_body(chat_template_kwargs={"x": [1] * MAX_TEMPLATE_VALUES}),
+    ),
+    "chat_template_kwargs, characters": (
+        CHAT,
+        chat_body(chat_template_kwargs={"x": "a" * (MAX_TEMPLATE_CHARACTERS - 1)}),
+        chat_body(chat_template_kwargs={"x": "a" * MAX_TEMPLATE_CHARACTERS}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _EDGES)
+def test_a_field_at_its_limit_is_served_and_over_it_refused(server: Running, name: str) -> None:
+    path, within, over = _EDGES[name]
+    with http_client(server) as client:
+        served, refused = client.post(path, json=within), client.post(path, json=over)
+
+    assert served.status_code == 200, served.text
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert len(error["message"]) < 300
+    assert not name.startswith("prompt of") or error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("within", "over"),
+    [
+        ({"num_predict": MAX_TOKENS}, {"num_predict": MAX_TOKENS + 1}),
+        ({"top_k": MAX_TOKENS}, {"top_k": 1 << 40}),
+        ({"stop": ["x"] * MAX_STOP_STRINGS}, {"stop": ["x"] * (MAX_STOP_STRINGS + 1)}),
+        ({"stop": "x" * MAX_STOP_CHARACTERS}, {"stop": "x" * (MAX_STOP_CHARACTERS + 1)}),
+        ({"seed": (1 << 64) - 1}, {"seed": 1 << 64}),
+        ({"num_ctx": (1 << 64) - 1}, {"num_ctx": 1 << 64}),
+        ({"temperature": 1000}, {"temperature": 1001}),
+    ],
+    ids=["num_predict", "top_k", "stop", "stop, one", "seed", "num_ctx", "temperature"],
+)
+def test_an_option_of_ollama_has_the_same_limits(
+    servers: dict[str, Running], within: dict[str, object], over: dict[str, object]
+) -> None:
+    body = {"model": MODEL, "prompt": "one two", "stream": False, "raw": True}
+    with http_client(servers["ollama"]) as client:
+        served = client.post("/api/generate", json={**body, "options": within})
+        refused = client.post("/api/generate", json={**body, "options": over})
+
+    assert served.status_code == 200, served.text
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith(f"options.{next(iter(over))} ")
+    assert len(refused.json()["error"]) < 300
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def padded(num_bytes: int) -> bytes:
+    body = b'{"model":"tiny","prompt":"one two"}'
+    return body + b" " * (num_bytes - len(body))
+
+
+@pytest.mark.parametrize("num_bytes", [INLINE_BODY_BYTES, INLINE_BODY_BYTES + 1, _MAX_BODY_BYTES])
+def test_a_body_up_to_the_limit_is_served_wherever_it_is_read(server: Running, num_bytes: int) -> None:
+    with http_client(server) as client:
+        answer = client.post(COMPLETIONS, content=padded(num_bytes))
+
+    assert answer.json()["choices"][0]["text"] == "one two"
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: Running) -> None:
+    with http_client(server) as client:
+        assert client.post(COMPLETIONS, content=padded(_MAX_BODY_BYTES + 1)).status_code == 413
+    with connected(server) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {_MAX_BODY_BYTES + 1}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+@contextlib.contextmanager
+def connected(server: Running) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"tiny","prompt":[' + b"[]," * 20_000 + b"[]]}",
+        b'{"model":"tiny","prompt":[' + b"1.2345678901234567e-300," * 3_000 + b"1]}",
+        b'{"model":"tiny","prompt":"a",' + b",".join(b'"%x":1' % number for number in range(10_000)) + b"}",
+        b"[" * 100_000,
+        b'"' + b"a" * 100_000,
+        b'{"model":"' + b"a" * 100_000 + b'","prompt":"a"}',
+    ],
+    ids=["lists", "numbers", "names", "depth", "text", "model"],
+)
+def test_a_large_body_that_is_wrong_gets_the_same_sentence_as_a_small_one(server: Running, body: bytes) -> None:
+    with http_client(server) as client:
+        refused = client.post(COMPLETIONS, content=body)
+
+    assert refused.status_code in (400, 404)
+    assert 0 < len(refused.json()["error"]["message"]) < 300
+    assert refused.headers["x-request-id"]
+
+
+def test_a_body_that_takes_too_long_to_read_is_refused_and_the_next_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http_client(server) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(LargeBodies, "timeout_s", 0.0)
+            refused = client.post(COMPLETIONS, content=padded(INLINE_BODY_BYTES + 1))
+        served = client.post(COMPLETIONS, content=padded(INLINE_BODY_BYTES + 1))
+
+    assert refused.status_code == 413
+    assert refused.json()["error"]["message"] == "the body takes too long to read"
+    assert served.status_code == 200
+
+
+def test_a_body_that_drips_has_a_deadline_however_often_it_drips(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenBodies, "timeout_s", 1.0)
+    with raw_post(server, CHAT, chat_body("x" * 1000), num_sent=1) as connection:
+        connection.settimeout(0.05)
+        answer = b""
+        while not answer:
+            with contextlib.suppress(OSError):
+                connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_slowest_body_gives_way_to_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenBodies, "slow_s", 0.0)
+    monkeypatch.setattr(OpenBodies, "max_open", 2)
+    bodies = server.service.open_bodies
+    with (
+        raw_post(server, CHAT, chat_body(), num_sent=5) as oldest,
+        http_client(server) as client,
+    ):
+        wait_until(lambda: bodies.num_open == 1)
+        with raw_post(server, CHAT, chat_body(), num_sent=5):
+            wait_until(lambda: bodies.num_open == 2)
+
+            assert client.post(CHAT, json=chat_body("one two")).status_code == 200
+            assert oldest.recv(65536).startswith(b"HTTP/1.1 408 ")
+    wait_until(lambda: bodies.num_open == 0)
+
+
+def test_if_no_body_is_slow_the_newest_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenBodies, "max_open", 1)
+    bodies = server.service.open_bodies
+    with raw_post(server, CHAT, chat_body(), num_sent=5), http_client(server) as client:
+        wait_until(lambda: bodies.num_open == 1)
+
+        refused = client.post(CHAT, json=chat_body("one two"))
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    wait_until(lambda: bodies.num_open == 0)
+
+
+def test_bodies_that_arrive_hold_no_more_than_their_share_of_memory(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenBodies, "slow_s", 0.0)
+    bodies = server.service.open_bodies
+    with contextlib.ExitStack() as stack:
+        held = []
+        for number in range(5):
+            connection = stack.enter_context(connected(server))
+            connection.sendall(
+                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {_MAX_BODY_BYTES}\r\n\r\n".encode()
+                + b" " * (_MAX_BODY_BYTES - 1)
+            )
+            held.append(connection)
+            wait_until(lambda number=number: bodies.num_open == min(4, number + 1))
+
+        assert held[0].recv(65536).startswith(b"HTTP/1.1 408 ")
+    wait_until(lambda: bodies.num_open == 0)
+
+
+# --- streams that are not read ----------------------------------------------------------------------------------------
+
+
+def endless(stop: threading.Event) -> Any:
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        while not stop.is_set():
+            yield said(submit, "word " * 200)
+
+    return script
+
+
+def test_a_stream_that_is_not_read_is_ended_and_the_engine_stops_computing(
+    engine: FakeEngine, servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamedAnswer, "stall_s", 0.5)
+    stop = threading.Event()
+    monkeypatch.setattr(engine, "script", endless(stop))
+    server, before = servers["openai"], len(engine.aborts)
+    try:
+        with raw_post(server, COMPLETIONS, completion_body(stream=True, max_tokens=None)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wait_until(lambda: len(engine.aborts) > before)
+            wait_until(lambda: server.service.num_requests == 0)
+    finally:
+        stop.set()
+
+
+def test_what_waits_for_a_slow_reader_is_bounded(
+    engine: FakeEngine, servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+    put = Answers.put
+
+    def noting(answers: Answers, reply: Any) -> None:
+        nonlocal longest
+        put(answers, reply)
+        longest = max(longest, answers._came.qsize())
+
+    monkeypatch.setattr(Answers, "put", noting)
+    stop = threading.Event()
+    monkeypatch.setattr(engine, "script", endless(stop))
+    before = len(engine.aborts)
+    try:
+        with raw_post(servers["openai"], COMPLETIONS, completion_body(stream=True, max_tokens=None)):
+            wait_until(lambda: len(engine.aborts) > before)
+    finally:
+        stop.set()
+    assert longest <= MAX_UNREAD_PIECES + 2
+
+
+def test_prompts_wait_until_the_engine_reads(folder: Path) -> None:
+    """What is the same in all prompts of a request is encoded once, and no more of them than the socket takes."""
+    with fake_engine(folder, name="frozen") as frozen, running("openai", config_of(frozen)) as server:
+        frozen.freeze()
+        body = completion_body(["a" * 500] * MAX_PROMPTS, stop=["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)
+        connection = server.service.engines.connections[0]
+        with http_client(server) as client:
+            asking = threading.Thread(target=lambda: client.post(COMPLETIONS, json=body), name="asking")
+            asking.start()
+            wait_until(lambda: connection.num_requests > 0)
+            writer = connection._writer
+            assert writer is not None
+            most = max(writer.transport.get_write_buffer_size() for _ in range(200))
+            frozen.thaw()
+            asking.join(LIMIT_S)
+        assert len(frozen.submits) == MAX_PROMPTS
+    assert most < 1 << 20
