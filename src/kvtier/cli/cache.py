@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import click
 
@@ -13,10 +13,8 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.tenants import split_tagged
-from kvtier.cli.cache_server import default_socket, read_token
-from kvtier.cli.connection_options import connection_options
+from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.client.client import SingleClient
-from kvtier.client.connecting import connect
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
@@ -26,10 +24,10 @@ from kvtier.stores.folder import holds_store, space_of
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16
+_TIMEOUT_S = 30.0
 _MIN_DIGEST = 4
 _SHOWN_NAME = 96
 _LONGEST = 2000
-_Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 class _Cached(Protocol):
@@ -57,9 +55,8 @@ def _shown_name(tenant: str, name: str) -> str:
 
 
 class _ServerCached:
-    def __init__(self, address: str, token: bytes | None, ca_file: Path | None, described: KnownNamespace) -> None:
-        self._address = address
-        self._token = token
+    def __init__(self, reach: Reach, described: KnownNamespace) -> None:
+        self._reach = reach
         self.namespace = described.digest
         self.name = described.name
         self.shown_name = _shown_name(described.tenant, described.name)
@@ -67,7 +64,6 @@ class _ServerCached:
         self._block_tokens = described.block_tokens
         self.num_blocks = described.blocks
         self.num_disk_blocks = described.disk_blocks
-        self._ca_file = ca_file
 
     def blocks(self) -> list[tuple[BlockHash, int]]:
         with self._connect() as client:
@@ -87,15 +83,7 @@ class _ServerCached:
         tokens = self._block_tokens if self.block_bytes % (2 * self._block_tokens) == 0 else 1
         head_dim = self.block_bytes // tokens // 2
         layout = KvLayout(layers=1, kv_heads=1, block_tokens=tokens, head_dim=head_dim, dtype="float8_e4m3fn")
-        return connect(
-            self._address,
-            token=self._token,
-            layout=layout,
-            namespace=Namespace(bytes.fromhex(self.namespace)),
-            name=self.name,
-            ca_file=self._ca_file,
-            timeout_s=30.0,
-        )
+        return self._reach.connect(_TIMEOUT_S, layout, Namespace(bytes.fromhex(self.namespace)), self.name)
 
     def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         with self._connect() as client:
@@ -128,7 +116,7 @@ class _FolderCached:
         return act(self._space, hashes)
 
 
-def _where(command: _Command) -> _Command:
+def _where(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say where to look."""
     folder = click.option(
         "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder no server is on."
@@ -137,14 +125,12 @@ def _where(command: _Command) -> _Command:
 
 
 @contextlib.contextmanager
-def _opened(
-    folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
-) -> Iterator[list[_Cached]]:
+def _opened(folder: Path | None, reach: Reach) -> Iterator[list[_Cached]]:
     """Every namespace there. One clear sentence for whatever goes wrong."""
     try:
         with contextlib.ExitStack() as stack:
             if folder is not None:
-                if server is not None:
+                if reach.server is not None:
                     raise ConfigError("give --folder or --server, not both")
                 if not holds_store(folder):
                     raise ConfigError(f"there is no KV cache in {folder}")
@@ -153,11 +139,9 @@ def _opened(
                     click.echo(f"lost: {count} ({kind})", err=True)
                 yield [_FolderCached(store, space) for space in store.spaces() if len(space.index)]
                 return
-            address = server or f"unix:{default_socket()}"
-            token = read_token(token_file)
-            with connect(address, token=token, ca_file=ca_file) as client:
+            with reach.connect(_TIMEOUT_S) as client:
                 described = client.namespaces()
-            yield [_ServerCached(address, token, ca_file, space) for space in described]
+            yield [_ServerCached(reach, space) for space in described]
     except (KvtierError, OSError) as error:
         raise click.ClickException(printable(str(error), _LONGEST)) from error
 
@@ -188,9 +172,9 @@ def cache() -> None:
 
 @cache.command()
 @_where
-def stat(folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None) -> None:
+def stat(folder: Path | None, reach: Reach) -> None:
     """What is there, by namespace."""
-    with _opened(folder, server, token_file, ca_file) as cached:
+    with _opened(folder, reach) as cached:
         click.echo(f"{'namespace':14} {'name':24} {'block':>10} {'in memory':>10} {'on disk':>10} {'disk bytes':>12}")
         for space in cached:
             disk_bytes = format_size(space.num_disk_blocks * slot_bytes_of(space.block_bytes))
@@ -203,11 +187,9 @@ def stat(folder: Path | None, server: str | None, token_file: Path | None, ca_fi
 @cache.command("ls")
 @click.argument("namespace")
 @_where
-def list_blocks(
-    namespace: str, folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
-) -> None:
+def list_blocks(namespace: str, folder: Path | None, reach: Reach) -> None:
     """The blocks of NAMESPACE (a name, or the beginning of its digest) and where each is."""
-    with _opened(folder, server, token_file, ca_file) as cached:
+    with _opened(folder, reach) as cached:
         for block_hash, flags in _chosen(cached, namespace).blocks():
             places = [
                 word
@@ -219,10 +201,10 @@ def list_blocks(
 
 @cache.command()
 @_where
-def verify(folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None) -> None:
+def verify(folder: Path | None, reach: Reach) -> None:
     """Read every block on disk and compare its checksum. Corrupt ones are named and removed; exit status 1 then."""
     num_corrupt = num_read = 0
-    with _opened(folder, server, token_file, ca_file) as cached:
+    with _opened(folder, reach) as cached:
         for space in cached:
             hashes = [block_hash for block_hash, flags in space.blocks() if flags & LISTED_DISK]
             label = f"{space.shown_name or space.namespace[:12]}: {len(hashes)} blocks"
@@ -245,11 +227,9 @@ def verify(folder: Path | None, server: str | None, token_file: Path | None, ca_
 @cache.command()
 @click.argument("namespace")
 @_where
-def drop(
-    namespace: str, folder: Path | None, server: str | None, token_file: Path | None, ca_file: Path | None
-) -> None:
+def drop(namespace: str, folder: Path | None, reach: Reach) -> None:
     """Forget everything of NAMESPACE."""
-    with _opened(folder, server, token_file, ca_file) as cached:
+    with _opened(folder, reach) as cached:
         click.echo(f"{_chosen(cached, namespace).drop()} blocks dropped")
 
 
@@ -263,12 +243,10 @@ def pin(
     block: str,
     remove: bool,
     folder: Path | None,
-    server: str | None,
-    token_file: Path | None,
-    ca_file: Path | None,
+    reach: Reach,
 ) -> None:
     """Keep the blocks of NAMESPACE from eviction: all, or those whose hash begins with BLOCK."""
-    with _opened(folder, server, token_file, ca_file) as cached:
+    with _opened(folder, reach) as cached:
         space = _chosen(cached, namespace)
         count = space.pin(_hashes(space, block), keep=not remove)
         click.echo(f"{count} blocks {'no longer pinned' if remove else 'pinned'}")

@@ -12,10 +12,8 @@ import click
 
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.blocks.weights import weights_identity_of_folder
-from kvtier.cli.cache_server import default_socket, read_token
-from kvtier.cli.connection_options import connection_options
+from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.client.client import SingleClient
-from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.observe.printable import printable
@@ -74,9 +72,7 @@ class ModelOptions:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def explain_command(
     request_id: str | None,
-    server: str | None,
-    token_file: Path | None,
-    ca_file: Path | None,
+    reach: Reach,
     model: Path | None,
     prompt: str | None,
     prompt_file: Path | None,
@@ -103,7 +99,6 @@ def explain_command(
     num_prompts = sum(given is not None for given in (prompt, prompt_file, tokens))
     if (request_id is None) == (model is None) or num_prompts != (model is not None):
         raise click.UsageError("Give a request id, or --model with one of --prompt, --prompt-file and --tokens.")
-    address = server or f"unix:{default_socket()}"
     ask: Callable[[SingleClient], Explanation | None]
     try:
         if model is None:
@@ -122,13 +117,13 @@ def explain_command(
             )
             token_ids = _token_ids(model, prompt, prompt_file, tokens)
             ask = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)
-        with connect(address, token=read_token(token_file), ca_file=ca_file, timeout_s=_TIMEOUT_S) as client:
+        with reach.connect(_TIMEOUT_S) as client:
             explanation = ask(client)
     except (KvtierError, OSError) as error:
         raise click.ClickException(printable(str(error), _LONGEST)) from error
     if explanation is None:
         raise click.ClickException(
-            f"{address} has no note of request {printable(str(request_id))}: "
+            f"{reach.address} has no note of request {printable(str(request_id))}: "
             "it is too long ago, or its engine does not report there"
         )
     click.echo(explanation.to_json() if as_json else _table(explanation))
