@@ -217,7 +217,10 @@ def _connect(settings: ConnectorSettings, identity: Identity, server: EmbeddedSe
         namespace=identity.fields,
         name=identity.name,
         token=settings.token(),
+        secret=settings.secret(),
         ca_file=settings.ca_file,
+        certificate=settings.certificate,
+        key=settings.key,
         timeout_s=settings.timeout_s,
         must_answer=False,
     )

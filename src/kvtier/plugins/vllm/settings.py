@@ -20,7 +20,8 @@ _LEAST_BLOCKS = 16
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`server` is where a cache server listens; `token_file` and `ca_file` are for one over TCP.
+    """`server` is where a cache server listens. For one over TCP are `token_file`, or `certificate` and `key`, by which
+    it knows the engine, and `ca_file`, which turns TLS on, or `secret_file`, which encrypts without.
 
     Without `server`, one is started on demand, and shared by all engines of this user that say the same: with `memory`
     for blocks (4GiB unless given), and over restarts in `folder`, at most `disk` of everything in it. Sizes are bytes,
@@ -33,7 +34,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     server: str | None = None
     token_file: str | None = None
+    secret_file: str | None = None
     ca_file: str | None = None
+    certificate: str | None = None
+    key: str | None = None
     memory: str | int | None = None
     folder: str | None = None
     disk: str | int | None = None
@@ -53,12 +57,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
 
     def token(self) -> bytes | None:
-        if self.token_file is None:
-            return None
-        try:
-            return Path(self.token_file).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read the token in {self.token_file}: {error.strerror}") from error
+        return _secret_in("token", self.token_file)
+
+    def secret(self) -> bytes | None:
+        return _secret_in("secret", self.secret_file)
 
     def embedded_server(self) -> EmbeddedServer | None:
         """The server to be started on demand; None where `server` names one."""
@@ -85,7 +87,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(f"{given} is for a server that vLLM starts: leave it out, or leave out server")
 
     def _check_budgets(self) -> None:
-        if given := self._given("token_file", "ca_file"):
+        if given := self._given("token_file", "secret_file", "ca_file", "certificate", "key"):
             raise ConfigError(f"{given} is for a server over TCP: give its address as server")
         for name, size in (("memory", self.memory), ("disk", self.disk)):
             if size is not None:
@@ -100,6 +102,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def _given(self, *names: str) -> str | None:
         return next((name for name in names if getattr(self, name) is not None), None)
+
+
+def _secret_in(what: str, file: str | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} in {file}: {error.strerror}") from error
 
 
 def read_settings(extra_config: Mapping[str, object]) -> ConnectorSettings:
