@@ -545,7 +545,7 @@ class SimulatedTraffic:
             yield
         if is_whole:
             load.submit_all()
-        for transfer in load.transfers:
+        for transfer in load.copies:
             assert isinstance(transfer, SimulatedTransfer)
             while not transfer.is_done:
                 yield

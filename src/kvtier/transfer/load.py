@@ -100,7 +100,7 @@ class Load:
         self.after = after
         self.times = LoadTimes(started_at)
         self._behind = behind
-        self.transfers: list[Copies] = []
+        self.copies: list[Copies] = []
         self.lacks_room = False
         """There was no host memory for it to pass through."""
         self.front = plan.first
@@ -138,10 +138,10 @@ class Load:
         with self._lock:
             if self._is_abandoned:
                 return None
-            transfer = begin(self.block_ids[first - self.plan.first : end - self.plan.first])
-            self.transfers.append(transfer)
+            copies = begin(self.block_ids[first - self.plan.first : end - self.plan.first])
+            self.copies.append(copies)
             self._num_arrived += end - first
-            return transfer
+            return copies
 
     def submit_all(self) -> None:
         """Everything was handed to the device."""
@@ -208,13 +208,13 @@ class Load:
             return (self._is_over or self._is_abandoned) and self.front >= self._arrived_first()
 
     def abandon(self) -> list[Copies]:
-        """Write no more. What was handed to the device is there once the returned transfers are done."""
+        """Write no more. What was handed to the device is there once the returned copies are done."""
         with self._lock:
             self._is_abandoned = True
-            return list(self.transfers)
+            return list(self.copies)
 
     def arrived(self) -> tuple[int, int]:
-        """The blocks that are there, or will be once `transfers` are done."""
+        """The blocks that are there, or will be once `copies` are done."""
         with self._lock:
             if self.plan.order is Order.FRONT:
                 return self.plan.first, self.plan.first + self._num_arrived

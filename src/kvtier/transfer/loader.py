@@ -60,8 +60,8 @@ class Loader:
                 num_blocks = self._bring_in_place(load, span.lease)
             else:
                 num_blocks = self._bring_units(load, guard.tier)
-        for transfer in load.transfers:
-            transfer.wait()
+        for copies in load.copies:
+            copies.wait()
         return num_blocks
 
     def _bring_in_place(self, load: Load, lease: Lease) -> int:

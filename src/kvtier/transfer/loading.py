@@ -140,7 +140,7 @@ class Loading:
 
         The loads are from one tier.
         """
-        num_bytes = sum(transfer.num_bytes_left for load in loads for transfer in load.transfers)
+        num_bytes = sum(copies.num_bytes_left for load in loads for copies in load.copies)
         return self._decision.speeds.load_s(loads[0].plan.span.tier, num_bytes) if num_bytes else 0.0
 
     def close(self) -> None:

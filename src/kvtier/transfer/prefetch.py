@@ -421,7 +421,7 @@ class Prefetch:
         if not is_alone and not shared.budget.is_in_time(shared.traffic.loading.left_s(loads)):
             return False
         for load in loads:
-            shared.arrivals += [copies for copies in load.transfers if not copies.is_done]
+            shared.arrivals += [copies for copies in load.copies if not copies.is_done]
             self._end(load)
         if self.plan() is not None:
             return False

@@ -31,7 +31,7 @@ class SlotCopies:
     """Slots that are being written: for each reservation the numbers of its slots."""
 
     slots: list[tuple[_Slots, list[int]]] = field(default_factory=list)
-    transfers: list[Copies] = field(default_factory=list)
+    begun: list[Copies] = field(default_factory=list)
     started_at: float = 0.0
 
 
@@ -86,17 +86,16 @@ class ReservedSlots:
             with self._guard.watched():
                 self._copier.adopt(arena)
                 offsets = [reservation.offsets[number] for number, _ in pairs]
-                transfer = self._copier.store([block_id for _, block_id in pairs], arena, offsets, after)
-                copy.transfers.append(transfer)
+                copy.begun.append(self._copier.store([block_id for _, block_id in pairs], arena, offsets, after))
                 copy.slots.append((slots, [number for number, _ in pairs]))
         return copy
 
     def wait(self, copy: SlotCopies) -> None:
         """Until the copies are done; what failed is not committed."""
         arrived = []
-        for slots, transfer in zip(copy.slots, copy.transfers, strict=True):
+        for slots, copies in zip(copy.slots, copy.begun, strict=True):
             with self._guard.watched():
-                transfer.wait()
+                copies.wait()
                 arrived.append(slots)
         copy.slots = arrived
 

@@ -312,7 +312,7 @@ def test_an_abandoned_load_writes_no_more_and_what_is_under_way_precedes_the_nex
     fetch = bench.match(hashes)
     bench.device.gate.clear()
     load = bench.load(fetch, hashes)
-    until(lambda: bool(load.transfers))
+    until(lambda: bool(load.copies))
 
     bench.traffic.loading.abandon(load)
     num_begun = len(bench.device.transfers)
@@ -482,7 +482,7 @@ def test_a_load_behind_others_that_wait_for_a_step_is_not_late(open_bench: Open)
     bench.traffic.marks.note_step()
     bench.device.gate.clear()
     before = bench.traffic.loading.load(fetch, LoadPlan(span, 0, 2, Order.FRONT, 0.1, 1), fetch.hashes[:2], [0, 1], 1)
-    until(lambda: bool(before.transfers))
+    until(lambda: bool(before.copies))
     bench.now[0] = 100.0
 
     assert not bench.traffic.loading.is_late(load, 257), (
