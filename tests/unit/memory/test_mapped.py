@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -175,3 +176,27 @@ def test_populating_keeps_what_was_written(arena: MappedArena) -> None:
     assert num_present_pages(arena, 0, ARENA_BYTES) == ARENA_BYTES // os.sysconf("SC_PAGESIZE")
     with arena.view(10, 5) as view:
         assert bytes(view) == b"hello"
+
+
+def test_seals_cannot_be_changed_and_no_dump_has_the_bytes() -> None:
+    arena = MappedArena.create(4 << 20)
+    try:
+        seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
+        assert seals & fcntl.F_SEAL_SEAL
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert _dump_flags("memfd:kvtier-arena") == {True}
+    finally:
+        arena.close()
+
+
+def _dump_flags(name: str) -> set[bool]:
+    """Whether mappings of this name are kept out of core dumps."""
+    flags = set()
+    is_of_name = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_of_name = name in line
+        elif is_of_name and line.startswith("VmFlags:"):
+            flags.add("dd" in line.split())
+    return flags
