@@ -49,9 +49,11 @@ def _kill_again_and_again(folder: Path, num_kills: int, seed: int) -> None:
                 with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_NAMESPACE, timeout_s=CALL_S) as client:
                     num_checked += _check(client, history, rng, is_last=turn == num_kills)
                     writers = [_Writer(client, history, rng.randrange(1 << 30)) for _ in range(_NUM_WRITERS)]
+                    begun = history.num_touches
                     for writer in writers:
                         writer.start()
-                    time.sleep(rng.uniform(0.05, 0.3))
+                    enough = begun + rng.randrange(100, 500)
+                    wait_until(lambda enough=enough: history.num_touches >= enough)  # type: ignore[misc]
                     server.kill()
                     for writer in writers:
                         writer.join()

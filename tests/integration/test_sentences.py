@@ -22,6 +22,7 @@ from tests.support.actors import (
     LAYOUT,
     NAMESPACE,
     chain,
+    handshaken,
     open_client,
     payloads,
     raw_socket,
@@ -143,7 +144,8 @@ def test_blocks_go_through_a_server_whose_frames_are_smaller_than_the_clients() 
 
 def test_over_too_many_connections_the_server_goes_on() -> None:
     with cache_server("--max-connections", "2", memory=_MEMORY, tcp=True) as server, open_client(server.unix) as first:
-        with raw_socket(server.unix):
+        with raw_socket(server.unix) as other:
+            handshaken(other, None)
             wait_until(lambda: first.stats()["connections"] == 2)
             for address in (server.unix, server.tcp):
                 with pytest.raises(TierError):
@@ -201,7 +203,7 @@ def test_a_metrics_port_in_use_is_left_to_its_server_and_nothing_stays_behind(tm
     with _serving() as server:
         address = server.metrics.removeprefix("http://").removesuffix("/metrics")
         said = _refused_start("--socket", f"{tmp_path}/s", "--memory", "1MiB", "--metrics", address)
-        assert f"cannot serve metrics on {address}: Address already in use" in said
+        assert f"cannot serve metrics on {address}: it is in use" in said
         assert list(tmp_path.iterdir()) == []
 
 

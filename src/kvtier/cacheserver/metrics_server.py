@@ -39,7 +39,8 @@ class MetricsServer:
         try:
             self._listener = listen_tcp(address)
         except ConfigError as error:
-            raise ConfigError(f"cannot serve metrics: {error}") from error
+            reason = str(error).rpartition(": ")[2]
+            raise ConfigError(f"cannot serve metrics on {address.host}:{address.port}: {reason}") from error
         self._listener.setblocking(False)
         self._wake, self._wakes = socket.socketpair()
         self._peers: dict[_Peer, None] = {}
