@@ -7,11 +7,14 @@ VLLM_TESTS := tests/compat/vllm
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
+LOCKED ?=
+
 # Tests share two cores; torch has one thread in each worker. More cores: `make test WORKERS=8`.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo test test-sample test-all test-vllm test-nightly check soak peers bench bench-vllm clean
+.PHONY: demo test test-sample test-all test-vllm test-nightly check soak peers bench bench-vllm lock audit clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -69,6 +72,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --progress-bar on --require-hashes --no-deps \
+	    --only-binary :all: -r requirements-lock.txt)
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
 	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard,encryption]"
 	@touch $(STAMP)
@@ -80,6 +85,13 @@ $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --progress-bar on --no-deps -r $(VLLM_TESTS)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $(VLLM_STAMP)
+
+# Needs the network: PyPI for the hashes, and for what is known of weaknesses.
+lock: $(STAMP)
+	$(BIN)/python scripts/lock.py
+
+audit: $(STAMP)
+	$(BIN)/python scripts/audit.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvtier
+from kvtier.blocks.full_identity import full_identity_of_folder
+from kvtier.blocks.weights import weights_identity_of_folder
+from kvtier.models.loading import load_model
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.explaining import explain, explain_request
@@ -164,3 +167,10 @@ def test_another_lora_is_another_namespace(model: Path) -> None:
                 explained = explain(client, fields, PROMPT)
                 assert explained.reason is MatchEnd.OTHER_NAMESPACE
                 assert "differs in lora" in explained.detail
+
+
+def test_the_full_identity_has_a_namespace_of_its_own_and_the_sampled_one_keeps_its(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2", num_layers=1)
+    sampled, full = (load_model(tmp_path, device="cpu", identity=kind) for kind in ("sampled", "full"))
+    assert sampled.weights_identity == weights_identity_of_folder(tmp_path)
+    assert full.weights_identity == full_identity_of_folder(tmp_path) != sampled.weights_identity

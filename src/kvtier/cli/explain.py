@@ -10,8 +10,8 @@ from typing import Literal
 
 import click
 
+from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.blocks.weights import weights_identity_of_folder
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, KvtierError
@@ -36,6 +36,7 @@ class ModelOptions:
     block_size: int
     salt: str
     lora: str
+    identity: IdentityKind
 
     def fields(self) -> NamespaceFields:
         """What the engine makes of it, without loading its weights."""
@@ -44,7 +45,9 @@ class ModelOptions:
         is_dummy = self.load_format == "dummy"
         return NamespaceFields(
             layout=config.kv_layout(self.block_size, dtype),
-            weights=_dummy_weights(config, dtype, self.device) if is_dummy else weights_identity_of_folder(self.folder),
+            weights=_dummy_weights(config, dtype, self.device)
+            if is_dummy
+            else identity_of_folder(self.folder, self.identity),
             model_config=config.kv_identity(),
             quantization=self.quantization or ("gptq" if config.quantization else ""),
             compute_dtype=dtype,
@@ -69,6 +72,13 @@ class ModelOptions:
 @click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block.")
 @click.option("--salt", default="", help="The engine's salt, if it has one.")
 @click.option("--lora", default="", help="The identity of the adapter, if there is one.")
+@click.option(
+    "--identity",
+    type=click.Choice(["sampled", "full"]),
+    default="sampled",
+    show_default=True,
+    help="How the engine tells weights from others.",
+)
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def explain_command(
     request_id: str | None,
@@ -84,6 +94,7 @@ def explain_command(
     block_size: int,
     salt: str,
     lora: str,
+    identity: IdentityKind,
     as_json: bool,
 ) -> None:
     """Why REQUEST_ID, or a prompt, found no more in the cache than it did.
@@ -114,6 +125,7 @@ def explain_command(
                 block_size=block_size,
                 salt=salt,
                 lora=lora,
+                identity=identity,
             )
             token_ids = _token_ids(model, prompt, prompt_file, tokens)
             ask = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)

@@ -66,6 +66,7 @@ def make_parts(config: EngineConfig, progress: LoadProgress) -> EngineParts:
         cache_dir=config.cache_dir,
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len,
+        identity=config.identity,
         progress=progress,
     )
     folder, model_config = loaded.folder, loaded.config

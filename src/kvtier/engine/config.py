@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
 
@@ -26,7 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `swap_space` is memory of this host for blocks. `cache_server` is where cache servers listen: one of this host
     (`unix:/path`), whose memory is used in place, or some over TCP (`tcp://host:port`), with a token from
     `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. What the tiers have is
-    loaded where that is faster than computing it, or always with `always_load`.
+    loaded where that is faster than computing it, or always with `always_load`. `identity` tells weights from others by
+    samples of every tensor, or, with "full", by all of their bytes, which are read once.
     """
 
     model: str
@@ -57,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_server_timeout_s: float = 1.0
     cache_server_replicas: int = 1
     always_load: bool = False
+    identity: IdentityKind = "sampled"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_requests", "max_num_batched_tokens", "max_model_len", "kv_cache_space"):
@@ -94,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"cache_server_replicas must be from 1 to {num_servers}, not {replicas!r}")
         if not isinstance(self.always_load, bool):
             raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
+        if self.identity not in get_args(IdentityKind):
+            raise ConfigError(f"identity must be one of {', '.join(get_args(IdentityKind))}, not {self.identity!r}")
         if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
             raise ConfigError(f"schedule must be sync or async-N with N from 1 to 99, not {self.schedule!r}")
         if self.block_manager not in get_args(BlockManagerName):

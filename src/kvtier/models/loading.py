@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.blocks.weights import weights_identity_of_folder
 from kvtier.errors import ConfigError
 from kvtier.models.checkpoint import Checkpoint, StoredTensor
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
@@ -74,12 +74,14 @@ def load_model(
     cache_dir: str | Path | None = None,
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
+    identity: IdentityKind = "sampled",
     seed: int = DUMMY_SEED,
     progress: LoadProgress = terminal_progress,
 ) -> LoadedModel:
     """Load `model`: a folder, a hub name, or (with dummy weights only) the content of a config.json.
 
     `dtype` "auto" is the checkpoint's own; `max_model_len` bounds the positions, the config's maximum unless told.
+    `identity` is how the weights are told from others: by samples of every tensor, or by all bytes ("full").
     With `load_format` "dummy" no weight file is needed or read, and `seed` picks the weights. No code of a checkpoint
     is run here: `trust_remote_code` is handed on for whoever loads the tokenizer. Raises `ConfigError` with one
     sentence when this cannot work.
@@ -114,10 +116,10 @@ def load_model(
         )
     if checkpoint is None:
         fill_with_dummy_weights(network, dtype=torch_dtype, device=torch_device, seed=seed)
-        identity = dummy_identity(config, dtype=torch_dtype, device=torch_device, seed=seed)
+        weights_identity = dummy_identity(config, dtype=torch_dtype, device=torch_device, seed=seed)
     else:
         fill_from_checkpoint(network, checkpoint, progress)
-        identity = weights_identity_of_folder(checkpoint.folder)
+        weights_identity = identity_of_folder(checkpoint.folder, identity, progress)
     network.settle()
     network.eval()
     return LoadedModel(
@@ -126,7 +128,7 @@ def load_model(
         dtype=dtype_name,
         folder=folder,
         weights_bytes=network.weights_bytes(),
-        weights_identity=identity,
+        weights_identity=weights_identity,
         quantization=quantization or ("gptq" if config.quantization else ""),
         trust_remote_code=trust_remote_code,
     )

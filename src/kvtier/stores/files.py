@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,15 @@ class Files:
                 total += received
                 left = _without(left, received)
         return total
+
+    def next_data(self, fd: int, offset: int) -> int:
+        """The first offset from `offset` on that is in no hole; beyond the file where there is none."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return max(offset, self.size(fd))
+            raise
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Make room on disk now, so that later writes into it cannot find the disk full."""

@@ -67,6 +67,10 @@ def space_of(folder: Path) -> int:
 
 def set_aside_old(folder: Path, file_space: int, files: Files) -> None:
     """Move an older format out of the way, or remove it where it would leave no room. A newer one is refused."""
+    for name in _OWN_NAMES:
+        path = folder / name
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"the KV cache folder {folder} cannot be used: {name} in it is no file")
     version = read_version(folder / RECORDS_NAME, files)
     if version is None or version == FORMAT_VERSION:
         return

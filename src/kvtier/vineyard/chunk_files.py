@@ -31,6 +31,7 @@ from kvtier.memory.scattered import Scattered
 from kvtier.stores.files import Files
 from kvtier.stores.staging import PAGE_BYTES, Staging, StagingPool, whole_pages
 from kvtier.vineyard.file_owner import give_up_name, owner_name
+from kvtier.vineyard.folder_trust import WRITABLE_BY_OTHERS, check_folder
 
 TEMP_FOLDER = "__temp"
 TEMP_SUFFIX = ".tmp"
@@ -52,6 +53,7 @@ class Damage(enum.Enum):
     WRONG_SIZE = "wrong_size"
     CORRUPT = "corrupt"
     FOREIGN = "foreign"
+    OTHER_OWNER = "other_owner"
     UNREADABLE = "unreadable"
 
     @property
@@ -102,11 +104,14 @@ class Segment:
 class ChunkFiles:
     """The files of chunks of one size under `root`.
 
-    Opening makes the folders and writes a probe: raises `ConfigError` where that does not work. Thread-safe.
+    Opening makes the folders and writes a probe: raises `ConfigError` where that does not work, and, unless the folder
+    `is_shared`, where others could put files or folders in our place. Thread-safe.
     """
 
-    def __init__(self, root: Path, payload_bytes: int, files: Files | None = None) -> None:
+    def __init__(self, root: Path, payload_bytes: int, files: Files | None = None, *, is_shared: bool = False) -> None:
         self.root = root
+        self._is_shared = is_shared
+        self._own_uid = os.geteuid()
         self.temp = root / TEMP_FOLDER
         self.files = files or Files()
         self.payload_bytes = payload_bytes
@@ -117,6 +122,12 @@ class ChunkFiles:
         self._numbers = itertools.count()
         self.staging = StagingPool(min(SEGMENT_BYTES, self.file_bytes))
         self.direct_flag = self._probe()
+        if not is_shared:
+            try:
+                check_folder(self.temp, self._own_uid)
+            except ConfigError:
+                give_up_name(self.owner)
+                raise
 
     def path_of(self, name: ChunkName) -> str:
         return f"{self.root}/{name.folder}/{name.file_name}"
@@ -127,7 +138,12 @@ class ChunkFiles:
             status = os.stat(self.path_of(name))
         except OSError:
             return None
-        return status if stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes else None
+        is_whole = stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes
+        return status if is_whole and self.is_trusted(status) else None
+
+    def is_trusted(self, status: os.stat_result) -> bool:
+        """Nobody else has made this file, or can write it; or everybody who can is trusted."""
+        return self._is_shared or (status.st_uid == self._own_uid and not status.st_mode & WRITABLE_BY_OTHERS)
 
     def temp_path(self) -> Path:
         """A name in the temp folder that nobody else takes."""
@@ -176,6 +192,7 @@ class ChunkFiles:
             try:
                 self.files.write(fd, [Staging(PAGE_BYTES).head], 0)
                 self.files.sync(fd)
+                self._own_uid = os.fstat(fd).st_uid  # a server of files may give us another number
             finally:
                 self.files.close(fd)
         finally:
@@ -360,6 +377,8 @@ class ChunkReader:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     self._refuse(Damage.FOREIGN)
+                if not store.is_trusted(status):
+                    self._refuse(Damage.OTHER_OWNER)
                 if status.st_size != store.file_bytes:
                     self._refuse(Damage.WRONG_SIZE if status.st_size else Damage.EMPTY)
                 self.used_at = status.st_mtime

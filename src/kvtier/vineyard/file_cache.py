@@ -78,7 +78,7 @@ class FileCache:
         self._chunk_tokens = config.chunk_size
         identity = identity_of(tensor_bytes, layer, config.chunk_size)
         self._names = ChunkNames(identity, config.chunk_size, config.split_number)
-        self._store = ChunkFiles(Path(config.root).absolute(), chunk_bytes, files)
+        self._store = ChunkFiles(Path(config.root).absolute(), chunk_bytes, files, is_shared=config.is_shared)
         bound_bytes = cache_capacity // config.chunk_size * self._store.file_bytes
         try:
             self._room = ChunkRoom(self._store, bound_bytes)

@@ -28,8 +28,10 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
     A chunk that this client wrote or found, and that no client of the folder has used for `ttl` seconds, is removed
     every `client_gc_interval` seconds; with `enable_global_gc`, so is every chunk unused for `global_ttl`, every
     `global_gc_interval`. Clients with longer times note a use every five seconds at most: times of ten seconds and
-    more are exact enough. `io_workers` is how many reads or writes are under way at once. Raises `ConfigError`, which
-    is a `ValueError`, for a wrong type or size.
+    more are exact enough. `io_workers` is how many reads or writes are under way at once.
+
+    Files of other users are no hits, and a folder that others may write to is refused, unless `is_shared` says that
+    all who can write there are trusted. Raises `ConfigError`, which is a `ValueError`, for a wrong type or size.
     """
 
     chunk_size: int = 16
@@ -42,6 +44,7 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
     global_gc_interval: float = 10800
     global_ttl: float = 10800
     io_workers: int = 8
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -54,8 +57,9 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"root must be the path of a folder, not {self.root!r}")
         if not isinstance(self.filesystem_type, FilesystemType):
             raise ConfigError(f"filesystem_type must be a FilesystemType, not {self.filesystem_type!r}")
-        if not isinstance(self.enable_global_gc, bool):
-            raise ConfigError(f"enable_global_gc must be True or False, not {self.enable_global_gc!r}")
+        for name in ("enable_global_gc", "is_shared"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("client_gc_interval", "ttl", "global_gc_interval", "global_ttl"):
             _seconds(name, getattr(self, name))
 

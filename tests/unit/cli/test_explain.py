@@ -33,6 +33,7 @@ def options(folder: Path, **changes: Any) -> ModelOptions:
         "block_size": 16,
         "salt": "",
         "lora": "",
+        "identity": "sampled",
     }
     return ModelOptions(folder=folder, **(settings | changes))
 

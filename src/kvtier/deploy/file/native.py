@@ -101,6 +101,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Text that keeps this model's blocks apart from those of others."""
     always_load: bool = False
     """Load what the tiers have even where computing it would be faster."""
+    identity: Literal["sampled", "full"] = "sampled"
+    """How weights are told from others: by samples of every tensor, or by all bytes, which are read once."""
     cache_server: str | tuple[str, ...] = ()
     """Cache servers outside of this deployment, such as `tcp://host:7700`, in place of `cache`."""
     cache_server_token_file: Path | None = None

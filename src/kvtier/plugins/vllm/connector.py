@@ -62,7 +62,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvtier keeps nothing of this model: %s", reason)
             return
         try:
-            identity = identity_of(vllm_config, kv_cache_config, settings.salt)
+            identity = identity_of(vllm_config, kv_cache_config, settings.salt, settings.identity)
         except ConfigError as error:
             logger.warning("kvtier keeps nothing of this model: %s", error)
             return

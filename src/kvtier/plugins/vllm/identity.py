@@ -21,11 +21,12 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVQuantMode
 from vllm.v1.request import Request
 
+from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.blocks.weights import weights_identity_of_folder
 from kvtier.errors import ConfigError
 from kvtier.models.config import read_config
+from kvtier.models.progress import terminal_progress
 
 BLOCK_TOKENS = 16
 
@@ -74,7 +75,9 @@ def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     return None
 
 
-def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> Identity:
+def identity_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str, kind: IdentityKind = "sampled"
+) -> Identity:
     """For an engine that `why_not` has nothing against. Raises `ConfigError` when the weights cannot be found."""
     model_config = vllm_config.model_config
     group = kv_cache_config.kv_cache_groups[0]
@@ -90,7 +93,7 @@ def identity_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: s
     )
     fields = NamespaceFields(
         layout=layout,
-        weights=_weights(vllm_config, folder),
+        weights=_weights(vllm_config, folder, kind),
         model_config=_model_identity(vllm_config, folder, len(group.layer_names)),
         quantization=_quantization(vllm_config),
         compute_dtype=str(model_config.dtype).removeprefix("torch."),
@@ -107,7 +110,8 @@ class RequestSalts:
     Thread-safe. An adapter's files are looked at when vLLM loads them: once, unless a request asks for them anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: IdentityKind = "sampled") -> None:
+        self._kind = kind
         self._adapters: dict[tuple[int, str], str] = {}
 
     def of(self, request: Request) -> str:
@@ -127,7 +131,7 @@ class RequestSalts:
         if known is None:
             folder = Path(lora.lora_path)
             config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()
-            known = f"{weights_identity_of_folder(folder)} {config}"
+            known = f"{identity_of_folder(folder, self._kind)} {config}"
             self._adapters[key] = known
         return known
 
@@ -147,10 +151,10 @@ def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
         raise ConfigError(f"the folder of the model {model} is not found: {error}") from error
 
 
-def _weights(vllm_config: VllmConfig, folder: Path) -> str:
+def _weights(vllm_config: VllmConfig, folder: Path, kind: IdentityKind) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return f"vllm dummy weights with seed {vllm_config.model_config.seed}"
-    return weights_identity_of_folder(folder)
+    return identity_of_folder(folder, kind, terminal_progress)
 
 
 def _quantization(vllm_config: VllmConfig) -> str:

@@ -68,7 +68,7 @@ class SchedulerSide:
         self._page_tokens = identity.page_tokens
         self._unit_tokens = max(identity.page_tokens, BLOCK_TOKENS)
         self._settings = settings
-        self._salts = RequestSalts()
+        self._salts = RequestSalts(settings.identity)
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, Lookup] = {}
         self._ending: set[str] = set()

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.blocks.full_identity import IdentityKind
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
@@ -29,7 +30,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Prompts of engines with different `salt` share no blocks. `store` says whether answers are kept too, or prompts
     only. A scheduler waits at most `match_timeout_s` for what the server has of a prompt, and computes it then. With
-    `always_load`, what is cached is loaded even where computing it looks faster.
+    `always_load`, what is cached is loaded even where computing it looks faster. `identity` "full" tells weights from
+    others by all of their bytes, which are read once, and not by samples.
     """
 
     server: str | None = None
@@ -46,6 +48,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     match_timeout_s: float = 0.25
     store: Literal["all", "prompt"] = "all"
     always_load: bool = False
+    identity: IdentityKind = "sampled"
 
     def __post_init__(self) -> None:
         if self.server is None:

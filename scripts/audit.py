@@ -1,0 +1,35 @@
+"""Ask pip-audit what is known against the versions in requirements-lock.txt. `make audit` runs it, with a network.
+
+pip-audit has an environment of its own, which goes when it is done: it must not change what it looks at.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import venv
+from pathlib import Path
+
+LOCK = Path(__file__).parents[1] / "requirements-lock.txt"
+_ADVISORIES = "https://pypi.org/pypi/pip/json"
+
+
+def main() -> int:
+    try:
+        with urllib.request.urlopen(_ADVISORIES, timeout=20):
+            pass
+    except OSError as error:
+        print(f"nothing was audited: {_ADVISORIES} cannot be reached ({error})", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="kvtier-audit-") as folder:
+        venv.create(folder, with_pip=True)
+        python = f"{folder}/bin/python"
+        subprocess.run([python, "-P", "-m", "pip", "install", "--quiet", "pip-audit>=2.9"], check=True)
+        command = [python, "-P", "-m", "pip_audit", "--require-hashes", "--disable-pip", "-r", str(LOCK)]
+        return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
