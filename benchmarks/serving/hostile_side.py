@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import sys
 import time
@@ -89,8 +90,7 @@ def _drips(openai: int, ollama: int) -> None:
         time.sleep(1.0)
 
 
-def _unread(openai: int, ollama: int) -> None:
-    """Streams of which nothing is read."""
+def _streams(openai: int) -> list[socket.socket]:
     request = _openai(_COMPLETIONS, prompt=[1, 2], max_tokens=2000, n=4, ignore_eos=True, stream=True, logprobs=20)
     socks = []
     for _ in range(_NUM_UNREAD):
@@ -98,7 +98,23 @@ def _unread(openai: int, ollama: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(request)
         socks.append(sock)
+    return socks
+
+
+def _unread(openai: int, ollama: int) -> None:
+    """Streams of which nothing is read."""
+    socks = _streams(openai)
     time.sleep(3600)
+    del socks
+
+
+def _read(openai: int, ollama: int) -> None:
+    """What the same streams cost if they are read: no attack, but what to compare with."""
+    socks = _streams(openai)
+    while True:
+        for sock in select.select(socks, [], [])[0]:
+            if not sock.recv(1 << 20):
+                time.sleep(3600)
 
 
 ATTACKS: Mapping[str, Callable[[int, int], None]] = {
@@ -111,6 +127,7 @@ ATTACKS: Mapping[str, Callable[[int, int], None]] = {
     "10 MB of long numbers": _numbers,
     "300 bodies that drip": _drips,
     "16 streams not read": _unread,
+    "the same streams, read": _read,
 }
 
 
