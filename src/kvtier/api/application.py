@@ -102,19 +102,19 @@ class Application(ABC):
     ) -> _Asked | BodyAsks | BodyLoads:
         """What the body asks for: by `read`, or, if it is large, by another process that knows this `kind`."""
         service = self.service
-        body = await service.open_bodies.receive(request)
-        if len(body) <= INLINE_BODY_BYTES:
-            return read(decode_body(body), service.engines)
-        reply = await while_connected(
-            request, service.large_bodies.read(ReadBody(kind, body, service.engines.snapshot()))
-        )
+        pieces = await service.open_bodies.receive(request)
+        num_bytes = sum(map(len, pieces))
+        if num_bytes <= INLINE_BODY_BYTES:
+            return read(decode_body(b"".join(pieces)), service.engines)
+        question = ReadBody(kind, num_bytes, service.engines.snapshot())
+        reply = await while_connected(request, service.large_bodies.read(question, pieces))
         if isinstance(reply, BodyRefused):
             raise HttpError(reply.status, reply.sentence, reply.code, reply.parameter, reply.headers)
         return reply
 
     async def read_small(self, request: Request) -> JsonBody:
         """A body that names something. Raises a `HttpError` for a large one."""
-        body = await self.service.open_bodies.receive(request)
+        body = b"".join(await self.service.open_bodies.receive(request))
         if len(body) > INLINE_BODY_BYTES:
             raise HttpError(413, f"the body is larger than {format_size(INLINE_BODY_BYTES)}", "body_too_large")
         return decode_body(body)

@@ -1,6 +1,7 @@
 """What the HTTP server and the process that reads large bodies for it say to each other, in msgpack.
 
-As with engines, a message is four bytes of length and its body. One question is under way at a time.
+A message is four bytes of length and its msgpack; behind a question comes the body that it is about, as it arrived. One
+question is under way at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
 
 
 class ReadBody(msgspec.Struct, frozen=True):
-    """`kind` is one of the four above."""
+    """`kind` is one of the four above; a body of `num_bytes` follows."""
 
     kind: str
-    body: bytes
+    num_bytes: int
     models: list[ModelSnapshot]
 
 
@@ -79,8 +80,9 @@ _replies: msgspec.msgpack.Decoder[BodyReply] = msgspec.msgpack.Decoder(BodyReply
 
 
 def framed(message: ReadBody | BodyReply) -> tuple[bytes, bytes]:
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)), body
+    """What to send, one after the other."""
+    encoded = _encoder.encode(message)
+    return _LENGTH.pack(len(encoded)), encoded
 
 
 def length_of(head: bytes) -> int:

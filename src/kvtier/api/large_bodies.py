@@ -12,6 +12,7 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from kvtier.api.body_messages import LENGTH_BYTES, BodyReply, ReadBody, decode_reply, framed, length_of
 from kvtier.api.http_error import HttpError
@@ -37,18 +38,18 @@ class LargeBodies:
         self._idle: list[_Process] = []
         self._places = asyncio.Semaphore(_NUM_PROCESSES)
 
-    async def read(self, question: ReadBody) -> BodyReply:
+    async def read(self, question: ReadBody, pieces: Sequence[bytes]) -> BodyReply:
         """Raises a `HttpError` if it takes too long, or if the process dies of it."""
         async with self._places:
             process = self._idle.pop() if self._idle else _Process()
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    reply = await process.read(question)
+                    reply = await process.read(question, pieces)
             except TimeoutError as error:
                 await process.kill()
                 raise HttpError(413, "the body takes too long to read", "body_too_large") from error
             except (OSError, asyncio.IncompleteReadError) as error:
-                logger.warning("a process died while it read a body of %d bytes", len(question.body))
+                logger.warning("a process died while it read a body of %d bytes", question.num_bytes)
                 await process.kill()
                 raise HttpError(413, "the body cannot be read", "body_too_large") from error
             except BaseException:  # whoever asked is gone: what comes next on its socket is not for the next one
@@ -84,13 +85,14 @@ class _Process:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.num_read = 0
 
-    async def read(self, question: ReadBody) -> BodyReply:
+    async def read(self, question: ReadBody, pieces: Sequence[bytes]) -> BodyReply:
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(sock=self._sock, limit=_STREAM_LIMIT_BYTES)
         self.num_read += 1
         reader, writer = self._streams
-        writer.writelines(framed(question))
-        await writer.drain()
+        for piece in (*framed(question), *pieces):
+            writer.write(piece)
+            await writer.drain()  # each as the process reads: the loop does not copy all of them at once
         return decode_reply(await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES))))
 
     async def kill(self) -> None:

@@ -34,11 +34,12 @@ INLINE_BODY_BYTES = 32 << 10
 BODY_TIMEOUT_S = 120.0
 """From a request's head to the end of its body."""
 
-SLOW_BODY_S = 5.0
-"""A body that takes longer gives way when others need its place."""
+SLOW_BODY_S = 1.0
+"""Bodies that take longer give way to others, those first of which least arrives in a second."""
 
-MAX_OPEN_BODIES = 256
-"""Bodies that arrive at a time."""
+MAX_SLOW_BODIES = 256
+MAX_OPEN_BODIES = 4096
+"""Bodies that arrive at a time, slow or not."""
 
 OPEN_BODIES_OVER_LARGEST = 4
 """Bodies that arrive hold, together, at most this many times the largest body."""

@@ -1,6 +1,7 @@
 """Bodies on their way in: how many, how large together, and for how long. One event loop.
 
-Room is taken from those that hold it longest: a client that sends a byte now and then keeps nobody else out.
+Room is taken from the slowest: a client that sends a byte now and then keeps nobody else out, and no upload at full
+speed is ended for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from contextlib import asynccontextmanager
 from starlette.requests import ClientDisconnect, Request
 
 from kvtier.api.http_error import HttpError, unavailable
-from kvtier.api.limits import BODY_TIMEOUT_S, MAX_OPEN_BODIES, OPEN_BODIES_OVER_LARGEST, SLOW_BODY_S
+from kvtier.api.limits import (
+    BODY_TIMEOUT_S,
+    MAX_OPEN_BODIES,
+    MAX_SLOW_BODIES,
+    OPEN_BODIES_OVER_LARGEST,
+    SLOW_BODY_S,
+)
 from kvtier.sizes import format_size
 
 
@@ -22,25 +29,33 @@ class _Arrival:
         self.deadline = deadline
         self.num_bytes = 0
 
+    def speed(self, now: float) -> float:
+        """Bytes per second."""
+        return self.num_bytes / max(1e-3, now - self.began_at)
+
 
 class OpenBodies:
     """`max_bytes` is the size of the largest body."""
 
     timeout_s = BODY_TIMEOUT_S
     slow_s = SLOW_BODY_S
+    max_slow = MAX_SLOW_BODIES
     max_open = MAX_OPEN_BODIES
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._arrivals: dict[_Arrival, None] = {}  # in the order in which they began
+        self._arrivals: set[_Arrival] = set()
         self._num_bytes = 0
 
     @property
     def num_open(self) -> int:
         return len(self._arrivals)
 
-    async def receive(self, request: Request) -> bytes:
-        """The body of `request`. Raises a `HttpError` when it is too large, too slow, or there is no room for it."""
+    async def receive(self, request: Request) -> list[bytes]:
+        """The body of `request`, in pieces: joining those of a large one would take a while.
+
+        Raises a `HttpError` when it is too large, too slow, or there is no room for it.
+        """
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced[:20]) > self._max_bytes:
             raise self._too_large()
@@ -55,17 +70,17 @@ class OpenBodies:
                 pieces.append(piece)
                 if not message.get("more_body", False):
                     break
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return pieces
 
     @asynccontextmanager
     async def _arriving(self) -> AsyncIterator[_Arrival]:
         now = asyncio.get_running_loop().time()
-        if len(self._arrivals) >= self.max_open:
-            self._end_oldest(f"{len(self._arrivals)} bodies are arriving, which is the limit")
+        if len(self._arrivals) >= self.max_slow and not self._end_slowest(now) and len(self._arrivals) >= self.max_open:
+            raise unavailable(f"{len(self._arrivals)} bodies are arriving, which is the limit")
         try:
             async with asyncio.timeout(self.timeout_s) as deadline:
                 arrival = _Arrival(now, deadline)
-                self._arrivals[arrival] = None
+                self._arrivals.add(arrival)
                 try:
                     yield arrival
                 finally:
@@ -80,20 +95,22 @@ class OpenBodies:
         if arrival.num_bytes > self._max_bytes:
             raise self._too_large()
         while self._num_bytes > OPEN_BODIES_OVER_LARGEST * self._max_bytes:
-            self._end_oldest("bodies that are arriving take all of the memory for them")
+            if not self._end_slowest(asyncio.get_running_loop().time()):
+                raise unavailable("bodies that are arriving take all of the memory for them")
 
-    def _end_oldest(self, sentence: str) -> None:
-        """Take the room of the body that has been arriving for longest; if it is not slow, there is none to take."""
-        oldest = next(iter(self._arrivals))
-        loop = asyncio.get_running_loop()
-        if loop.time() - oldest.began_at < self.slow_s:
-            raise unavailable(sentence)
-        self._forget(oldest)
-        oldest.deadline.reschedule(loop.time())
+    def _end_slowest(self, now: float) -> bool:
+        """Take the room of a body that is slow. False when none is."""
+        slow = [arrival for arrival in self._arrivals if now - arrival.began_at >= self.slow_s]
+        if not slow:
+            return False
+        slowest = min(slow, key=lambda arrival: arrival.speed(now))
+        self._forget(slowest)
+        slowest.deadline.reschedule(now)
+        return True
 
     def _forget(self, arrival: _Arrival) -> None:
         if arrival in self._arrivals:
-            del self._arrivals[arrival]
+            self._arrivals.remove(arrival)
             self._num_bytes -= arrival.num_bytes
 
     def _too_large(self) -> HttpError:

@@ -63,10 +63,10 @@ class _Snapshot:
         return find_model(self.models, name)
 
 
-def read(question: ReadBody) -> BodyReply:
+def read(question: ReadBody, body: bytes) -> BodyReply:
     """What a body asks for, or what is wrong with it."""
     try:
-        asked = KINDS[question.kind](decode_body(question.body), _Snapshot(question.models))
+        asked = KINDS[question.kind](decode_body(body), _Snapshot(question.models))
     except HttpError as error:
         return _refused(error)
     except KvtierError as error:
@@ -99,7 +99,8 @@ def main(arguments: Sequence[str]) -> None:
     with socket.socket(fileno=int(arguments[0])) as sock, sock.makefile("rb") as questions:
         while head := questions.read(LENGTH_BYTES):
             gc.disable()  # millions of small lists are made and dropped at once: looking through them takes longer
-            reply = read(decode_question(questions.read(length_of(head))))
+            question = decode_question(questions.read(length_of(head)))
+            reply = read(question, questions.read(question.num_bytes))
             for part in framed(reply):
                 sock.sendall(part)
             del reply

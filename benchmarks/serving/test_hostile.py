@@ -1,0 +1,167 @@
+"""What one hostile client costs a well-behaved one: its latencies alone, and beside each attack.
+
+    python -m benchmarks.serving.test_hostile --quick
+
+The deployment has a tiny model on the CPU. The well-behaved client asks for 4 tokens, one request after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.harness import Result, console, make_parser, print_table
+from benchmarks.serving.hostile_side import ATTACKS
+from examples.use_remote_KV_cache.deployment import Deployment
+from kvtier.testing.tiny_models import save_tiny_model
+
+_HTTP_PART = b"kvtier.deploy.run.part\0http\0"
+_TIMEOUT_S = 60.0
+_RECOVERY_S = 60.0
+_BODY = json.dumps({"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+
+
+@dataclass
+class _Latencies:
+    seconds: list[float] = field(default_factory=list)
+    num_failed: int = 0
+    peak_bytes: int = 0
+
+    def row(self, name: str) -> dict[str, object]:
+        return {
+            "beside": name,
+            "requests": len(self.seconds),
+            "failed": self.num_failed,
+            **{f"p{share}_ms": round(1000 * self.share(share / 100), 1) for share in (50, 99)},
+            "max_ms": round(1000 * max(self.seconds), 1),
+            "http_MiB": self.peak_bytes >> 20,
+        }
+
+    def share(self, part: float) -> float:
+        return sorted(self.seconds)[min(len(self.seconds) - 1, int(part * len(self.seconds)))]
+
+
+def main() -> int:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--attack", action="append", choices=tuple(ATTACKS), help="this one only; may be repeated")
+    arguments = parser.parse_args()
+    seconds = 6.0 if arguments.quick else 20.0
+    with tempfile.TemporaryDirectory(prefix="kvtier-hostile-") as scratch:
+        rows, figures = _measure(Path(scratch), arguments.attack or list(ATTACKS), seconds)
+    print_table("one well-behaved client beside one hostile client", rows)
+    Result("serving.test_hostile", {"seconds": seconds}, rows, figures).write(arguments.json)
+    return 0
+
+
+def _measure(scratch: Path, attacks: list[str], seconds: float) -> tuple[list[dict[str, object]], dict[str, float]]:
+    rows, figures = [], {}
+    with _serving(scratch) as (openai, ollama):
+        _ask(openai, 2.0)  # the first requests warm up
+        alone = _ask(openai, seconds)
+        rows.append(alone.row("nobody"))
+        figures["p99_ms_alone"] = 1000 * alone.share(0.99)
+        for name in attacks:
+            console.print(f"beside {name}")
+            with _attacking(name, openai, ollama):
+                time.sleep(1.0)
+                beside = _ask(openai, seconds)
+            rows.append(beside.row(name))
+            figures[f"p99_ms_beside_{name.replace(' ', '_')}"] = 1000 * beside.share(0.99)
+            _recover(openai)
+    return rows, figures
+
+
+@contextlib.contextmanager
+def _serving(scratch: Path) -> Iterator[tuple[int, int]]:
+    save_tiny_model(scratch / "tiny", "llama", max_position_embeddings=4096)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        openai, ollama = (sock.getsockname()[1] for sock in socks)
+    file = scratch / "deploy.yml"
+    model = {"model": str(scratch / "tiny"), "name": "model", "kv_cache_space": "64MiB"}
+    file.write_text(json.dumps({"models": [model], "http": {"openai": openai, "ollama": ollama}}))
+    with (scratch / "log").open("w") as log, Deployment(file, url=f"http://127.0.0.1:{openai}", log=log):
+        yield openai, ollama
+
+
+@contextlib.contextmanager
+def _attacking(name: str, openai: int, ollama: int) -> Iterator[None]:
+    attacker = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.serving.hostile_side", name, str(openai), str(ollama)],
+        preexec_fn=lambda: os.nice(10),
+    )
+    try:
+        yield
+    finally:
+        attacker.kill()
+        attacker.wait()
+
+
+def _ask(port: int, seconds: float) -> _Latencies:
+    """One request after the other, for so long; of one that fails the time counts, too."""
+    found = _Latencies()
+    ends_at = time.perf_counter() + seconds
+    pid = _http_pid()
+    while time.perf_counter() < ends_at:
+        started_at = time.perf_counter()
+        if not _is_answered(port):
+            found.num_failed += 1
+            time.sleep(0.01)
+        found.seconds.append(time.perf_counter() - started_at)
+        found.peak_bytes = max(found.peak_bytes, _resident_bytes(pid))
+    return found
+
+
+def _is_answered(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("POST", "/v1/completions", _BODY, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status == 200 and bool(response.read())
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _recover(port: int) -> None:
+    """What an attack leaves behind is not the next one's."""
+    deadline = time.monotonic() + _RECOVERY_S
+    num_good = 0
+    while num_good < 20 and time.monotonic() < deadline:
+        num_good = num_good + 1 if _is_answered(port) else 0
+
+
+def _http_pid() -> int:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if _HTTP_PART in (entry / "cmdline").read_bytes() and _is_ours(int(entry.name)):
+                    return int(entry.name)
+    return 0
+
+
+def _is_ours(pid: int) -> bool:
+    while pid > 1 and pid != os.getpid():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == os.getpid()
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
