@@ -77,7 +77,7 @@ class _Process:
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtier.api.reading", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "kvtier.api.reading", str(theirs.fileno())],  # -P: as for all parts
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the supervisor
