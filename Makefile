@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --progress-bar on --require-hashes --no-deps \
 	    --only-binary :all: -r requirements-lock.txt)
 	$(BIN)/python -m pip install --quiet --progress-bar on -c constraints.txt \
-	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard]"
+	    --group test --group check --group bench -e ".[engine,server,terminal,testing,vineyard,encryption]"
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt
