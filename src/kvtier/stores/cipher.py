@@ -70,7 +70,7 @@ class BlockCipher:
     def staged(self, slot_bytes: int) -> Iterator[memoryview]:
         """Aligned memory of a slot's size, with room for a tag behind it."""
         try:
-            memory = self._staging.popleft()
+            memory = self._staging.pop()  # the last that was used is in the processor's cache
         except IndexError:
             memory = mmap.mmap(-1, slot_bytes + _PAGE_BYTES)
         if len(memory) < slot_bytes + _PAGE_BYTES:
