@@ -5,7 +5,7 @@
 set is timed until `flush` has returned. The server keeps blocks on disk alone (--disk-only), so that every get comes
 from there, and its I/O is direct, so that no page cache helps. Raw is the best of 1, 4 and 16 threads on a
 preallocated, already written file, with fdatasync at the end. Both have run once before they are timed: memory and
-file are warm. Checksums are on, as always.
+file are warm. Checksums are on, as always. "Encrypted" is the same server with a key (--encryption-key-file).
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
                 note("stream_get", disk.stream_get(source, target))
                 if not repeat:
                     seconds.clear()
+        (folder / "key").write_bytes(os.urandom(32))
+        options = ("--disk-only", "--encryption-key-file", str(folder / "key"))
+        with DiskServer(folder / "encrypted", layout, *options) as disk:
+            for repeat in range(repeats + 1):
+                set_s, get_s = disk.set(source, deferred=False), disk.get(source, target)
+                if repeat:
+                    note("encrypted set + flush", set_s)
+                    note("encrypted get", get_s)
     with DiskServer(folder / "both", layout) as disk:
         alone, beside = disk.memory_hits_beside_disk(source, target, repeats)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -103,6 +111,8 @@ def measure_shape(shape: str, folder: Path, repeats: int, result: Result) -> dic
         "disk_set_of_raw": raw_write_s / medians["set + flush"],
         "disk_get_of_raw": raw_read_s / medians["get"],
         "disk_stream_get_of_raw": raw_read_s / medians["stream_get"],
+        "encrypted_set_of_plain": medians["set + flush"] / medians["encrypted set + flush"],
+        "encrypted_get_of_plain": medians["get"] / medians["encrypted get"],
         "memory_hit_beside_disk": alone / beside,
     }
 

@@ -20,7 +20,7 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.cli.cache import cache
 from kvtier.client.client import SingleClient
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierRefused
 from kvtier.stores.disk import DiskStore
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
@@ -467,5 +467,6 @@ def test_a_server_of_disk_alone_forgets_what_its_disk_has_no_room_for(tmp_path: 
     with _served(tmp_path / "data", file_bytes=1 << 20, memory_bytes=4 << 20, keeps_memory=False) as client:
         for seed in range(1, 40):
             _set(client, seed, num_blocks=32)
-        client.flush()
+        with contextlib.suppress(TierRefused):  # some may have found no room
+            client.flush()
         wait_until(lambda: client.stats()["used_bytes"] == 0)

@@ -27,6 +27,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
     is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
+    With `key_file`, whoever makes the server gives it files that seal blocks under the key in it (`stores/cipher`).
     With `needs_disk`, a folder that cannot be used is an error at start; without, the server starts in memory.
     """
 
@@ -55,6 +56,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     keeps_memory: bool = True
     needs_disk: bool = True
     touches_memory: bool = False
+    key_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < SLOT_ALIGN_BYTES:
@@ -89,6 +91,8 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("a server without memory needs a folder")
         if self.folder is None and (self.fsync or self.stores_on != "commit"):
             raise ConfigError("fsync and store-on are about the disk: give a folder (--folder) too")
+        if self.folder is None and self.key_file is not None:
+            raise ConfigError("an encryption key is for the disk: give a folder (--folder) too")
         if not self.keeps_memory and self.stores_on == "reuse":
             raise ConfigError("a server that keeps blocks on disk alone must store them when they are committed")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:

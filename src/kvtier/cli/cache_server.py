@@ -16,6 +16,7 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size, parse_size
+from kvtier.stores.cipher import sealing_files
 from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from kvtier.transport.listening import is_own_folder, make_private_folder
 
@@ -96,6 +97,12 @@ def default_socket() -> str:
     help="When a block goes to disk: at once, or when it is first used again, which spares the SSD.",
 )
 @click.option("--fsync", is_flag=True, help="Let flush wait for the device, so that a power cut loses nothing either.")
+@click.option(
+    "--encryption-key-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="File with a key (32 bytes, or 64 hexadecimal digits): blocks on disk are encrypted.",
+)
 @click.option("--disk-optional", is_flag=True, help="Start in memory when the folder cannot be used, and try it again.")
 @click.option(
     "--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file or --tenants."
@@ -162,6 +169,7 @@ def cache_server(
     disk_only: bool,
     store_on: Literal["commit", "reuse"],
     fsync: bool,
+    encryption_key_file: Path | None,
     disk_optional: bool,
     tcp: TcpAddress | None,
     token_file: Path | None,
@@ -231,8 +239,9 @@ def cache_server(
             stores_on=store_on,
             keeps_memory=not disk_only,
             needs_disk=not disk_optional,
+            key_file=encryption_key_file,
         )
-        server = CacheServer(config)
+        server = CacheServer(config, files=sealing_files(encryption_key_file))
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")

@@ -36,7 +36,7 @@ class ModelOptions:
     block_size: int
     salt: str
     lora: str
-    identity: IdentityKind
+    identity: IdentityKind = "sampled"
 
     def fields(self) -> NamespaceFields:
         """What the engine makes of it, without loading its weights."""

@@ -33,7 +33,7 @@ from kvtier.blocks.share import Share
 from kvtier.errors import BlockCorrupt, ConfigError, TierRefused
 from kvtier.memory.checksum import checksum_of
 from kvtier.sizes import format_size
-from kvtier.stores.files import Files
+from kvtier.stores.files import BlockCipher, Files, NotAuthentic
 from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_old, take_folder
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
@@ -47,6 +47,7 @@ _MAX_GROWTH_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RECENCY_BATCH = 512
 _SPARE_RECORDS = 1024
+_MAX_SEALED_BYTES = 1 << 30
 _FAR_COUNT = 1 << 48  # nobody writes so many blocks; a record that says so must not bring the counts to their end
 
 
@@ -62,13 +63,14 @@ class Written(enum.Enum):
 class StoredBlock(Block):
     """A block's place in the file, and what its record says."""
 
-    __slots__ = ("checksum", "record", "sequence", "space", "used_at")
+    __slots__ = ("checksum", "record", "seal", "sequence", "space", "used_at")
 
     space: StoreSpace
     record: int
     checksum: int
     sequence: int
     used_at: int
+    seal: bytes
 
 
 class StoreSpace:
@@ -84,6 +86,10 @@ class StoreSpace:
         self.slot_bytes = slot_bytes_of(block_bytes)
         self.index = PrefixIndex(self.slot_bytes // UNIT_BYTES, share, hash(namespace))
 
+    def about(self, block_hash: BlockHash) -> bytes:
+        """What a block's ciphertext belongs to."""
+        return b"".join((self.namespace, block_hash, self.block_bytes.to_bytes(8, "little")))
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -94,7 +100,7 @@ class Recovery:
 
 
 class DiskStore:
-    """Owns `folder` (one process at a time) and the two files in it."""
+    """Owns `folder` (one process at a time) and two files in it. Blocks are ciphertext where `files` has a cipher."""
 
     def __init__(
         self,
@@ -151,7 +157,9 @@ class DiskStore:
     # --- what is there ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> StoreSpace:
-        """The space of a namespace. Raises `TierRefused` for another block size than it has."""
+        """The space of a namespace. Raises `TierRefused` for another block size than it has, or too large a one."""
+        if self._files.cipher is not None and block_bytes > _MAX_SEALED_BYTES:
+            raise TierRefused(f"a block of {format_size(block_bytes)} is too large to encrypt")
         with self._lock:
             space = self._spaces.get(namespace)
             if space is None or (space.block_bytes != block_bytes and not len(space.index)):
@@ -235,6 +243,8 @@ class DiskStore:
             return []
         space = blocks[0].space
         try:
+            if self._files.cipher is not None:
+                return [self._opened(block, view, self._files.cipher) for block, view in zip(blocks, into, strict=True)]
             self._payloads.read([block.start for block in blocks], into, space.block_bytes, space.slot_bytes)
         except OSError as error:
             if len(blocks) > 1:  # find out which one it is
@@ -263,7 +273,7 @@ class DiskStore:
                         if block.is_ready:
                             self._pool.hold(block)
                             batch.append(block)
-                    records = [(block.record, _record_of(block)) for block in batch]
+                    records = [(block.record, self._record_of(block)) for block in batch]
                 if not batch:
                     return
                 try:
@@ -398,7 +408,7 @@ class DiskStore:
         data_units = self._payloads.nbytes // UNIT_BYTES
         with _without_collector():
             found, damaged = self._records.read()
-            kept, losses = choose(found, data_units)
+            kept, losses = choose(self._of_our_kind(found), data_units)
         self.losses += losses
         if damaged:
             self.losses["damaged record"] += len(damaged)
@@ -428,6 +438,26 @@ class DiskStore:
             self._pool.restore(data_units, blocks, cold_to_warm)
         self._free_records.extend(number for number in range(self._records.num_records) if number not in kept)
         return Recovery(len(blocks), dict(self.losses))
+
+    def _of_our_kind(self, found: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
+        """Without ciphertext if there is no key, and ciphertext alone if there is one; the others are forgotten."""
+        is_sealing = self._files.cipher is not None
+        ours = {
+            number: record
+            for number, record in found.items()
+            if bool(record.seal) == is_sealing and (not is_sealing or record.block_bytes <= _MAX_SEALED_BYTES)
+        }
+        if num_others := len(found) - len(ours):
+            self.losses["not encrypted" if is_sealing else "encrypted"] += num_others
+            if is_sealing:
+                logger.warning(
+                    "disk store %s: %d blocks were written without a key and are forgotten; their bytes stay in %s "
+                    "until others are written over them: remove the folder to be rid of them",
+                    self.folder,
+                    num_others,
+                    PAYLOADS_NAME,
+                )
+        return ours
 
     def _shrink(self, plan: Fit) -> dict[int, BlockRecord]:
         """Carry out a plan, so that a crash at any instant loses at most what the plan drops."""
@@ -473,7 +503,8 @@ class DiskStore:
             block.index = space.index
             block.space = space
             block.record = number
-            block.checksum = record.checksum
+            block.seal = record.seal
+            block.checksum = self._masked(record.checksum, record.seal)
             block.sequence = record.sequence
             block.used_at = record.used_at
             block.is_pinned = record.is_pinned
@@ -610,6 +641,7 @@ class DiskStore:
                     block.space = space
                     block.record = numbers.pop()
                     block.checksum = checksums[position]
+                    block.seal = b""
                     block.sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
                     block.used_at, self._next_use = self._next_use, self._next_use + 1
                     blocks.append(block)
@@ -623,13 +655,8 @@ class DiskStore:
             if must_wipe:
                 self._wipe_evicted()
             if blocks:
-                self._payloads.write(
-                    [block.start for block in blocks],
-                    [payloads[position] for position in grant.positions],
-                    space.block_bytes,
-                    space.slot_bytes,
-                )
-                self._records.write((block.record, _record_of(block)) for block in blocks)
+                self._write_payloads(space, blocks, [payloads[position] for position in grant.positions])
+                self._records.write((block.record, self._record_of(block)) for block in blocks)
                 with self._lock:
                     self._pool.commit(blocks)
                     unwritten = [block for block in blocks if not block.is_ready]
@@ -646,6 +673,48 @@ class DiskStore:
                     self._free_records.extend(block.record for block in unwritten)
                     self._pool.free(blocks)
         return outcomes
+
+    def _write_payloads(self, space: StoreSpace, blocks: Sequence[StoredBlock], payloads: list[memoryview]) -> None:
+        with contextlib.ExitStack() as stack:
+            if (cipher := self._files.cipher) is not None:
+                for position, block in enumerate(blocks):
+                    staging = stack.enter_context(cipher.staged(space.slot_bytes))
+                    payload = payloads[position][: space.block_bytes]
+                    block.seal = cipher.seal(space.about(block.hash), payload, staging, space.slot_bytes)
+                    payloads[position] = stack.enter_context(staging[: space.slot_bytes])
+            self._payloads.write([block.start for block in blocks], payloads, space.block_bytes, space.slot_bytes)
+
+    def _opened(self, block: StoredBlock, into: memoryview, cipher: BlockCipher) -> BlockCorrupt | None:
+        """Fill `into` from ciphertext. Raises `OSError`."""
+        space = block.space
+        with cipher.staged(space.slot_bytes) as staging, staging[: space.slot_bytes] as slot:
+            self._payloads.read([block.start], [slot], space.block_bytes, space.slot_bytes)
+            try:
+                cipher.open(block.seal, space.about(block.hash), staging, into[: space.block_bytes])
+            except NotAuthentic as error:
+                self._lose(block, "not authentic")
+                return BlockCorrupt(f"block {block.hash.hex()[:12]} on disk is not authentic: {error}")
+        return self._verified(block, into)
+
+    def _masked(self, checksum: int, seal: bytes) -> int:
+        """As the record of ciphertext has it, and back."""
+        return self._files.cipher.masked(checksum, seal) if seal and self._files.cipher is not None else checksum
+
+    def _record_of(self, block: StoredBlock) -> BlockRecord:
+        space = block.space
+        return BlockRecord(
+            space.namespace,
+            block.hash,
+            block.start,
+            space.block_bytes,
+            space.block_tokens,
+            block.sequence,
+            block.used_at,
+            self._masked(block.checksum, block.seal),
+            space.name,
+            block.is_pinned,
+            block.seal,
+        )
 
     def _verified(self, block: StoredBlock, payload: memoryview) -> BlockCorrupt | None:
         space = block.space
@@ -700,22 +769,6 @@ class DiskStore:
         with self._lock:
             self.losses[kind] += 1
         self.drop(block.space, [block.hash])
-
-
-def _record_of(block: StoredBlock) -> BlockRecord:
-    space = block.space
-    return BlockRecord(
-        space.namespace,
-        block.hash,
-        block.start,
-        space.block_bytes,
-        space.block_tokens,
-        block.sequence,
-        block.used_at,
-        block.checksum,
-        space.name,
-        block.is_pinned,
-    )
 
 
 @contextlib.contextmanager

@@ -5,13 +5,36 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 
 
+class BlockCipher(Protocol):
+    """See `stores/cipher`, which needs a library that others do without."""
+
+    def staged(self, slot_bytes: int) -> AbstractContextManager[memoryview]: ...
+
+    def seal(self, about: bytes, payload: memoryview, staging: memoryview, slot_bytes: int) -> bytes: ...
+
+    def open(self, seal: bytes, about: bytes, staging: memoryview, into: memoryview) -> None: ...
+
+    def masked(self, checksum: int, seal: bytes) -> int: ...
+
+
+class NotAuthentic(Exception):
+    """A ciphertext that was made with another key, for another block, or not at all."""
+
+
 class Files:
-    """The operating system's files. Every method raises `OSError`; reads and writes are whole or raise. Thread-safe."""
+    """The operating system's files. Every method raises `OSError`; reads and writes are whole or raise. Thread-safe.
+
+    `cipher` is what a store on them seals its blocks with.
+    """
+
+    cipher: BlockCipher | None = None
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -29,7 +29,8 @@ _MAX_BLOCK_BYTES = 1 << 40
 _MAX_TOKENS = 1 << 20
 _MAX_START = 1 << 51  # beyond it lies no offset that a file can have
 MAX_COUNT = 1 << 62  # of `sequence` and `used_at`: what counts on from there never overflows
-_KNOWN_FLAGS = 1
+_PINNED, _SEALED = 1, 2
+_KNOWN_FLAGS = _PINNED | _SEALED
 
 HEADER_BYTES = 4096
 _HEADER_MAGIC = b"KVTIERDK"
@@ -49,6 +50,8 @@ class BlockRecord(NamedTuple):
     checksum: int
     name: str
     is_pinned: bool
+    seal: bytes = b""
+    """With what its ciphertext is opened; empty for a block that is no ciphertext."""
 
 
 class DamagedRecord:
@@ -70,8 +73,8 @@ def encode_block(record: BlockRecord, number: int) -> bytes:
         record.hash,
         record.checksum,
         record.name.encode()[:_MAX_NAME_BYTES],
-        int(record.is_pinned),
-        _PAD,
+        _PINNED * record.is_pinned | _SEALED * bool(record.seal),
+        record.seal or _PAD,
         0,
     )[:-8]
     return raw + struct.pack("<Q", xxhash.xxh3_64_intdigest(raw, number))
@@ -89,7 +92,7 @@ def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockReco
             yield None
         elif (
             magic != _RECORD_MAGIC
-            or pad != _PAD
+            or (pad == _PAD) == bool(flags & _SEALED)
             or not 0 < nbytes <= _MAX_BLOCK_BYTES
             or not 0 < tokens <= _MAX_TOKENS
             or start > _MAX_START
@@ -105,7 +108,17 @@ def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockReco
                 label = names[name] = name.rstrip(b"\0").decode(errors="replace")
             known = namespaces.setdefault(namespace, Namespace(namespace))  # one object for all its blocks
             yield BlockRecord(
-                known, BlockHash(key), start, nbytes, tokens, sequence, used_at, checksum, label, bool(flags & 1)
+                known,
+                BlockHash(key),
+                start,
+                nbytes,
+                tokens,
+                sequence,
+                used_at,
+                checksum,
+                label,
+                bool(flags & _PINNED),
+                pad if flags & _SEALED else b"",
             )
         first += RECORD_BYTES
 

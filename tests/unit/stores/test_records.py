@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import pytest
@@ -46,6 +47,7 @@ _records = st.builds(
     _u64,
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24),
     st.booleans(),
+    st.just(b"") | st.binary(min_size=36, max_size=36).filter(any),
 )
 
 
@@ -56,6 +58,13 @@ def test_records_come_back_as_they_were(records: list[BlockRecord | None]) -> No
     )
     assert len(raw) == len(records) * RECORD_BYTES
     assert _decode(raw) == records
+
+
+def test_a_record_without_a_seal_has_zeros_in_its_place_as_it_always_had() -> None:
+    raw = encode_block(_RECORD, 0)
+    assert raw[-44:-8] == bytes(36)
+    assert raw[-48:-44] == b"\1\0\0\0"
+    assert hashlib.sha256(raw).hexdigest() == "e6906aab5cf2e235875f83873872baa46cc369823328786a64af80ff614a1084"
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "é" * 100, "ü" + "€" * 60])

@@ -181,6 +181,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """When a block goes to disk: at once, or when it is first used again, which spares the SSD."""
     fsync: bool = False
     """Let flush wait for the device, so that a power cut loses nothing either."""
+    key_file: Path | None = None
+    """File with a key (32 bytes, or 64 hexadecimal digits): blocks on disk are encrypted."""
     disk_optional: bool = False
     """Start in memory when the folder cannot be used, and try it again."""
     max_leased: Size | None = None
@@ -216,7 +218,7 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
         if self.folder is None and self.disk:
             raise ConfigError("disk needs a folder to keep blocks in")
         if self.folder is None:
-            for name in ("disk_only", "fsync", "disk_optional"):
+            for name in ("disk_only", "fsync", "disk_optional", "key_file"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} is about the disk: give a folder and disk too")
         if self.tcp is not None and self.token_file is None and self.tenants is None:

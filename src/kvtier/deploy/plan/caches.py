@@ -37,7 +37,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         raise origin.wrong(place, f"disk must be at least {least}, not {given}", about="disk")
     token = read_secret(origin, place, "token_file", cache.token_file)
     secret = read_secret(origin, place, "tcp_secret_file", cache.tcp_secret_file)
-    for field in ("tenants", "tls_cert", "tls_key", "tls_client_ca"):
+    for field in ("tenants", "tls_cert", "tls_key", "tls_client_ca", "key_file"):
         require_file(origin, place, field, getattr(cache, field))
     addresses: dict[str, TcpAddress | None] = {
         field: _host_port(getattr(cache, field), field, place, origin) for field in ("tcp", "metrics")
@@ -69,6 +69,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
             stores_on=cache.store_on,
             keeps_memory=not cache.disk_only,
             needs_disk=not cache.disk_optional,
+            key_file=cache.key_file,
         )
     except ConfigError as error:
         raise origin.wrong(place, str(error)) from error
