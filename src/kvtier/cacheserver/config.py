@@ -27,7 +27,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
     is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
-    With `key_file`, whoever makes the server gives it files that seal blocks under the key in it (`stores/cipher`).
+    With `key_file`, blocks on disk are sealed under the key in it (`stores/cipher`).
     With `needs_disk`, a folder that cannot be used is an error at start; without, the server starts in memory.
     """
 

@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
+from kvtier.stores.cipher import sealing_files
 from kvtier.stores.files import Files
 from kvtier.transport.listening import UnixListener, listen_tcp
 from kvtier.wire import messages as wire
@@ -43,8 +44,10 @@ class CacheServer:
     def __init__(self, config: CacheServerConfig, *, files: Files | None = None) -> None:
         """Raises `ConfigError`, with nothing left behind, when an address or a certificate cannot be used.
 
-        `files` is what the disk store works on, unless it is the operating system's.
+        `files` is what the disk store works on, unless it is the operating system's, sealed with the key if there is
+        one.
         """
+        files = sealing_files(config.key_file) if files is None else files
         self._config = config
         self._started_at = time.time()
         self._guests = Guests(config.max_connections)

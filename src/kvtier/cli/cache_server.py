@@ -16,7 +16,6 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size, parse_size
-from kvtier.stores.cipher import sealing_files
 from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from kvtier.transport.listening import is_own_folder, make_private_folder
 
@@ -241,7 +240,7 @@ def cache_server(
             needs_disk=not disk_optional,
             key_file=encryption_key_file,
         )
-        server = CacheServer(config, files=sealing_files(encryption_key_file))
+        server = CacheServer(config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")

@@ -22,7 +22,6 @@ from kvtier.cacheserver.server import CacheServer
 from kvtier.deploy.plan.parts import CachePart, EnginePart, HttpPart, decode_part
 from kvtier.deploy.run.reports import Failed, Ready, Reporter
 from kvtier.errors import KvtierError
-from kvtier.stores.cipher import sealing_files
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_cache(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
     part = decode_part(settings, CachePart)
-    server = CacheServer(part.server, files=sealing_files(part.server.key_file))
+    server = CacheServer(part.server)
     reporter.tell(Ready({"tcp_port": server.tcp_port, "metrics_port": server.metrics_port}))
     signal.sigwait(_SIGNALS)
     logger.info("stopping")
