@@ -71,7 +71,7 @@ def questions() -> list[Question]:
         Question(other, asking(n=3, temperature=1.0, seed=4)),
         Question(other[:1], asking(logprobs=3)),
         Question(other[:16], asking(ignore_eos=False, stop_token_ids=tuple(range(0, 60)))),
-        Question(other[:17], asking(stop_token_ids=tuple(range(0, 300)), min_tokens=9)),
+        Question(other[:17], asking(stop_token_ids=tuple(range(256)), min_tokens=9)),
         Question(trunk, asking(max_tokens=1)),
     ]
 
