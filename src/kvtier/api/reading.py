@@ -9,6 +9,7 @@ made of a body it gives back encoded: the HTTP server passes prompts on without 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import socket
 import sys
@@ -51,6 +52,8 @@ KINDS: Mapping[str, _Read] = {
 }
 
 _MAX_MEMORY_BYTES = 4 << 30
+_NICENESS = 10
+"""Where processors are few, engines and streams come first."""
 
 
 class _Snapshot:
@@ -93,6 +96,7 @@ def _refused(error: HttpError) -> BodyRefused:
 
 
 def main(arguments: Sequence[str]) -> None:
+    os.nice(_NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
