@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, TierFull, TierRefused
+from kvtier.stores.cipher import BlockCipher, SealingFiles
 from kvtier.stores.disk import DiskStore
 from kvtier.stores.records import (
     HEADER_BYTES,
@@ -34,6 +35,8 @@ from tests.support.store_building import (
     write,
 )
 
+pytest.importorskip("cryptography")
+_KEY = bytes(range(32))
 _NUM_CASES = 600
 _NUMBERS = range(60)
 _LARGE_NUMBERS = range(1000, 1020)
@@ -58,10 +61,14 @@ _EDGES = (
 )
 
 
+def _sealing(key: bytes) -> SealingFiles:
+    return SealingFiles(BlockCipher(key))
+
+
 def _crafted(rng: random.Random, record: BlockRecord, others: list[BlockRecord]) -> BlockRecord:
     """A record whose own checksum is right, and which says something else than it did."""
     other = rng.choice(others)
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0:
             return record._replace(sequence=rng.choice(_EDGES))
         case 1:
@@ -78,6 +85,8 @@ def _crafted(rng: random.Random, record: BlockRecord, others: list[BlockRecord])
             return record._replace(name=rng.choice(("\x1b[2J", "é" * 48, "\0a")), is_pinned=True)
         case 7:
             return record._replace(checksum=rng.choice((0, 2**64 - 1, other.checksum)))
+        case 8:
+            return record._replace(seal=rng.choice((b"", rng.randbytes(36), other.seal)))
     return other._replace(start=record.start)
 
 
@@ -141,37 +150,40 @@ def _use(store: DiskStore) -> None:
     store.flush(fsync=False)
 
 
-def _try(base: Path, folder: Path, seed: int) -> None:
+def _try(bases: dict[str, Path], folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(base, folder)
+    shutil.copytree(bases[rng.choice(("plain", "plain", "sealed"))], folder)
+    files = _sealing(rng.choice((_KEY, _KEY, bytes(32)))) if rng.random() < 0.4 else None
     for _ in range(rng.randrange(1, 4)):
         if (folder / RECORDS_NAME).is_file() and (folder / DATA_NAME).is_file():
             rng.choice((_craft, _damage))(rng, folder)
     space_bytes = rng.choice((4 * MIB, MIB // 2, 64 * MIB))
     with told(seed, space_bytes):
         for _ in range(2):
-            with contextlib.suppress(ConfigError), opened(folder, space_bytes) as store:
+            with contextlib.suppress(ConfigError), opened(folder, space_bytes, files) as store:
                 with contextlib.suppress(TierRefused):
                     _use(store)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "store"
-    with opened(folder) as store:
-        write(store, space_of(store), _NUMBERS)
-        write(store, space_of(store, 4 * UNIT, OTHER_NAMESPACE), _LARGE_NUMBERS)
-    return folder
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two stores with the same blocks, of which one is ciphertext."""
+    folder = tmp_path_factory.mktemp("bases")
+    for name, files in (("plain", None), ("sealed", _sealing(_KEY))):
+        with opened(folder / name, files=files) as store:
+            write(store, space_of(store), _NUMBERS)
+            write(store, space_of(store, 4 * UNIT, OTHER_NAMESPACE), _LARGE_NUMBERS)
+    return {name: folder / name for name in ("plain", "sealed")}
 
 
 @pytest.mark.scaled
-def test_any_folder_opens_and_gives_no_wrong_byte(base: Path, tmp_path: Path) -> None:
+def test_any_folder_opens_and_gives_no_wrong_byte(bases: dict[str, Path], tmp_path: Path) -> None:
     for seed in seeds(_NUM_CASES):
-        _try(base, tmp_path / "store", seed)
+        _try(bases, tmp_path / "store", seed)
 
 
 @pytest.mark.soak
-def test_any_of_many_folders_opens_and_gives_no_wrong_byte(base: Path, tmp_path: Path) -> None:
+def test_any_of_many_folders_opens_and_gives_no_wrong_byte(bases: dict[str, Path], tmp_path: Path) -> None:
     for seed in range(_NUM_CASES, SOAK_TIMES * _NUM_CASES):
-        _try(base, tmp_path / "store", seed)
+        _try(bases, tmp_path / "store", seed)

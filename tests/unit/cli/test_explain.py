@@ -9,12 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.cli.explain import ModelOptions, _token_ids
+from kvtier.cli.explain import ModelOptions, _table, _token_ids
 from kvtier.cli.main import main
 from kvtier.errors import ConfigError
 from kvtier.models.loading import load_model
 from kvtier.models.tokenizer import Tokenizer
 from kvtier.testing.tiny_models import save_tiny_model
+from kvtier.tiers.explanation import Explanation, MatchEnd
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,22 @@ def test_help_shows_both_ways_to_ask() -> None:
 
     assert "kvtier explain --server unix:/tmp/kvtier.sock REQUEST_ID" in help_text
     assert "kvtier explain --model FOLDER --prompt" in help_text
+
+
+def test_what_an_explanation_says_is_shown_and_not_obeyed() -> None:
+    explanation = Explanation(
+        request_id="\x1b[2J1",
+        model="m\x07",
+        namespace="ab",
+        prompt_tokens=4,
+        block_tokens=16,
+        cached_tokens={"\x1b[31mhost": 2},
+        ended_at_tokens=2,
+        reason=MatchEnd.NEVER_STORED,
+        tier="\u202ereversed",
+        detail="one\r\ntwo",
+    )
+    shown = _table(explanation)
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert "\\x1b[2J1" in shown
+    assert "one\\r\\ntwo" in shown

@@ -96,3 +96,10 @@ def test_a_log_that_nobody_reads_stops_nobody() -> None:
 
     log.line("engine", "ready")
     log.plain("ready after 3 s")
+
+
+def test_what_a_client_has_put_into_a_line_is_shown_and_not_obeyed() -> None:
+    stream = io.StringIO()
+    DeploymentLog(stream, ["http"]).line("http", "a\tb \x1b[33mwarning\x1b[0m \x1b]0;title\x07\u202e")
+
+    assert stream.getvalue().endswith("| a\tb warning \\x1b]0;title\\x07\\u202e\n")
