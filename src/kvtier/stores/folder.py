@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 _LOCK_NAME = "lock"
 _OWN_NAMES = (PAYLOADS_NAME, RECORDS_NAME)
 _MAP_SHARE = 256
-MIN_FILE_BYTES = HEADER_BYTES + SMALL_STEP_BYTES + 2 * UNIT_BYTES
+_LEAST_MAPS_BYTES = 2 * UNIT_BYTES
+"""Each of the two files may need a block for its map, once it lies in several pieces."""
+MIN_FILE_BYTES = HEADER_BYTES + SMALL_STEP_BYTES + UNIT_BYTES + _LEAST_MAPS_BYTES
 
 
 def holds_store(folder: Path) -> bool:
@@ -65,7 +67,7 @@ def room_in(folder: Path, file_space: int) -> int:
         raise ConfigError(
             f"other files in {folder} take {format_size(others)} of the {format_size(file_space)} allowed"
         )
-    return (room - max(UNIT_BYTES, room // _MAP_SHARE)) // UNIT_BYTES * UNIT_BYTES
+    return (room - max(_LEAST_MAPS_BYTES, room // _MAP_SHARE)) // UNIT_BYTES * UNIT_BYTES
 
 
 def space_of(folder: Path) -> int:
