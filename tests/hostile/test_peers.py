@@ -210,6 +210,7 @@ def test_metrics_outlive_what_is_no_request(request_bytes: bytes) -> None:
             assert response.status == 200
 
 
+@pytest.mark.slow
 def test_a_get_that_is_hardly_read_ends_and_gives_its_blocks_back() -> None:
     options = ("--lease-timeout", "1", "--max-frame", "64MiB")
     with cache_server(*options, tcp=True, memory="64MiB") as server, open_client(server.unix) as local:

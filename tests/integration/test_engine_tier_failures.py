@@ -24,6 +24,7 @@ from kvtier import LLM
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.engine.answer import RequestOutput
+from kvtier.errors import TierRefused
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
@@ -517,7 +518,8 @@ def test_a_full_disk_changes_no_answer(model: Path, expected: list[RequestOutput
             for _ in range(3):
                 _answered(llm, ASKED, expected)
                 settled(llm)
-            _flushed(llm)
+            with contextlib.suppress(TierRefused):  # it says how many blocks found no room, if some did not
+                _flushed(llm)
             assert_nothing_held(llm)
     finally:
         subprocess.run(["umount", str(mount)], check=True)
