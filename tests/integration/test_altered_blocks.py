@@ -6,8 +6,12 @@ a checksum before it is committed, and what leaves this host's memory is compare
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
@@ -53,7 +57,8 @@ def test_what_came_over_tcp_and_was_altered_goes_to_nobody() -> None:
         wait_until(lambda: remote.contains(HASHES) == [True, False, True, True])
 
 
-def test_what_was_altered_is_not_stored(tmp_path: Path) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CacheServer]:
     """Blocks are written when they are used again, so that there is time to alter one before."""
     config = CacheServerConfig(
         memory_bytes=1 << 20,
@@ -64,23 +69,44 @@ def test_what_was_altered_is_not_stored(tmp_path: Path) -> None:
     )
     server = CacheServer(config)
     try:
-        with open_client(f"unix:{tmp_path / 'socket'}") as local:
-            local.set(HASHES, payloads(HASHES))
-            (space,) = server.catalog._namespaces
-            offset = space.index.blocks[HASHES[2]].start * SLOT_ALIGN_BYTES
-            local.arena.view(offset, 5)[:] = b"wrong"
-
-            with local.match(HASHES):
-                pass
-            local.flush()
-
-            assert local.stats()["altered_blocks"] == 1
-            assert [flags & LISTED_DISK for flags in local.presence(NAMESPACE, HASHES)] == [
-                LISTED_DISK,
-                LISTED_DISK,
-                0,
-                LISTED_DISK,
-            ]
-            assert read_all(local, HASHES) == payloads(HASHES[:2])
+        yield server
     finally:
         server.close()
+
+
+def test_a_table_that_processes_write_to_all_the_time_is_none_of_these(server: CacheServer, tmp_path: Path) -> None:
+    """It has the namespace's own digest for a hash."""
+    table = [BlockHash(NAMESPACE)]
+    with open_client(f"unix:{tmp_path / 'socket'}") as local:
+        local.set(table, payloads(table))
+        for word in (b"once", b"more"):
+            with local.match(table) as lease:
+                local.arena.view(lease.offsets[0], 4)[:] = word
+            local.flush()
+            (space,) = server.catalog._namespaces
+            server.catalog.blocks.store_again(space, table)
+        local.flush()
+
+        assert local.stats()["altered_blocks"] == 0
+        assert local.contains(table) == [True]
+
+
+def test_what_was_altered_is_not_stored(server: CacheServer, tmp_path: Path) -> None:
+    with open_client(f"unix:{tmp_path / 'socket'}") as local:
+        local.set(HASHES, payloads(HASHES))
+        (space,) = server.catalog._namespaces
+        offset = space.index.blocks[HASHES[2]].start * SLOT_ALIGN_BYTES
+        local.arena.view(offset, 5)[:] = b"wrong"
+
+        with local.match(HASHES):
+            pass
+        local.flush()
+
+        assert local.stats()["altered_blocks"] == 1
+        assert [flags & LISTED_DISK for flags in local.presence(NAMESPACE, HASHES)] == [
+            LISTED_DISK,
+            LISTED_DISK,
+            0,
+            LISTED_DISK,
+        ]
+        assert read_all(local, HASHES) == payloads(HASHES[:2])

@@ -309,7 +309,7 @@ class Catalog:
     def uncommitted(
         self, client: ServedClient, number: int, first: int, count: int
     ) -> list[tuple[MemorySpace, MemoryBlock]]:
-        """Blocks of a reservation that are not committed, while it lasts."""
+        """Blocks of a reservation that are not committed, while it lasts; of those that nobody writes to later."""
         with self._lock:
             claim = client.reservations.get(number)
             blocks = [] if claim is None else claim.part(first, count)
@@ -317,6 +317,7 @@ class Catalog:
                 (claim.space, block)
                 for block in blocks
                 if claim is not None and isinstance(block, MemoryBlock) and not block.is_ready
+                if not claim.space.is_table(block)
             ]
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:

@@ -246,7 +246,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             ]
             altered = []
             for block, found in zip(blocks, checksums, strict=True):
-                if block.checksum is None:
+                if block.checksum is None or space.is_table(block):
                     block.checksum = found
                 elif block.checksum != found:
                     altered.append(block)

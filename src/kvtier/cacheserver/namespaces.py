@@ -63,6 +63,13 @@ class MemorySpace:
         self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES, tenant.memory, hash(namespace))
         self.num_users = 0
 
+    def is_table(self, block: Block) -> bool:
+        """It is no prompt's block, but one that processes of this host write to all the time (`vineyard/recency`).
+
+        Such a one has the namespace's own digest for a hash, which no prompt has.
+        """
+        return bytes(block.hash) == self.namespace
+
 
 class Namespaces:
     """Every namespace that is in use or has blocks in memory. A number is never given twice."""
