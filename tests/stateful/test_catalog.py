@@ -79,7 +79,7 @@ class Client:
 class CatalogAgainstModel(RuleBasedStateMachine):
     """`loans` are references beside the holds: blocks being sent (`borrow`) or received into (`fill`).
 
-    `evicted` are hashes that left without being dropped; in this test they mean the same in every namespace.
+    `evicted` are hashes that left without being dropped, with their namespaces.
     """
 
     clients = Bundle("clients")
@@ -99,8 +99,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         self.everyone: list[Client] = []
         self.opened: dict[Namespace, tuple[MemorySpace, int]] = {}
         self.loans: Counter[Block] = Counter()
-        self.ready: set[tuple[int, BlockHash]] = set()
-        self.evicted: set[BlockHash] = set()
+        self.ready: set[tuple[Namespace, BlockHash]] = set()
+        self.evicted: set[tuple[Namespace, BlockHash]] = set()
 
     # --- clients and namespaces ------------------------------------------------------------------------------------
 
@@ -189,7 +189,11 @@ class CatalogAgainstModel(RuleBasedStateMachine):
             ender = hashes[num_ready]
             is_pending = space.index.presence(ender) is Presence.PENDING
             assert outcome.ended == (
-                MatchEnd.PENDING if is_pending else MatchEnd.EVICTED if ender in self.evicted else MatchEnd.NEVER_STORED
+                MatchEnd.PENDING
+                if is_pending
+                else MatchEnd.EVICTED
+                if (space.namespace, ender) in self.evicted
+                else MatchEnd.NEVER_STORED
             )
             flags = self.catalog.presence(space.namespace, [ender])[0]
             assert match_end_of(flags) == outcome.ended
@@ -288,7 +292,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
 
     @rule(blocks=consumes(filling))
     def commit_filled(self, blocks: list[Block]) -> None:
-        space = MemorySpace(0, Namespace(bytes(32)), "", 4096, 16)  # only a disk would ask for it
+        namespace = Namespace(bytes(32))  # only a disk would ask for it
+        space = MemorySpace(0, self.catalog.tenants.owner, namespace, namespace, "", 4096, 16)
         assert self.catalog.commit_filled(space, blocks) <= len(blocks)
         self.loans.subtract(blocks)
 
@@ -330,8 +335,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         known = [name for name in hashes or NAMES if name in space.index.blocks]
         assert self.catalog.drop(space, hashes) == len(known)
         assert not any(name in space.index.blocks for name in known)
-        self.ready -= {(space.number, name) for name in known}
-        self.evicted -= {*hashes, *known}
+        self.ready -= {(space.namespace, name) for name in known}
+        self.evicted -= {(space.namespace, name) for name in (*hashes, *known)}
 
     @rule(seconds=st.sampled_from([0.5, 5.0, LEASE_TIMEOUT_S, LEASE_TIMEOUT_S + 1]))
     def time_passes(self, seconds: float) -> None:
@@ -354,12 +359,12 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         """Keeps the model; the law is checked by `lease`."""
         before = self.ready
         self.ready = {
-            (space.number, block.hash)
+            (space.namespace, block.hash)
             for space in self.catalog._namespaces
             for block in space.index.blocks.values()
             if block.is_ready
         }
-        self.evicted |= {block_hash for _, block_hash in before - self.ready}
+        self.evicted |= before - self.ready
 
     # --- laws ------------------------------------------------------------------------------------------------------
 
