@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.config import CacheServerConfig
@@ -18,7 +19,7 @@ from kvtier.cacheserver.server import CacheServer
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
 from kvtier.wire.messages import LISTED_DISK
-from tests.support.actors import NAMESPACE, chain, open_client, payloads, read_all
+from tests.support.actors import LAYOUT, NAMESPACE, chain, open_client, payloads, read_all
 from tests.support.waiting import wait_until
 
 HASHES = chain(1, 4)
@@ -55,6 +56,28 @@ def test_what_came_over_tcp_and_was_altered_goes_to_nobody() -> None:
 
         assert [bytes(view) for _, view in remote.stream_get(HASHES)] == payloads(HASHES[:1])
         wait_until(lambda: remote.contains(HASHES) == [True, False, True, True])
+
+
+def test_what_is_a_tenants_and_was_altered_goes_to_nobody(tmp_path: Path) -> None:
+    """Its blocks have a checksum under the name the tenant knows, made when they first leave."""
+    file = tmp_path / "tenants.toml"
+    file.write_text('[alice]\ntoken = "the secret of alice"\n')
+    with (
+        cache_server("--tenants", str(file), tcp=True) as server,
+        open_client(server.tcp, "the secret of alice") as alice,
+        open_client(server.unix) as owner,
+    ):
+        alice.set(HASHES, payloads(HASHES))
+        kept = next(known.namespace for known in owner.namespaces() if known.tenant == "alice")
+        with (
+            kvtier.connect(server.unix, layout=LAYOUT, namespace=kept) as vandal,
+            vandal.match(HASHES) as lease,
+        ):
+            vandal.arena.view(lease.offsets[2], 5)[:] = b"wrong"
+
+        assert read_all(alice, HASHES) in (payloads(HASHES)[:n] for n in range(3))
+        wait_until(lambda: owner.stats()["altered_blocks"] == 1)
+        assert alice.contains(HASHES) == [True, True, False, True]
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def payload_of(name: str, block_hash: BlockHash) -> bytes:
 
 
 class Tenants(RuleBasedStateMachine):
-    """`kept` is what each tenant has stored and nobody but itself may have removed, the coldest first."""
+    """Two tenants over TCP; a tenant within its share loses nothing to the others."""
 
     def __init__(self) -> None:
         super().__init__()

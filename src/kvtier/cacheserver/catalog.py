@@ -24,7 +24,7 @@ from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
 from kvtier.wire.messages import LISTED_DISK, LISTED_EVICTED, LISTED_PENDING
 
-_MAX_AT_ONCE = 1 << 14
+MAX_AT_ONCE = 1 << 14
 """Blocks that are looked at under one hold of the lock: some milliseconds."""
 _PAUSE_S = 0.0001
 
@@ -152,7 +152,7 @@ class Catalog:
         self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes, *, is_lazy: bool = False
     ) -> LeaseOutcome:
         """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, what of it is in memory."""
-        before = self._lease_beginning(client, number, space, hashes) if len(hashes) > _MAX_AT_ONCE else []
+        before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
             try:
                 max_blocks = max(0, client.blocks_left(number, space) - len(before))
@@ -175,10 +175,10 @@ class Catalog:
     def _lease_beginning(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> list[Block]:
         """Reference what is in memory of a huge prompt, but for its end, in pieces: others are served in between."""
         blocks: list[Block] = []
-        for first in range(0, len(hashes) - _MAX_AT_ONCE, _MAX_AT_ONCE):
+        for first in range(0, len(hashes) - MAX_AT_ONCE, MAX_AT_ONCE):
             with self._lock:
                 max_blocks = 0 if client.is_gone else client.blocks_left(number, space) - len(blocks)
-                wanted = hashes[first : first + _MAX_AT_ONCE]
+                wanted = hashes[first : first + MAX_AT_ONCE]
                 found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks))
             blocks += found
             if len(found) < len(wanted):
@@ -203,15 +203,15 @@ class Catalog:
     def release(self, client: ServedClient, number: int) -> None:
         with self._lock:
             claim = client.leases.get(number)
-            if claim is None or len(claim.blocks) <= _MAX_AT_ONCE:
+            if claim is None or len(claim.blocks) <= MAX_AT_ONCE:
                 self._end_claim(client, client.leases, number)
                 return
             client.take(client.leases, number)
         blocks = claim.blocks
         while blocks:  # from the end on, which is to be the coldest; others are served in between
             with self._lock:
-                self.blocks.free(blocks[-_MAX_AT_ONCE:])
-            del blocks[-_MAX_AT_ONCE:]
+                self.blocks.free(blocks[-MAX_AT_ONCE:])
+            del blocks[-MAX_AT_ONCE:]
             time.sleep(_PAUSE_S)
         with self._lock:
             self._namespaces.forget_if_empty(claim.space)
@@ -279,7 +279,8 @@ class Catalog:
             return grant, ""
         if len(grant.blocks) == max_blocks:
             limit = format_size(self._held_units_per_client * SLOT_ALIGN_BYTES)
-            return grant, f"this client may hold at most {limit} at once"
+            whose = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
+            return grant, f"this client may hold at most {limit} at once{whose}"
         total = format_size(self._pool.num_units * SLOT_ALIGN_BYTES)
         return grant, f"all of the server's {total} is leased, pinned or being written"
 

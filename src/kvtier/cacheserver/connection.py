@@ -22,6 +22,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.admin_requests import AdminRequests
+from kvtier.cacheserver.catalog import MAX_AT_ONCE
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
@@ -56,11 +57,9 @@ _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
 _MAX_NAME_CHARS = 256
 _MAX_SUSPECTS = 64
-_MAX_AT_ONCE = 1 << 14
 _FEW_HASHES = 1024
 _PIECE_HASHES = 256
 _PIECE_PAUSE_S = 0.0003
-_MAX_LISTED = 1 << 18
 
 
 class ClientRequests:
@@ -203,7 +202,7 @@ class ClientRequests:
         first = 0
         is_last = False
         while not is_last:
-            wanted = split_hashes(request.hashes[first * HASH_BYTES : (first + _MAX_AT_ONCE) * HASH_BYTES])
+            wanted = split_hashes(request.hashes[first * HASH_BYTES : (first + MAX_AT_ONCE) * HASH_BYTES])
             blocks, is_all = self._catalog.borrow(space, wanted, frame_blocks, self._tenant)
             is_all = is_all and (len(blocks) < len(wanted) or first + len(wanted) == num_hashes)
             try:
@@ -267,7 +266,7 @@ class ClientRequests:
     @contextlib.contextmanager
     def _split(self, joined: bytes) -> Iterator[list[BlockHash]]:
         """Hashes to work with. Many take memory and the interpreter's time: one such list at a time."""
-        if len(joined) <= _MAX_AT_ONCE * HASH_BYTES:
+        if len(joined) <= MAX_AT_ONCE * HASH_BYTES:
             yield split_hashes(joined)
             return
         with self._context.bulk:
@@ -357,7 +356,10 @@ def _checksum(called: Namespace, space: MemorySpace, block: Block, view: memoryv
     assert isinstance(block, MemoryBlock)
     if called != space.namespace:
         if block.called_checksum is None:
-            block.called_checksum = checksum_of(called, block.hash, view)
+            found = checksum_of(called, block.hash, view)
+            if block.checksum not in (None, checksum_of(space.namespace, block.hash, view)):
+                return found ^ 1  # somebody has written to it: the client sees that, and has us look
+            block.called_checksum = found
         return block.called_checksum
     if block.checksum is None:
         block.checksum = checksum_of(space.namespace, block.hash, view)
@@ -391,6 +393,10 @@ class ServedConnection:
 
     def start(self) -> None:
         self._thread.start()
+
+    def discard(self) -> None:
+        """Close it before it began."""
+        self._stream.close()
 
     def end_if_unknown(self) -> None:
         """Shut down if what it was let in by is not valid any more."""
@@ -496,6 +502,8 @@ class ServedConnection:
         context = self._context
         context.guests.let_in(self, tenant)
         self._let_in_by = (tenant, credential)
+        if not context.catalog.tenants.still_knows(tenant, credential):  # the file was read again meanwhile
+            raise TierRefused("the token or certificate is not known any more")
         if tenant.name:
             self._peer = f"the tenant {tenant.name} ({self._peer})"
         pid, pidfd = peer_process(self._sock) if self.is_unix else (None, None)

@@ -121,8 +121,7 @@ class LastWords:
         """Takes over `sock`. A peer that does not listen misses the words."""
         with contextlib.suppress(OSError, ValueError):
             sock.setblocking(False)
-            if words:
-                sock.send(words)
+            sock.send(words)
             sock.shutdown(socket.SHUT_WR)
         with self._lock:
             self._leaving.append((self._clock() + _LAST_WORDS_S, sock))

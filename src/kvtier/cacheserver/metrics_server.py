@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 import threading
@@ -15,6 +16,8 @@ from prometheus_client.exposition import choose_encoder
 from kvtier.errors import ConfigError
 from kvtier.transport.address import TcpAddress
 from kvtier.transport.listening import listen_tcp
+
+logger = logging.getLogger(__name__)
 
 _MAX_PEERS = 32
 _MAX_HEAD_BYTES = 16 << 10
@@ -101,6 +104,9 @@ class MetricsServer:
         except BlockingIOError:
             pass
         except OSError:
+            self._leave(peer)
+        except Exception:  # of something that counts: the next scrape is answered all the same
+            logger.exception("metrics could not be collected, by a bug of ours")
             self._leave(peer)
 
     def _read(self, peer: _Peer) -> None:

@@ -251,15 +251,18 @@ class CacheServer:
                 connection.start()
             except BaseException:
                 self._guests.leave(connection)
+                connection.discard()
                 raise
             if self._context.is_stopping.is_set():
                 connection.shut_down()
             return
         self._metrics.refusals.labels(kind="connections").inc()
         self._context.log.warning("connections", "connection refused: %s", sentence)
-        # Whoever comes next must not wait until this peer has listened. In TLS it would have to be let in first.
-        words = b"" if tls is not None else encode_frame(0, wire.encode(wire.Failure("refused", sentence)))
-        self._last_words.say(sock, words)
+        if tls is not None:  # it would have to be let in before it could be told
+            connection.discard()
+            return
+        # Whoever comes next must not wait until this peer has listened.
+        self._last_words.say(sock, encode_frame(0, wire.encode(wire.Failure("refused", sentence))))
 
     def _touch_memory(self) -> None:
         """Make every page resident, so that no first write pays for it."""

@@ -246,7 +246,10 @@ class Tenants:
             self._tenants = {}
             for name, section in sections.items():
                 tenant = known.pop(name, None)
-                if tenant is None or tenant.sees_all != section.admin:
+                if tenant is not None and tenant.sees_all != section.admin:
+                    tenant.memory.quota = tenant.disk.quota = 0  # what it has stays until room is needed
+                    tenant = None
+                if tenant is None:
                     tenant = Tenant(name, sees_all=section.admin)
                 self._tenants[name] = tenant
                 self._set_limits(tenant, section)
@@ -275,7 +278,7 @@ class Tenants:
             total = sum(_size(getattr(section, what)) for section in sections.values())
             if total > limit:
                 raise ConfigError(
-                    f"the tenants of {self._file} are promised {format_size(total)} of {what}, more than the server's "
+                    f"the tenants of {self._file} are promised {format_size(total)} of {what}, and the server has "
                     f"{format_size(limit) if limit else 'none'}"
                 )
 

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore, StoreSpace
-from kvtier.stores.folder import holds_sealed, holds_store, space_of
+from kvtier.stores.folder import holds_store, space_of
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _VERIFY_BLOCKS = 16
@@ -134,8 +134,6 @@ def _opened(folder: Path | None, reach: Reach) -> Iterator[list[_Cached]]:
                     raise ConfigError("give --folder or --server, not both")
                 if not holds_store(folder):
                     raise ConfigError(f"there is no KV cache in {folder}")
-                if holds_sealed(folder):
-                    raise ConfigError(f"the blocks in {folder} are encrypted: ask the server that has the key")
                 store = stack.enter_context(contextlib.closing(DiskStore(folder, space_of(folder))))
                 for kind, count in store.losses.items():
                     click.echo(f"lost: {count} ({kind})", err=True)

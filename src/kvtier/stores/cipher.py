@@ -20,21 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.memory import aead
 from kvtier.stores.files import Files, NotAuthentic
-
-try:
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    _HAS_CRYPTOGRAPHY = hasattr(AESGCM, "encrypt_into")
-except ModuleNotFoundError:  # without the extra `encryption`
-    _HAS_CRYPTOGRAPHY = False
 
 SEAL_BYTES = 36
 _SEAL = struct.Struct("<12sQ16s")
 """Salt, count, tag."""
 _KEY_BYTES = 32
-_TAG_BYTES = 16
+_TAG_BYTES = aead.TAG_BYTES
 _PAGE_BYTES = 4096
 _MAX_KEY_FILE_BYTES = 4096
 _MAX_SALTS = 1024
@@ -47,7 +40,7 @@ class _Derived:
         def derived(use: bytes) -> bytes:
             return hmac.digest(key, b"kvtier disk 1 " + use + salt, "sha256")
 
-        self.aead = AESGCM(derived(b"payload"))
+        self.aead = aead.AESGCM(derived(b"payload"))
         self.mask_key = derived(b"checksum")
 
 
@@ -56,8 +49,7 @@ class BlockCipher:
 
     def __init__(self, key: bytes) -> None:
         """Raises `ConfigError` without the library, or for a key of another length."""
-        if not _HAS_CRYPTOGRAPHY:
-            raise ConfigError("encryption needs cryptography 47 or newer: pip install 'kvtier[encryption]'")
+        aead.require_aead()
         if len(key) != _KEY_BYTES:
             raise ConfigError(f"an encryption key has {_KEY_BYTES} bytes, not {len(key)}")
         self._key = key
@@ -83,8 +75,7 @@ class BlockCipher:
         """Ciphertext of `payload` into `staging`, zeros behind it up to a slot; returns what its record must keep."""
         nbytes = len(payload)
         salt, count = self._salt, next(self._counts)
-        aead = self._derived(salt).aead
-        aead.encrypt_into(_nonce(count), payload, about, staging[: nbytes + _TAG_BYTES])
+        self._derived(salt).aead.encrypt_into(_nonce(count), payload, about, staging[: nbytes + _TAG_BYTES])
         tag = bytes(staging[nbytes : nbytes + _TAG_BYTES])
         staging[nbytes : slot_bytes + _TAG_BYTES] = bytes(slot_bytes + _TAG_BYTES - nbytes)
         return _SEAL.pack(salt, count, tag)
@@ -96,7 +87,7 @@ class BlockCipher:
         staging[nbytes : nbytes + _TAG_BYTES] = tag
         try:
             self._derived(salt).aead.decrypt_into(_nonce(count), staging[: nbytes + _TAG_BYTES], about, into)
-        except InvalidTag as error:
+        except aead.InvalidTag as error:
             raise NotAuthentic("it was written with another key, or changed") from error
 
     def masked(self, checksum: int, seal: bytes) -> int:

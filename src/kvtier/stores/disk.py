@@ -440,13 +440,18 @@ class DiskStore:
         return Recovery(len(blocks), dict(self.losses))
 
     def _of_our_kind(self, found: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
-        """Without ciphertext if there is no key, and ciphertext alone if there is one; the others are forgotten."""
+        """Ciphertext alone with a key, and none without one; the others are forgotten.
+
+        Raises `ConfigError` when all is ciphertext and there is no key: that is a mistake, and nothing is lost yet.
+        """
         is_sealing = self._files.cipher is not None
         ours = {
             number: record
             for number, record in found.items()
             if bool(record.seal) == is_sealing and (not is_sealing or record.block_bytes <= _MAX_SEALED_BYTES)
         }
+        if not is_sealing and found and not ours:
+            raise ConfigError(f"the blocks in {self.folder} are encrypted: their server needs the key file")
         if num_others := len(found) - len(ours):
             self.losses["not encrypted" if is_sealing else "encrypted"] += num_others
             if is_sealing:

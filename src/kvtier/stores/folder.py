@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 from kvtier.stores.files import Files, is_file_of
 from kvtier.stores.payload_file import PAYLOADS_NAME
-from kvtier.stores.record_file import RECORDS_NAME, SMALL_STEP_BYTES, RecordFile, read_version
+from kvtier.stores.record_file import RECORDS_NAME, SMALL_STEP_BYTES, read_version
 from kvtier.stores.records import FORMAT_VERSION, HEADER_BYTES, UNIT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -28,15 +28,6 @@ MIN_FILE_BYTES = HEADER_BYTES + SMALL_STEP_BYTES + UNIT_BYTES + _LEAST_MAPS_BYTE
 def holds_store(folder: Path) -> bool:
     """A store has written into `folder`."""
     return (folder / RECORDS_NAME).is_file()
-
-
-def holds_sealed(folder: Path) -> bool:
-    """Some of the blocks in a folder that nobody uses are encrypted."""
-    records = RecordFile(folder / RECORDS_NAME, Files())
-    try:
-        return any(record.seal for record in records.read()[0].values())
-    finally:
-        records.close()
 
 
 def take_folder(folder: Path) -> int:

@@ -125,18 +125,26 @@ def test_a_ciphertext_is_bound_to_what_it_is_about() -> None:
     assert into == b"x" * 100
 
 
-@pytest.mark.parametrize(("first", "then", "kind"), [(None, _KEY, "not encrypted"), (_KEY, None, "encrypted")])
-def test_blocks_of_the_other_kind_are_misses_and_counted(
-    tmp_path: Path, first: bytes | None, then: bytes | None, kind: str
-) -> None:
-    with opened(tmp_path, files=first and _sealing(first)) as store:
+def test_blocks_of_before_there_was_a_key_are_misses_and_counted(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
         write(store, space_of(store), range(10))
-    with opened(tmp_path, files=then and _sealing(then)) as store:
+    with opened(tmp_path, files=_sealing()) as store:
         space = space_of(store)
         assert read_rightly(store, space, range(10)) == set()
-        assert store.losses == {kind: 10}
+        assert store.losses == {"not encrypted": 10}
         write(store, space, range(10))
-    with opened(tmp_path, files=then and _sealing(then)) as store:
+    with opened(tmp_path, files=_sealing()) as store:
+        assert read_rightly(store, space_of(store), range(10)) == set(range(10))
+        assert store.losses == {}
+
+
+def test_a_store_without_its_key_is_not_opened_and_loses_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, files=_sealing()) as store:
+        write(store, space_of(store), range(10))
+    for _ in range(2):  # the folder is free again after the first
+        with pytest.raises(ConfigError, match=f"the blocks in {tmp_path} are encrypted: their server needs the key"):
+            opened(tmp_path).__enter__()
+    with opened(tmp_path, files=_sealing()) as store:
         assert read_rightly(store, space_of(store), range(10)) == set(range(10))
         assert store.losses == {}
 
