@@ -1,7 +1,7 @@
 """A process of this host writes into a committed block, by mistake: nobody gets it over TCP, and it is not stored.
 
-The arena is shared with every process of the same user, and the kernel has no way to lend a part of it. So a block has
-a checksum before it is committed, and what leaves this host's memory is compared with it.
+The arena is shared with every process of the same user, and the kernel has no way to lend a part of it. So a block gets
+a checksum right after its commit, and what leaves this host's memory is compared with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
+from kvtier.client.client import SingleClient
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
 from kvtier.wire.messages import LISTED_DISK
@@ -31,6 +32,10 @@ def alter(address: str, position: int) -> None:
         vandal.arena.view(lease.offsets[position], 5)[:] = b"wrong"
 
 
+def wait_until_sealed(client: SingleClient) -> None:
+    wait_until(lambda: client.stats()["unsealed_blocks"] == 0)
+
+
 def test_what_was_altered_goes_to_nobody_over_tcp_and_is_dropped() -> None:
     with (
         cache_server(tcp=True) as server,
@@ -38,6 +43,7 @@ def test_what_was_altered_goes_to_nobody_over_tcp_and_is_dropped() -> None:
         open_client(server.tcp, server.token) as remote,
     ):
         local.set(HASHES, payloads(HASHES))
+        wait_until_sealed(local)
         alter(server.unix, 2)
 
         found = read_all(remote, HASHES)
@@ -52,6 +58,7 @@ def test_what_was_altered_goes_to_nobody_over_tcp_and_is_dropped() -> None:
 def test_what_came_over_tcp_and_was_altered_goes_to_nobody() -> None:
     with cache_server(tcp=True) as server, open_client(server.tcp, server.token) as remote:
         remote.set(HASHES, payloads(HASHES))
+        wait_until_sealed(remote)
         alter(server.unix, 1)
 
         assert [bytes(view) for _, view in remote.stream_get(HASHES)] == payloads(HASHES[:1])
@@ -68,6 +75,7 @@ def test_what_is_a_tenants_and_was_altered_goes_to_nobody(tmp_path: Path) -> Non
         open_client(server.unix) as owner,
     ):
         alice.set(HASHES, payloads(HASHES))
+        wait_until_sealed(owner)
         kept = next(known.namespace for known in owner.namespaces() if known.tenant == "alice")
         with (
             kvtier.connect(server.unix, layout=LAYOUT, namespace=kept) as vandal,
@@ -117,6 +125,7 @@ def test_a_table_that_processes_write_to_all_the_time_is_none_of_these(server: C
 def test_what_was_altered_is_not_stored(server: CacheServer, tmp_path: Path) -> None:
     with open_client(f"unix:{tmp_path / 'socket'}") as local:
         local.set(HASHES, payloads(HASHES))
+        wait_until_sealed(local)
         (space,) = server.catalog._namespaces
         offset = space.index.blocks[HASHES[2]].start * SLOT_ALIGN_BYTES
         local.arena.view(offset, 5)[:] = b"wrong"

@@ -26,6 +26,7 @@ class AdminRequests:
         self._client = client
         self._tenant = client.tenant
         self._space_of = space_of
+        context.disk.refusals.welcome(client)
 
     def on_pin(self, request: wire.PinRequest) -> wire.Counted:
         act = self._catalog.pin if request.keep else self._catalog.unpin
@@ -53,6 +54,8 @@ class AdminRequests:
             self._context.disk.flush(self._context.config.flush_timeout_s)
         except (TierTimeout, TierUnavailable) as error:
             raise TierRefused(str(error)) from error
+        if sentence := self._context.disk.refusals.tell(self._client):
+            raise TierRefused(sentence)
         return wire.Done()
 
     def on_note(self, request: wire.NoteRequest) -> wire.Done:

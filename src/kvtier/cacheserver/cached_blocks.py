@@ -20,6 +20,7 @@ from kvtier.blocks.policies import EvictionPolicy
 from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
+from kvtier.cacheserver.sealer import NoSealer, Sealer
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_DISK, match_end_of
@@ -47,12 +48,14 @@ class CachedBlocks:
         clock: Clock,
         keeps_stored: bool,
         is_shared: bool,
+        sealer: Sealer | NoSealer,
     ) -> None:
         self.ghosts = Ghosts()
         make_policy = functools.partial(disk.eviction_policy, evicts_unsafe=keeps_stored)
         policy: EvictionPolicy[Block] = FairPolicy(make_policy) if is_shared else make_policy()
         self.pool = BlockPool(num_units, policy, make=MemoryBlock, on_evict=self._note_evicted)
         self._disk = disk
+        self._sealer = sealer
         self._namespaces = namespaces
         self._lock = lock
         self._changed = threading.Condition(lock)
@@ -191,6 +194,7 @@ class CachedBlocks:
         fresh = [block for block in blocks if isinstance(block, MemoryBlock) and not block.is_ready]
         num_committed = self.pool.commit(blocks)
         self._disk.note_committed(space, fresh)
+        self._sealer.queue(space, fresh)
         return num_committed
 
     def free(self, blocks: Sequence[Block]) -> None:

@@ -16,8 +16,9 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState, Grant, Presence
 from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock
 from kvtier.cacheserver.inventory import Inventory, flags_of
-from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
+from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
+from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.served_client import Claim, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
 from kvtier.errors import TierRefused
@@ -55,6 +56,7 @@ class Catalog:
         tenants: Tenants | None = None,
         disk: Disk = NO_DISK,
         keeps_stored: bool = True,
+        sealer: Sealer | NoSealer = NO_SEALER,
         clock: Clock = time.monotonic,
     ) -> None:
         """Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it."""
@@ -64,7 +66,9 @@ class Catalog:
         self._disk = disk
         self._namespaces = Namespaces(num_units * SLOT_ALIGN_BYTES)
         is_shared = self.tenants.has_several
-        self.blocks = CachedBlocks(num_units, disk, self._namespaces, self._lock, clock, keeps_stored, is_shared)
+        self.blocks = CachedBlocks(
+            num_units, disk, self._namespaces, self._lock, clock, keeps_stored, is_shared, sealer
+        )
         self._pool = self.blocks.pool
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
@@ -306,20 +310,6 @@ class Catalog:
             num_committed = self.blocks.commit(space, blocks)
             self.blocks.free(blocks)
             return num_committed
-
-    def uncommitted(
-        self, client: ServedClient, number: int, first: int, count: int
-    ) -> list[tuple[MemorySpace, MemoryBlock]]:
-        """Blocks of a reservation that are not committed, while it lasts; of those that nobody writes to later."""
-        with self._lock:
-            claim = client.reservations.get(number)
-            blocks = [] if claim is None else claim.part(first, count)
-            return [
-                (claim.space, block)
-                for block in blocks
-                if claim is not None and isinstance(block, MemoryBlock) and not block.is_ready
-                if not claim.space.is_table(block)
-            ]
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:
         """A local client has written these blocks of its reservation itself; None when it has ended."""

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-import xxhash
-
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
@@ -36,7 +34,7 @@ from kvtier.errors import (
     TierRefused,
     TierTimeout,
 )
-from kvtier.memory.checksum import checksum_of, start_checksum
+from kvtier.memory.checksum import checksum_of
 from kvtier.observe.printable import printable
 from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Pace, Stream
@@ -83,8 +81,6 @@ class ClientRequests:
         self._spaces: dict[int, MemorySpace] = {}
         self._called: dict[int, Namespace] = {}
         self._filling: tuple[MemorySpace, list[Block]] | None = None
-        self._unsealed: list[Block] = []
-        self._digest: xxhash.xxh3_64 | None = None
 
     def answer(self, number: int, request: wire.Request) -> None:
         """Carry out the request that came under `number`, and reply to it."""
@@ -122,22 +118,7 @@ class ClientRequests:
             raise RemoteProtocolError(
                 f"{payload_bytes} bytes cannot be {message.count} blocks of {space.block_bytes} bytes"
             )
-        self._unsealed, self._digest = blocks[::-1], None
         return [self._view(block, space) for block in blocks]
-
-    def taste(self, piece: memoryview, is_end: bool) -> None:
-        """The checksum of a block that arrives is known before anyone else can write there."""
-        if not self._unsealed or self._filling is None:
-            return
-        block = self._unsealed[-1]
-        if self._digest is None:
-            self._digest = start_checksum(self._filling[0].namespace, block.hash)
-        self._digest.update(piece)
-        if is_end:
-            assert isinstance(block, MemoryBlock)
-            block.checksum = self._digest.intdigest()
-            self._digest = None
-            self._unsealed.pop()
 
     def close(self) -> None:
         if self._filling is not None:
@@ -296,11 +277,6 @@ class ClientRequests:
     def on_commit(self, request: wire.Commit) -> wire.Counted:
         if not self._client.is_local:  # it has written nothing there: the slot holds somebody's old bytes
             raise TierRefused("only a client on this host can write in place; send a Fill")
-        if self._context.seals:
-            for space, block in self._catalog.uncommitted(
-                self._client, request.reservation, request.first, request.count
-            ):
-                block.checksum = checksum_of(space.namespace, block.hash, self._view(block, space))
         return self._committed(self._catalog.commit(self._client, request.reservation, request.first, request.count))
 
     def on_fill(self, request: wire.Fill) -> wire.Counted:
@@ -386,7 +362,7 @@ class ServedConnection:
         self._on_end = on_end
         # TLS takes several messages: they are exchanged later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self._stream = Stream(self._sock, self._place, self._taste, HANDSHAKE_LIMITS)
+        self._stream = Stream(self._sock, self._place, HANDSHAKE_LIMITS)
         self._requests: ClientRequests | None = None
         self._let_in_by: tuple[Tenant, Credential] | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-connection", daemon=True)
@@ -536,10 +512,6 @@ class ServedConnection:
             raise RemoteProtocolError(f"{type(message).__name__} carries no payload")
         assert self._requests is not None
         return self._requests.place(message, payload_bytes)
-
-    def _taste(self, piece: memoryview, is_end: bool) -> None:
-        if self._requests is not None:
-            self._requests.taste(piece, is_end)
 
     def _say_last(self, failure: wire.Failure) -> None:
         try:

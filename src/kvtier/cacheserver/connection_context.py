@@ -13,6 +13,7 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.guests import Guests
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.process_watch import ProcessWatch
+from kvtier.cacheserver.sealer import NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
@@ -29,6 +30,7 @@ class ConnectionContext:
     catalog: Catalog
     disk: Disk
     arena: MappedArena
+    sealer: Sealer | NoSealer
     watch: ProcessWatch
     guests: Guests
     metrics: ServerMetrics
@@ -39,11 +41,3 @@ class ConnectionContext:
     log: LogLimit = field(default_factory=lambda: LogLimit(logger))
     bulk: threading.Lock = field(default_factory=threading.Lock)
     """Of requests about many blocks one is carried out at a time, a piece of each in turn."""
-
-    @property
-    def seals(self) -> bool:
-        """Blocks leave this host's memory: what processes of this host have written is summed before it is committed.
-
-        They can write there later, too, by mistake; then it shows.
-        """
-        return self.config.tcp is not None or self.config.folder is not None

@@ -23,7 +23,7 @@ class DiskAwareLru(LruPolicy[Block]):
     be written.
     """
 
-    def __init__(self, *, evicts_unsafe: bool, on_unsafe: Callable[[], None]) -> None:
+    def __init__(self, *, evicts_unsafe: bool, on_unsafe: Callable[[Block], None]) -> None:
         super().__init__()
         self._evicts_unsafe = evicts_unsafe
         self._on_unsafe = on_unsafe
@@ -39,5 +39,5 @@ class DiskAwareLru(LruPolicy[Block]):
             return None
         coldest = super().pop_coldest()
         if isinstance(coldest, MemoryBlock) and coldest.is_queued and not coldest.is_stored:
-            self._on_unsafe()
+            self._on_unsafe(coldest)
         return coldest

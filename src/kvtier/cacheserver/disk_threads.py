@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,6 +20,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.pool import Block
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.recovering_store import RecoveringStore
+from kvtier.cacheserver.refusals import Refusals
 from kvtier.errors import TierError, TierTimeout, TierUnavailable
 from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena
@@ -138,13 +139,13 @@ class _Order(DiskTask):
 class DiskWriter(DiskThreads[_Write | _Order]):
     """Writes committed blocks. What the threads share is guarded by the store's condition."""
 
-    def __init__(self, store: RecoveringStore, arena: MappedArena) -> None:
+    def __init__(self, store: RecoveringStore, arena: MappedArena, refusals: Refusals) -> None:
         super().__init__("kvtier-disk-writer", _NUM_WRITERS, store, arena)
         self.num_written = 0
         self.last_number = 0
         self._unwritten: OrderedDict[int, None] = OrderedDict()
         self._awaited: list[int] = []
-        self._refused: Counter[str] = Counter()
+        self._refusals = refusals
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
         """Blocks to be written when a thread comes to it."""
@@ -184,16 +185,9 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             if not self._is_written(last):
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
 
-    def note_gone(self) -> None:
+    def note_gone(self, block: Block) -> None:
         """A block was evicted before a thread came to it."""
-        with self._condition:
-            self._refused["the disk did not keep up, and they had to leave memory"] += 1
-
-    def take_refused(self) -> str:
-        """Why blocks did not go to disk since this was last asked, as a sentence; empty when all did."""
-        with self._condition:
-            refused, self._refused = self._refused, Counter()
-        return "; ".join(f"{count} blocks are not on disk: {reason}" for reason, count in refused.items())
+        self._refusals.note(block, "the disk did not keep up, and they had to leave memory")
 
     def _is_written(self, last: int) -> bool:
         return not self._unwritten or next(iter(self._unwritten)) > last
@@ -234,8 +228,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         try:
             stored_space = self._store.space_of(store, space)
             if stored_space is None:
-                with self._condition:
-                    self._refused["their namespace has blocks of another size there"] += len(blocks)
+                self._refusals.note(blocks[0], "their namespace has blocks of another size there", len(blocks))
                 return
             slots = [
                 self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
@@ -275,9 +268,8 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             with self._condition:
                 self.num_written += outcomes.count(Written.NEW)
                 failures["no room"] += len(refused)
-                if refused:
-                    self._refused["all of it is in use or pinned"] += len(refused)
             if refused:
+                self._refusals.note(refused[0], "all of it is in use or pinned", len(refused))
                 self._store.log.warning(
                     "full", "disk store %s has no room: all of it is in use or pinned", store.folder
                 )

@@ -22,6 +22,7 @@ from kvtier.cacheserver.disk_aware_lru import DiskAwareLru
 from kvtier.cacheserver.disk_threads import BlockOwner, DiskReader, DiskWriter
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.recovering_store import RecoveringStore
+from kvtier.cacheserver.refusals import Refusals
 from kvtier.errors import TierError, TierRefused, TierUnavailable
 from kvtier.memory.mapped import MappedArena
 from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace
@@ -44,7 +45,8 @@ class Persistence:
 
     def __init__(self, store: RecoveringStore, arena: MappedArena, *, fsync: bool, stores_on: StoreOn) -> None:
         self._store = store
-        self._writer = DiskWriter(self._store, arena)
+        self.refusals = Refusals()
+        self._writer = DiskWriter(self._store, arena, self.refusals)
         self._reader = DiskReader(self._store, arena)
         self._fsync = fsync
         self._stores_on = stores_on
@@ -189,9 +191,9 @@ class Persistence:
             return [store.verify(stored_space, block_hash) for block_hash in hashes]
 
     def flush(self, timeout_s: float) -> None:
-        """When it returns, what was committed before is on disk. Raises `TierUnavailable`, and `TierTimeout`.
+        """When it returns, what was committed before is on disk, but for what was refused.
 
-        Blocks that the disk has refused since the last flush fail this one, whoever committed them.
+        Raises `TierUnavailable`, and `TierTimeout`.
         """
         num_outages = self._store.num_outages
         self._writer.wait(self._writer.last_number, timeout_s)
@@ -200,8 +202,6 @@ class Persistence:
                 raise TierUnavailable("the disk is down: what is in memory is not on it")
             self._tell_used(store)
             store.flush(fsync=self._fsync)
-        if refused := self._writer.take_refused():
-            raise TierUnavailable(refused)
 
     def losses(self) -> dict[str, int]:
         """Blocks lost and failures, by kind."""
@@ -264,6 +264,8 @@ class Persistence:
 
 class NoDisk:
     """Stores nothing and finds nothing; see `Persistence`."""
+
+    refusals = Refusals()
 
     def start(self, owner: BlockOwner) -> None: ...
 

@@ -6,6 +6,7 @@ back; a remote client only names what it leases, so a clock may end it. Under th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.blocks.pool import Block
@@ -48,6 +49,7 @@ class ServedClient:
     held_units: int = 0
     ended_numbers: dict[int, None] = field(default_factory=dict)
     is_gone: bool = False
+    refusals_heard: Counter[tuple[str, str]] | None = None
 
     @property
     def is_local(self) -> bool:

@@ -20,6 +20,7 @@ from kvtier.cacheserver.metrics_server import MetricsServer
 from kvtier.cacheserver.persistence import NO_DISK, Disk, Persistence
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.recovering_store import RecoveringStore
+from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant, Tenants
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
@@ -75,6 +76,8 @@ class CacheServer:
             undo.callback(self._arena.close)
             self._disk = self._open_disk(files)
             undo.callback(self._disk.close)
+            sealer = self._make_sealer()
+            undo.callback(sealer.close)
             self.catalog = Catalog(
                 memory_bytes,
                 leased_bytes_per_client=config.leased_bytes_per_client,
@@ -83,6 +86,7 @@ class CacheServer:
                 tenants=self._tenants,
                 disk=self._disk,
                 keeps_stored=config.keeps_memory,
+                sealer=sealer,
             )
             self._metrics = ServerMetrics(
                 self.catalog.inventory.levels, self._disk.losses, self.catalog.inventory.tenant_levels
@@ -97,6 +101,7 @@ class CacheServer:
             self.catalog,
             self._disk,
             self._arena,
+            sealer,
             self._watch,
             self._guests,
             self._metrics,
@@ -143,6 +148,7 @@ class CacheServer:
         self._watch.close()
         self._last_words.close()
         self._disk.close()
+        self._context.sealer.close()
         try:
             self._arena.close()
         except LeaseError:
@@ -163,6 +169,12 @@ class CacheServer:
                 raise ConfigError(sentence) from error
             logger.warning("starting without the disk, it is tried again: %s", sentence)
         return Persistence(store, self._arena, fsync=config.fsync, stores_on=config.stores_on)
+
+    def _make_sealer(self) -> Sealer | NoSealer:
+        config = self._config
+        writes_at_once = config.folder is not None and config.stores_on == "commit"
+        leaves_memory = config.tcp is not None or config.folder is not None
+        return Sealer(self._arena) if leaves_memory and not writes_at_once else NO_SEALER
 
     def _describe(self, asker: Tenant) -> dict[str, object]:
         config = self._config
@@ -203,6 +215,7 @@ class CacheServer:
             **{name: int(counter.samples[0].value) for name, counter in counters.items()},
             "connections": self._guests.num_clients,
             "disk_losses": self._disk.losses(),
+            "unsealed_blocks": self._context.sealer.num_queued,
             "namespaces": self.catalog.inventory.spaces(),
             **({"tenants": self.catalog.inventory.tenant_levels()} if self._tenants.has_several else {}),
         }

@@ -46,7 +46,7 @@ class ServerConnection:
         self._taste: Taste | None = None
         self._arriving: wire.Blocks | None = None
         sock = _connect(address, keys.tls, deadline)
-        self._stream = Stream(sock, self._place_payload, self._taste_piece, HANDSHAKE_LIMITS)
+        self._stream = Stream(sock, self._place_payload, HANDSHAKE_LIMITS, self._taste_piece)
         try:
             self.welcome = self._shake_hands(
                 ClientSession(f"kvtier pid={os.getpid()}", holder, keys.token, keys.secret), deadline

@@ -1,23 +1,55 @@
-"""AES-256-GCM of the `cryptography` package, which those who encrypt nothing can do without."""
+"""AES-256-GCM of the `cryptography` package, which those who encrypt nothing neither need nor load."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvtier.errors import ConfigError
 
-try:
-    from cryptography.exceptions import InvalidTag
+if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    _IS_THERE = hasattr(AESGCM, "decrypt_into")
-except ImportError:  # without the extra `encryption`
-    _IS_THERE = False
-
-__all__ = ["AESGCM", "TAG_BYTES", "InvalidTag", "require_aead"]
 
 TAG_BYTES = 16
 
 
+class InvalidTag(Exception):
+    """What was to be decrypted was not encrypted with this key, or was changed."""
+
+
+class Aead:
+    """One key of 32 bytes. Whoever has it never uses a nonce twice. Raises `ConfigError` without the package."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = _aesgcm()(key)
+
+    def encrypt(self, nonce: bytes, data: memoryview | bytes, about: bytes) -> bytes:
+        return self._cipher.encrypt(nonce, data, about)
+
+    def encrypt_into(self, nonce: bytes, data: memoryview, about: bytes, into: memoryview) -> None:
+        """`into` has room for the tag behind the ciphertext."""
+        self._cipher.encrypt_into(nonce, data, about, into)
+
+    def decrypt_into(self, nonce: bytes, data: memoryview | bytearray, about: bytes, into: memoryview) -> None:
+        """Raises `InvalidTag`."""
+        from cryptography import exceptions  # noqa: PLC0415
+
+        try:
+            self._cipher.decrypt_into(nonce, data, about, into)
+        except exceptions.InvalidTag as error:
+            raise InvalidTag from error
+
+
 def require_aead() -> None:
     """Raises `ConfigError` where the package is missing, or too old."""
-    if not _IS_THERE:
-        raise ConfigError("encryption needs cryptography 47 or newer: pip install 'kvtier[encryption]'")
+    _aesgcm()
+
+
+def _aesgcm() -> type[AESGCM]:
+    try:
+        from cryptography.hazmat.primitives.ciphers import aead  # noqa: PLC0415  # 8 MB that few need
+    except ImportError:
+        pass
+    else:
+        if hasattr(aead.AESGCM, "decrypt_into"):
+            return aead.AESGCM
+    raise ConfigError("encryption needs cryptography 47 or newer: pip install 'kvtier[encryption]'")

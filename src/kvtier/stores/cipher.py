@@ -20,14 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.memory import aead
+from kvtier.memory.aead import TAG_BYTES, Aead, InvalidTag, require_aead
 from kvtier.stores.files import Files, NotAuthentic
 
 SEAL_BYTES = 36
 _SEAL = struct.Struct("<12sQ16s")
 """Salt, count, tag."""
 _KEY_BYTES = 32
-_TAG_BYTES = aead.TAG_BYTES
 _PAGE_BYTES = 4096
 _MAX_KEY_FILE_BYTES = 4096
 _MAX_SALTS = 1024
@@ -40,7 +39,7 @@ class _Derived:
         def derived(use: bytes) -> bytes:
             return hmac.digest(key, b"kvtier disk 1 " + use + salt, "sha256")
 
-        self.aead = aead.AESGCM(derived(b"payload"))
+        self.aead = Aead(derived(b"payload"))
         self.mask_key = derived(b"checksum")
 
 
@@ -49,7 +48,7 @@ class BlockCipher:
 
     def __init__(self, key: bytes) -> None:
         """Raises `ConfigError` without the library, or for a key of another length."""
-        aead.require_aead()
+        require_aead()
         if len(key) != _KEY_BYTES:
             raise ConfigError(f"an encryption key has {_KEY_BYTES} bytes, not {len(key)}")
         self._key = key
@@ -75,19 +74,19 @@ class BlockCipher:
         """Ciphertext of `payload` into `staging`, zeros behind it up to a slot; returns what its record must keep."""
         nbytes = len(payload)
         salt, count = self._salt, next(self._counts)
-        self._derived(salt).aead.encrypt_into(_nonce(count), payload, about, staging[: nbytes + _TAG_BYTES])
-        tag = bytes(staging[nbytes : nbytes + _TAG_BYTES])
-        staging[nbytes : slot_bytes + _TAG_BYTES] = bytes(slot_bytes + _TAG_BYTES - nbytes)
+        self._derived(salt).aead.encrypt_into(_nonce(count), payload, about, staging[: nbytes + TAG_BYTES])
+        tag = bytes(staging[nbytes : nbytes + TAG_BYTES])
+        staging[nbytes : slot_bytes + TAG_BYTES] = bytes(slot_bytes + TAG_BYTES - nbytes)
         return _SEAL.pack(salt, count, tag)
 
     def open(self, seal: bytes, about: bytes, staging: memoryview, into: memoryview) -> None:
         """The reverse. Raises `NotAuthentic`; `into` may then hold anything."""
         salt, count, tag = _SEAL.unpack(seal)
         nbytes = len(into)
-        staging[nbytes : nbytes + _TAG_BYTES] = tag
+        staging[nbytes : nbytes + TAG_BYTES] = tag
         try:
-            self._derived(salt).aead.decrypt_into(_nonce(count), staging[: nbytes + _TAG_BYTES], about, into)
-        except aead.InvalidTag as error:
+            self._derived(salt).aead.decrypt_into(_nonce(count), staging[: nbytes + TAG_BYTES], about, into)
+        except InvalidTag as error:
             raise NotAuthentic("it was written with another key, or changed") from error
 
     def masked(self, checksum: int, seal: bytes) -> int:

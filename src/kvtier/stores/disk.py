@@ -38,7 +38,7 @@ from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
 from kvtier.stores.records import UNIT_BYTES, BlockRecord
-from kvtier.stores.recovery import Fit, choose, counted_anew, fit
+from kvtier.stores.recovery import Fit, any_sealed, choose, counted_anew, fit, last_counts
 
 logger = logging.getLogger(__name__)
 
@@ -419,13 +419,12 @@ class DiskStore:
         self._records.repair()
         self._records.wipe([*damaged, *(found.keys() - kept.keys())])
         self._records.cut_free(max(kept, default=-1) + 1, data_units + data_units // 8 + _SPARE_RECORDS)
-        counts = [(record.sequence, record.used_at) for record in found.values()]
-        if any(max(both) > _FAR_COUNT for both in counts):
+        last, last_use = last_counts(found)
+        if max(last, last_use) > _FAR_COUNT:
             kept = counted_anew(kept)
             self._records.write(kept.items())
-            counts = [(record.sequence, record.used_at) for record in kept.values()]
-        self._next_sequence = max((sequence for sequence, _ in counts), default=0) + 1
-        self._next_use = max((used_at for _, used_at in counts), default=0) + 1
+            last, last_use = last_counts(kept)
+        self._next_sequence, self._next_use = last + 1, last_use + 1
         if data_units * UNIT_BYTES + self._records.nbytes > self._limit_bytes:
             plan = fit(kept, self._limit_bytes, self._step_bytes)
             kept = self._shrink(plan)
@@ -445,6 +444,8 @@ class DiskStore:
         Raises `ConfigError` when all is ciphertext and there is no key: that is a mistake, and nothing is lost yet.
         """
         is_sealing = self._files.cipher is not None
+        if not is_sealing and not any_sealed(found):
+            return found
         ours = {
             number: record
             for number, record in found.items()
@@ -509,7 +510,7 @@ class DiskStore:
             block.space = space
             block.record = number
             block.seal = record.seal
-            block.checksum = self._masked(record.checksum, record.seal)
+            block.checksum = self._masked(record.checksum, record.seal) if record.seal else record.checksum
             block.sequence = record.sequence
             block.used_at = record.used_at
             block.is_pinned = record.is_pinned

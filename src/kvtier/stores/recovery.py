@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,6 +12,12 @@ from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.space import Space, TakenRegion
 from kvtier.stores.records import HEADER_BYTES, RECORD_BYTES, UNIT_BYTES, BlockRecord
+
+_SEAL_OF, _SEQUENCE_OF, _USED_AT_OF = map(operator.attrgetter, ("seal", "sequence", "used_at"))
+
+
+def any_sealed(records: dict[int, BlockRecord]) -> bool:
+    return any(map(_SEAL_OF, records.values()))
 
 
 def units_of(record: BlockRecord) -> int:
@@ -36,6 +43,11 @@ def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, Bl
             kept.append((number, record))
     kept.sort(key=lambda item: item[1].start)
     return dict(_without_overlaps(kept, losses)), +losses
+
+
+def last_counts(records: dict[int, BlockRecord]) -> tuple[int, int]:
+    """The last `sequence` and the last `used_at`; 0 where there are none."""
+    return max(map(_SEQUENCE_OF, records.values()), default=0), max(map(_USED_AT_OF, records.values()), default=0)
 
 
 def counted_anew(records: dict[int, BlockRecord]) -> dict[int, BlockRecord]:

@@ -56,8 +56,8 @@ class Stream:
         self,
         sock: socket.socket,
         place: Callable[[int, Message, int], BufferList],
-        taste: Callable[[memoryview, bool], None],
         limits: FrameLimits,
+        taste: Callable[[memoryview, bool], None] = lambda piece, is_end: None,
     ) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None

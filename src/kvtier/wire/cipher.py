@@ -12,9 +12,8 @@ import hmac
 from typing import Protocol
 
 from kvtier.errors import ConfigError, RemoteProtocolError
-from kvtier.memory import aead
+from kvtier.memory.aead import Aead, InvalidTag, require_aead
 
-TAG_BYTES = aead.TAG_BYTES
 PIECE_BYTES = 1 << 20
 """A payload is sealed in pieces of at most this: each is opened as soon as it is there."""
 MIN_SECRET_BYTES = 16
@@ -33,7 +32,7 @@ class AesSeal:
     """With a key of 32 bytes that nobody else uses."""
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = aead.AESGCM(key)
+        self._cipher = Aead(key)
         self._number = 0
 
     def seal(self, data: memoryview | bytes, about: bytes) -> bytes:
@@ -42,7 +41,7 @@ class AesSeal:
     def open(self, data: bytearray, about: bytes, into: memoryview) -> None:
         try:
             self._cipher.decrypt_into(self._next(), data, about, into)
-        except aead.InvalidTag as error:
+        except InvalidTag as error:
             raise RemoteProtocolError("what came was not encrypted with the same secret, or was altered") from error
 
     def _next(self) -> bytes:
@@ -63,7 +62,7 @@ class Seals:
 
 def check_secret(secret: bytes) -> None:
     """Raises `ConfigError` when it cannot be used."""
-    aead.require_aead()
+    require_aead()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"the secret for encryption is too short: use {MIN_SECRET_BYTES} characters or more")
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvtier.errors import RemoteProtocolError
+from kvtier.memory.aead import TAG_BYTES
 from kvtier.sizes import format_size
-from kvtier.wire.cipher import PIECE_BYTES, TAG_BYTES, Seal
+from kvtier.wire.cipher import PIECE_BYTES, Seal
 
 MAGIC = 0x7469_766B  # "kvit" in the stream
 VERSION = 3

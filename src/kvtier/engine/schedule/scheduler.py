@@ -84,38 +84,39 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         block_tokens = self.blocks.block_tokens
+        running, settled = self.running, State.SETTLED
         position = 0
-        while position < len(self.running) and budget:
-            request = self.at = self.running[position]
+        while position < len(running) and budget:
+            request = self.at = running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
-            if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is State.SETTLED:
+            if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is settled:
                 # The common case: one token, whose successor is sampled.
                 if not request.may_sample:
                     position += 1
                     continue
-                num_running = len(self.running)
+                num_running = len(running)
                 if start < len(request.blocks.ids) * block_tokens or self._make_room(request, start + 1):
                     request.num_computed = start + 1
                     request.num_in_flight += 1
                     decodes.append(StepRow(request, start, 1, True))
                     budget -= 1
                     position += 1
-                elif num_running == len(self.running):
+                elif num_running == len(running):
                     position += 1  # it waits for room, and gave nothing up
                 continue
             count = min(remaining, budget)
-            verdict = request.prefetch.advance(count, is_alone=len(self.running) == 1)
+            verdict = request.prefetch.advance(count, is_alone=len(running) == 1)
             if not verdict.may_compute or (verdict is READY and not self._extend(request)):
                 position += 1
                 continue
-            num_running = len(self.running)
+            num_running = len(running)
             row = self._row(request, budget, verdict)
             if row is not None:
                 (decodes if row.count == 1 else prefills).append(row)
                 budget -= row.count
                 position += 1
-            elif num_running == len(self.running):
+            elif num_running == len(running):
                 position += 1  # it waits, and gave nothing up
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
@@ -143,7 +144,9 @@ class Scheduler:
         self._transfer.note_step(copied_ids, is_full=step.num_tokens >= self.max_num_batched_tokens)
         for row in step.rows:
             self.blocks.note_computed(row.request)
-            row.request.prefetch.filled()
+        if self._transfer.has_tiers:
+            for row in step.rows:
+                row.request.prefetch.filled()
         self.blocks.note_submitted()
         self._transfer.send()
 
