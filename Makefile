@@ -10,8 +10,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
 LOCKED ?=
 
-# Two cores have work for three: many tests wait. Torch has one thread in each. More cores: `make test WORKERS=8`.
-WORKERS ?= 3
+# Two cores have work for four: many tests wait. Torch has one thread in each. More cores: `make test WORKERS=8`.
+WORKERS ?= 4
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: demo test test-sample test-all test-vllm test-nightly check soak peers bench bench-vllm lock audit clean

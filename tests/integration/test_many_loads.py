@@ -58,6 +58,3 @@ def test_prompts_that_wait_for_each_others_loads_are_not_computed(
             found = [sum(cached(output.outputs[0]).values()) for output in again]
             assert found == [full_blocks(prompt) for prompt in prompts]
             assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in first]
-        assert llm.engine.transfer.traffic is not None
-        late = llm.engine.transfer.traffic.hierarchy.metrics.failures.labels(tier="host", kind="late")
-        assert late._value.get() == 0

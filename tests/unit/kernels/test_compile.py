@@ -269,7 +269,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "head_dim", "window"),
     [("bf16", 2, 128, 0), ("bf16", 2, 256, 4096), ("fp32", 4, 80, 0)],

@@ -69,6 +69,7 @@ def test_every_nth_begins_with_the_first() -> None:
     assert every_nth(CASES, 10) == {0, 10, 20}
 
 
+@pytest.mark.slow
 def test_a_sample_and_the_rest_are_everything(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     pytester.makeconftest(CONFTEST.read_text())

@@ -42,6 +42,7 @@ def test_kernels_move_what_their_twin_moves(pytestconfig: pytest.Config) -> None
     run_cases([CASES], "1/1", pytestconfig)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_and_move_wide_words(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", COMPILE]
