@@ -23,7 +23,10 @@ class _Function:
 
 
 class FakeLibrary:
-    """`libcudart` for `Cudart`. Statuses to answer with are set by name; `calls` lists what was asked for."""
+    """`libcudart` for `Cudart`. Statuses to answer with are set by name; `calls` lists what was asked for.
+
+    `modes` has, for each call that CUDA does not like beside a capture, its name, its thread and the thread's mode.
+    """
 
     def __init__(self, version: int = 13000, *, has_batch: bool = True) -> None:
         self.statuses: dict[str, int] = {}
@@ -35,8 +38,10 @@ class FakeLibrary:
         self.may_register.set()
         self.max_registered_pieces: int | None = None
         self.last_error = 0
+        self.modes: list[tuple[str, int, int]] = []
+        self._mode = threading.local()
         self._version = version
-        names = ["SetDevice", "GetLastError", "GetErrorString", "RuntimeGetVersion"]
+        names = ["SetDevice", "GetLastError", "GetErrorString", "RuntimeGetVersion", "ThreadExchangeStreamCaptureMode"]
         names += ["HostRegister", "HostUnregister", "MemcpyAsync", "Memcpy2DAsync"]
         if has_batch:
             names.append("MemcpyBatchAsync")
@@ -46,6 +51,8 @@ class FakeLibrary:
     def _counted(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self.calls.append(name)
+            if name in ("cudaHostRegister", "cudaHostUnregister"):
+                self.modes.append((name, threading.get_ident(), self.capture_mode))
             status = self.statuses.get(name, 0)
             if status:
                 self.last_error = status
@@ -53,6 +60,15 @@ class FakeLibrary:
             return act(*arguments)
 
         return call
+
+    @property
+    def capture_mode(self) -> int:
+        """The calling thread's: 0 is global, 2 is relaxed."""
+        return getattr(self._mode, "value", 0)
+
+    def _ThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode[0], self._mode.value = self.capture_mode, mode[0]
+        return 0
 
     def _SetDevice(self, device: int) -> int:
         return 0

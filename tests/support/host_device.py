@@ -62,6 +62,8 @@ class HostDevice:
         self._base = address_of(memoryview(self._memory))
         self.gate = threading.Event()
         self.gate.set()
+        self.later_gate: threading.Event | None = None
+        """If given, the gate of all copies but the first."""
         self.error: Exception | None = None
         """Copies cannot be begun."""
         self.late_error: Exception | None = None
@@ -101,7 +103,8 @@ class HostDevice:
         self.is_closed = True
 
     def _begin(self, arena: MappedArena, targets: list[int], sources: list[int]) -> GatedTransfer:
-        transfer = GatedTransfer(self.gate, targets, sources, arena)
+        gate = self.later_gate if self.transfers and self.later_gate is not None else self.gate
+        transfer = GatedTransfer(gate, targets, sources, arena)
         transfer.error = self.late_error
         self.transfers.append(transfer)
         return transfer

@@ -3,10 +3,15 @@ writes them itself.
 
 Uses the runtime that something else in this process, such as torch, has loaded. Streams come as raw handles. Every call
 releases the GIL and may come from any thread that has its device set.
+
+While a thread captures a CUDA graph, calls of other threads that CUDA calls potentially unsafe (registering memory is
+one) fail, and the capture with them, unless their thread is in relaxed mode: `Cudart.relaxed`. Nothing that is done in
+it here depends on what is captured, or is captured itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import logging
@@ -14,7 +19,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +37,7 @@ _FIRST_WITHOUT_FAIL_INDEX = 13000
 _NOT_SUPPORTED = 801
 _NEEDS_NEWER_DRIVER = 36
 _REGISTER_PORTABLE = 1
+_CAPTURE_MODE_RELAXED = 2
 _SOURCE_IN_STREAM_ORDER = 1
 _SOURCE_ANY_TIME = 3
 
@@ -132,9 +138,20 @@ class Cudart:
                 *(ctypes.c_void_p,) * (2 if self._has_fail_index else 1),
             )
 
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Calls of this thread neither fail nor do harm while another thread captures a graph. It captures none."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._exchange_capture_mode(mode)
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(mode)
+
     def set_device(self, device: int) -> None:
         """For the calling thread, from now on."""
-        self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
+        with self.relaxed():
+            self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
 
     def copy(self, copies: Copies, direction: Direction, stream: int) -> None:
         """Begin copies from or to registered memory, in the order of `stream`, which is not the legacy one."""
@@ -160,11 +177,13 @@ class Cudart:
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock the pages of a range, for every device of this process."""
-        status = self._library.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE)
-        self._check(status, f"cannot register {format_size(nbytes)} of memory")
+        with self.relaxed():
+            status = self._library.cudaHostRegister(address, nbytes, _REGISTER_PORTABLE)
+            self._check(status, f"cannot register {format_size(nbytes)} of memory")
 
     def unregister(self, address: int) -> None:
-        self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
+        with self.relaxed():
+            self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
 
     def _copy_batch(self, copies: Copies, direction: Direction, stream: int) -> bool:
         """False when the runtime refuses. What it has begun may be done again: the bytes are the same."""
@@ -187,6 +206,11 @@ class Cudart:
             self._can_batch = False
             logger.warning("copies go one by one: CUDA cannot batch them here: %s", message)
         return False
+
+    def _exchange_capture_mode(self, mode: ctypes.c_int) -> None:
+        """The calling thread's mode is what `mode` says, which then says what it was before."""
+        status = self._library.cudaThreadExchangeStreamCaptureMode(ctypes.pointer(mode))
+        self._check(status, "cannot change how this thread meets captures")
 
     def _check(self, status: int, what: str) -> None:
         if status:

@@ -52,17 +52,20 @@ class Loader:
 
     def bring(self, load: Load) -> int:
         """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""
-        span = load.plan.span
-        guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == span.asked)
-        num_blocks = 0
-        with guard.watched():
-            if span.lease is not None and span.lease.arena is not None:
-                num_blocks = self._bring_in_place(load, span.lease)
-            else:
-                num_blocks = self._bring_units(load, guard.tier)
+        num_blocks = self.begin(load)
         for copies in load.copies:
             copies.wait()
         return num_blocks
+
+    def begin(self, load: Load) -> int:
+        """As `bring`, but the device may not have its last copies yet."""
+        span = load.plan.span
+        guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == span.asked)
+        with guard.watched():
+            if span.lease is not None and span.lease.arena is not None:
+                return self._bring_in_place(load, span.lease)
+            return self._bring_units(load, guard.tier)
+        return 0
 
     def _bring_in_place(self, load: Load, lease: Lease) -> int:
         """From memory of this host: what is there at once, what comes from disk as it comes. Returns how many came."""

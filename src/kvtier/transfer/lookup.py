@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
@@ -19,21 +19,31 @@ from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load import DISK, Span
 
 logger = logging.getLogger(__name__)
 
-_HASHED_AT_ONCE = 128
+_HASHED_AT_ONCE = 512
 _PAUSE_S = 1e-5
+"""Half a millisecond of work, then a moment for the scheduler's thread. It may be long before it lets go again."""
+
 _ASK_AGAIN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A prompt's hashes, and what the cache has of them: blocks leased in memory, then blocks on disk."""
+class Described:
+    """The hashes of all full blocks of a prompt, chained from `root` on."""
 
     root: Namespace
     hashes: list[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the cache has of a prompt: blocks leased in memory, then blocks on disk."""
+
+    prompt: Described
     lease: Lease
     seconds: float
 
@@ -42,10 +52,12 @@ class _Found:
 class Lookup:
     """One prompt. `hashes` are those of its full blocks so far, from `root` on, once it was looked up."""
 
-    tokens: Callable[[], list[int]]
-    """A copy of all tokens so far."""
-    find_root: Callable[[], Namespace]
+    describe: Callable[[], Described]
     """Called on a thread. What it raises says why the prompt cannot be cached."""
+    first: int = 0
+    """The block from which on the tier was asked."""
+    num_tokens: int = 0
+    """How long the prompt was then."""
     asked_at: float = 0.0
     root: Namespace | None = None
     hashes: list[BlockHash] = field(default_factory=list)
@@ -59,14 +71,21 @@ class Lookup:
     limited_at: float | None = None
 
     @property
-    def is_used_up(self) -> bool:
-        """What was found is given back: it takes another lookup to load."""
+    def is_idle(self) -> bool:
+        """Nothing is being looked for and nothing is held: it takes another lookup to load."""
         return self.matching is None and self.lease is None
 
     @property
-    def num_found(self) -> int:
-        """Blocks in the tier, while they are held."""
-        return 0 if self.lease is None else self.lease.num_blocks + self.lease.num_stored
+    def found_end(self) -> int:
+        """The block behind those that were found, while they are held."""
+        return self.first + (0 if self.lease is None else self.lease.num_blocks + self.lease.num_stored)
+
+    def leased(self, first: int, end: int) -> LeasedBlocks | None:
+        """Where blocks `first..end` lie in memory of this host, if all of them do."""
+        lease = self.lease
+        if lease is None or lease.arena is None or end - self.first > lease.num_ready_at_match:
+            return None
+        return LeasedBlocks(lease.arena.inode, list(lease.offsets[first - self.first : end - self.first]))
 
 
 class Lookups:
@@ -83,16 +102,33 @@ class Lookups:
 
     # --- the scheduler's thread ---------------------------------------------------------------------------------------
 
-    def begin(self, lookup: Lookup, to_release: Sequence[Lease] = ()) -> None:
-        """Look for all full blocks of its tokens, but for the one of the last token."""
+    def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
+        """Look for the full blocks from `first` on of a prompt of `num_tokens`, but for the one of its last token."""
         self._lookups[lookup] = None
-        tokens = lookup.tokens()
-        asks = self._decision.is_match_worth_it(0, len(tokens) // self._tier.layout.block_tokens)
+        lookup.first, lookup.num_tokens = first, num_tokens
+        asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
-        lookup.matching = self._threads.submit(self._match, lookup, tokens, asks, to_release)
+        lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
 
-    def take(self, lookup: Lookup, first: int, num_tokens: int) -> bool:
-        """Whether the answer is there. Of a prompt of `num_tokens`, blocks before `first` are on the device."""
+    def begin_again(self, lookup: Lookup, num_tokens: int, first: int) -> None:
+        """What was found, or will be, is of no use: look from another block on."""
+        self.release(lookup)
+        _discard(lookup)
+        self.begin(lookup, num_tokens, first)
+
+    def cancel(self, lookup: Lookup) -> None:
+        """The answer is not waited for. A lookup that has not begun never does; else it says what need not be saved."""
+        is_limited = lookup.limited_at is not None  # it may have to give back what others held
+        if lookup.matching is not None and not is_limited and lookup.matching.cancel():
+            lookup.matching = None
+
+    def wait(self, lookup: Lookup, timeout_s: float) -> None:
+        """Let the threads have the interpreter until the answer is there, so long at most."""
+        if lookup.matching is not None:
+            wait([lookup.matching], timeout_s)
+
+    def take(self, lookup: Lookup, first: int) -> bool:
+        """Whether the answer is there. Blocks before `first` are on the device."""
         if lookup.matching is None or not lookup.matching.done():
             return False
         found, lookup.matching = lookup.matching.result(), None
@@ -100,10 +136,11 @@ class Lookups:
             lookup.is_cachable = False
             del self._lookups[lookup]
             return True
-        lookup.lease, lookup.root, lookup.hashes = found.lease, found.root, found.hashes
-        if lookup.num_found or found.lease.ended is MatchEnd.NEVER_STORED:
+        lookup.lease, lookup.root, lookup.hashes = found.lease, found.prompt.root, found.prompt.hashes
+        if lookup.found_end > lookup.first or found.lease.ended is MatchEnd.NEVER_STORED:
             self._decision.note_match(found.seconds)
-        lookup.end = max(first, self._decision.end_of_load(self._spans(found.lease), first, num_tokens))
+        spans = self._spans(lookup.first, found.lease)
+        lookup.end = max(first, self._decision.end_of_load(spans, first, lookup.num_tokens))
         return True
 
     def is_worth_waiting(self, lookup: Lookup) -> bool:
@@ -119,14 +156,13 @@ class Lookups:
             return False
         if now - lookup.asked_at > _ASK_AGAIN_S:
             if self._loading:
-                self.release(lookup)
-                self.begin(lookup)
+                self.begin_again(lookup, lookup.num_tokens, lookup.first)
             else:
                 self._make_room(lookup)
         return True
 
     def begin_load(self, lookup: Lookup) -> None:
-        """What was found is held until `end_load`, or until the prompt is over."""
+        """What was found is held until `end_load`."""
         self._loading.add(lookup)
 
     def end_load(self, lookup: Lookup) -> None:
@@ -143,16 +179,17 @@ class Lookups:
             self._threads.submit(lease.release)
 
     def forget(self, lookup: Lookup) -> None:
-        """The prompt is over: what is still being found is of no use either."""
+        """The prompt is over: what is still being found is of no use either. What is being loaded stays until then."""
         self._lookups.pop(lookup, None)
-        self.release(lookup)
+        if lookup not in self._loading:
+            self.release(lookup)
         lookup.is_over = True
-        if lookup.matching is not None:
-            lookup.matching.add_done_callback(_release_result)
-            lookup.matching = None
+        _discard(lookup)
 
     def close(self) -> None:
         """Forget all of them."""
+        for lookup in list(self._loading):
+            self.end_load(lookup)
         for lookup in list(self._lookups):
             self.forget(lookup)
 
@@ -163,47 +200,57 @@ class Lookups:
             if other.lease is not None and other not in self._loading:
                 leases.append(other.lease)
                 other.lease = None
-        self.begin(lookup, leases)
+        self.begin(lookup, lookup.num_tokens, lookup.first, leases)
 
-    def _spans(self, lease: Lease) -> list[Span]:
+    def _spans(self, first: int, lease: Lease) -> list[Span]:
         name = self._tier.name
-        in_memory, end = lease.num_blocks, lease.num_blocks + lease.num_stored
+        in_memory = first + lease.num_blocks
+        end = in_memory + lease.num_stored
         disk = DISK if self._tier.is_local else name  # how a server out of reach has them makes no difference
-        spans = [Span(name, name, 0, in_memory, None, 0), Span(disk, name, in_memory, end, None, 0)]
+        spans = [Span(name, name, first, in_memory, None, 0), Span(disk, name, in_memory, end, None, 0)]
         return [span for span in spans if span.first < span.end]
 
     # --- the threads --------------------------------------------------------------------------------------------------
 
-    def _match(self, lookup: Lookup, tokens: list[int], asks: bool, to_release: Sequence[Lease]) -> _Found | None:
+    def _match(
+        self, lookup: Lookup, num_tokens: int, first: int, asks: bool, to_release: Sequence[Lease]
+    ) -> _Found | None:
         """None when the prompt cannot be told from others, and so cannot be cached."""
         for lease in to_release:
             lease.release()
         if lookup.is_over:
             return None  # given up while others were matched: those that come after it need not wait for it
-        block_tokens = self._tier.layout.block_tokens
         try:
-            root = lookup.find_root()
-            hashes = _hashed_gently(root, tokens, block_tokens)
+            prompt = lookup.describe()
         except Exception as error:
             self._log.warning("identity", "a request is computed and not cached: %s", error)
             return None
         started_at = time.monotonic()
         lease = EmptyLease(MatchEnd.SLOWER)
         if asks:
-            usable = hashes[: (len(tokens) - 1) // block_tokens]
+            usable = prompt.hashes[first : (num_tokens - 1) // self._tier.layout.block_tokens]
             lease = self._tier.match_lazily(usable, timeout_s=self._timeout_s)
-        return _Found(root, hashes, lease, time.monotonic() - started_at)
+        return _Found(prompt, lease, time.monotonic() - started_at)
 
 
-def _hashed_gently(root: Namespace, tokens: Sequence[int], block_tokens: int) -> list[BlockHash]:
-    """The hashes of all full blocks. Lets the scheduler's thread have the GIL between some and the next."""
+def hashed_gently(
+    root: Namespace, tokens: Sequence[int], block_tokens: int, parent: BlockHash | None = None
+) -> list[BlockHash]:
+    """The hashes of all full blocks. Lets the scheduler's thread have the GIL between many and the next."""
     hashes: list[BlockHash] = []
     for first in range(0, len(tokens), _HASHED_AT_ONCE * block_tokens):
         if hashes:
             time.sleep(_PAUSE_S)
         some = tokens[first : first + _HASHED_AT_ONCE * block_tokens]
-        hashes += block_hashes(root, some, block_tokens, parent=hashes[-1] if hashes else None)
+        hashes += block_hashes(root, some, block_tokens, parent=hashes[-1] if hashes else parent)
     return hashes
+
+
+def _discard(lookup: Lookup) -> None:
+    """What it still finds is given back."""
+    matching, lookup.matching = lookup.matching, None
+    if matching is not None:
+        matching.add_done_callback(_release_result)
 
 
 def _release_result(matching: Future[_Found | None]) -> None:

@@ -17,6 +17,8 @@ def places_of(pages: Sequence[int], blocks: Sequence[int], *, page_tokens: int, 
     if blocks:
         assert min(blocks) >= 0, "no such block"
         assert (max(blocks) + 1) * block_tokens <= len(pages) * page_tokens, "the pages end before the blocks"
+    if page_tokens == block_tokens:
+        return [pages[block] for block in blocks]
     part_tokens = min(page_tokens, block_tokens)
     parts_per_page = page_tokens // part_tokens
     return [

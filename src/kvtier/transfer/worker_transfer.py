@@ -10,18 +10,20 @@ import contextlib
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.errors import TierError
+from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.tiers.hierarchy import Hierarchy, Segment
 from kvtier.tiers.tier import Tier
-from kvtier.transfer.copier import Copier, Mark
+from kvtier.transfer.copier import Copier, Copies, Mark
 from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
+from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.loader import Loader
 from kvtier.transfer.matching import spans_of
 from kvtier.transfer.shared_stores import ShareWriter, Slots
@@ -36,28 +38,13 @@ _NUM_LOADERS = 2
 _UNIT_BYTES = 16 << 20
 """Blocks that come from disk or over TCP are copied as soon as so many have arrived."""
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """How many bytes of a load came from a tier, and how long that took. Picklable."""
-
-    tier: str
-    nbytes: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class EndedLoad:
-    """The first `num_loaded` of `num_blocks` are on the device; the others may hold anything."""
-
-    key: str
-    num_blocks: int
-    num_loaded: int = 0
-    parts: list[Loaded] = field(default_factory=list)
+_TAIL_BYTES = 512 << 20
+"""Where the device has nothing else to do, a load from memory is told of when so much of it is still coming, in ten
+milliseconds or so: the step that uses it is prepared meanwhile."""
 
 
 class WorkerTransfer:
-    """Between one device and one tier. Owns the tier and the copier."""
+    """Between one device and one tier. Owns the tier and the copier. `loads` tells of those that have ended."""
 
     def __init__(
         self,
@@ -77,7 +64,8 @@ class WorkerTransfer:
         self._batch_blocks = max(1, batch_bytes // tier.layout.slot_bytes)
         self._num_unsent = 0
         self._marks = StepMarks(self._copier)
-        self._ended: deque[EndedLoad] = deque()
+        self.loads = LoadNews()
+        self._is_idle = False
         self._log = LogLimit(logger)
         with contextlib.suppress(TierError):  # a server that is away is adopted later
             if tier.arena is not None:
@@ -92,15 +80,25 @@ class WorkerTransfer:
         """What is begun from now on comes after all that was handed to the device so far."""
         self._marks.note_step()
 
-    def load(self, key: str, hashes: Sequence[BlockHash], places: Sequence[int], timeout_s: float) -> None:
-        """Bring these blocks, from the first on, until one is missing or the time is up."""
-        ids = packed(places, self._parts_per_block)
-        load = functools.partial(self._load, EndedLoad(key, len(ids)), hashes, ids, self._marks.last, timeout_s)
-        self._threads.submit(load)
+    def note_idle(self, *, is_idle: bool) -> None:
+        """Whether the device has nothing to compute, until the next call."""
+        self._is_idle = is_idle
 
-    def take_loads(self) -> list[EndedLoad]:
-        """Loads that are over."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+    def load(
+        self,
+        key: str,
+        hashes: list[BlockHash],
+        places: Sequence[int],
+        timeout_s: float,
+        leased: LeasedBlocks | None = None,
+    ) -> None:
+        """Bring these blocks, from the first on, until one is missing or the time is up.
+
+        Blocks that are `leased` by another process are so until it hears that this load is over.
+        """
+        ids = packed(places, self._parts_per_block)
+        order = _Order(EndedLoad(key, len(ids)), hashes, ids, self._marks.last, timeout_s, leased)
+        self._threads.submit(functools.partial(self._load, order))
 
     def store(self, key: str, hashes: Sequence[BlockHash], places: Sequence[int]) -> None:
         """Keep these blocks, once the device is past the last step; after `send`."""
@@ -158,58 +156,97 @@ class WorkerTransfer:
 
     # --- the loading threads ------------------------------------------------------------------------------------------
 
-    def _load(
-        self, ended: EndedLoad, hashes: Sequence[BlockHash], ids: Sequence[int], after: Mark, timeout_s: float
-    ) -> None:
+    def _load(self, order: _Order) -> None:
         try:
-            self._bring(ended, hashes, ids, after, timeout_s)
+            self._bring(order)
         except TierError as error:
             self._log.warning("load", "a load failed and is computed instead: %s", error)
         except Exception:
             logger.exception("a load failed and is computed instead")
         finally:
-            self._ended.append(ended)
+            self.loads.end(order.ended)
 
-    def _bring(
-        self, ended: EndedLoad, hashes: Sequence[BlockHash], ids: Sequence[int], after: Mark, timeout_s: float
-    ) -> None:
-        started_at = time.monotonic()
-        deadline = started_at + timeout_s
+    def _bring(self, order: _Order) -> None:
+        ended, started_at = order.ended, time.monotonic()
+        order.deadline = started_at + order.timeout_s
         layout = self._tier.layout
-        with self._tier.match(hashes, timeout_s=timeout_s) as lease:
+        with self._lease(order) as lease:
             spans = spans_of([Segment(self._tier.name, 0, lease)], 0)
             if not lease.has_views:  # how its server has them makes no difference
                 spans = [Span(self._tier.name, self._tier.name, 0, lease.num_blocks, lease, 0)]
             for span in spans:
-                load = _TimedLoad(span, hashes, ids, max(1, _UNIT_BYTES // layout.slot_bytes), after, deadline)
-                self._loader.bring(load)
+                num_loaded = self._bring_span(order, span, is_last=span is spans[-1])
                 now = time.monotonic()
-                if load.num_arrived:
-                    ended.parts.append(Loaded(span.tier, load.num_arrived * layout.block_bytes, now - started_at))
-                ended.num_loaded += load.num_arrived
+                if num_loaded:
+                    ended.parts.append(Loaded(span.tier, num_loaded * layout.block_bytes, now - started_at))
                 started_at = now
-                if load.num_arrived < load.num_blocks:
+                if num_loaded < span.end - span.first:
                     return
+
+    def _lease(self, order: _Order) -> Lease:
+        """Of the blocks that are leased already, or else of what the tier has."""
+        if order.leased is not None and self._tier.arena is not None:
+            lease = order.leased.lease_in(self._tier.arena, self._tier.layout.block_bytes, order.hashes)
+            if lease is not None:
+                return lease
+        return self._tier.match(order.hashes, timeout_s=order.timeout_s)
+
+    def _bring_span(self, order: _Order, span: Span, *, is_last: bool) -> int:
+        """How many of its blocks are on the device."""
+        ended, middle = order.ended, span.end
+        if is_last and span.is_in_memory:
+            middle = max(span.first + 1, span.end - _TAIL_BYTES // self._tier.layout.block_bytes)
+        load, tail = self._part(order, span, span.first, middle), self._part(order, span, middle, span.end)
+        self._loader.begin(load)
+        if load.num_arrived == load.num_blocks and tail.num_blocks:
+            self._loader.begin(tail)
+        _wait(load.copies)
+        num_loaded = load.num_arrived + tail.num_arrived
+        if is_last and self._is_idle:
+            ended.num_loaded += num_loaded
+            ended.arriving = tail.copies
+            self.loads.arrive(ended)
+            _wait(tail.copies)
+        else:
+            _wait(tail.copies)
+            ended.num_loaded += num_loaded
+        return num_loaded
+
+    def _part(self, order: _Order, span: Span, first: int, end: int) -> _TimedLoad:
+        unit = max(1, _UNIT_BYTES // self._tier.layout.slot_bytes)
+        plan = LoadPlan(span, first, end, Order.FRONT, None, unit)
+        return _TimedLoad(plan, order.hashes[first:end], order.ids[first:end], order.after, order.deadline)
+
+
+@dataclass(eq=False, slots=True)
+class _Order:
+    """One load, as it was asked for."""
+
+    ended: EndedLoad
+    hashes: list[BlockHash]
+    ids: Sequence[int]
+    after: Mark
+    timeout_s: float
+    leased: LeasedBlocks | None
+    deadline: float = 0.0
 
 
 class _TimedLoad(Load):
-    """All of a span, from the front, unless the deadline comes before."""
+    """All of a plan, from the front, unless the deadline comes before."""
 
     def __init__(
-        self,
-        span: Span,
-        hashes: Sequence[BlockHash],
-        ids: Sequence[int],
-        unit: int,
-        after: Mark,
-        deadline: float,
+        self, plan: LoadPlan, hashes: Sequence[BlockHash], ids: Sequence[int], after: Mark, deadline: float
     ) -> None:
-        plan = LoadPlan(span, span.first, span.end, Order.FRONT, None, unit)
-        super().__init__(plan, hashes[span.first : span.end], ids[span.first : span.end], after, time.monotonic())
+        super().__init__(plan, hashes, ids, after, time.monotonic())
         self._deadline = deadline
 
     def take(self, count: int) -> tuple[int, int]:
         return (0, 0) if time.monotonic() >= self._deadline else super().take(count)
+
+
+def _wait(many: Sequence[Copies]) -> None:
+    for copies in many:
+        copies.wait()
 
 
 def _nothing() -> None:

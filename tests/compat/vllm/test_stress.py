@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import LLM
@@ -18,6 +19,8 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import SingleClient
 from kvtier.memory.lease import Lease
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.transfer.copier import Copies
+from kvtier.transfer.copiers.host_copier import HostCopier
 from tests.compat.vllm.engines import (
     answers_without_cache,
     begin,
@@ -100,14 +103,14 @@ def _wait_until_all_pages_are_free(llm: LLM) -> None:
 @contextlib.contextmanager
 def _loads_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
     """Loads begin late, by up to `seconds`: much happens to their requests meanwhile."""
-    at_once = SingleClient.match
+    at_once = HostCopier.load
 
-    def late(client: SingleClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+    def late(copier: HostCopier, *arguments: Any, **named: Any) -> Copies:
         time.sleep(random.random() * seconds)
-        return at_once(client, hashes, timeout_s=timeout_s)
+        return at_once(copier, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SingleClient, "match", late)
+        patch.setattr(HostCopier, "load", late)
         yield
 
 

@@ -27,6 +27,7 @@ ARENA_BYTES = 3 * PIECE_BYTES + 4096
 BLOCK_BYTES = 40
 NUM_BLOCKS = 150
 STREAM = 77
+_UNSAFE = ("cudaHostRegister", "cudaHostUnregister")
 
 
 @pytest.fixture
@@ -137,6 +138,34 @@ def test_an_arena_is_registered_piece_by_piece_and_let_go(arena: MappedArena) ->
     assert library.registered == {}
     assert not registration.covers(0, 1)
     arena.close()
+
+
+def test_memory_is_registered_and_let_go_in_relaxed_mode_by_each_thread_for_itself(arena: MappedArena) -> None:
+    library = FakeLibrary()
+    registration = Registration(arena, Cudart(library), 0, PIECE_BYTES)
+    assert registration.wait(LIMIT_S)
+
+    registration.close()
+
+    relaxed = 2
+    by_call = {name: [(thread, mode) for called, thread, mode in library.modes if called == name] for name in _UNSAFE}
+    assert [mode for _, mode in by_call["cudaHostRegister"]] == [relaxed] * 4
+    assert by_call["cudaHostUnregister"] == [(threading.get_ident(), relaxed)] * 4
+    assert threading.get_ident() not in {thread for thread, _ in by_call["cudaHostRegister"]}
+    assert library.capture_mode == 0, "this thread may capture graphs as before"
+
+
+@pytest.mark.parametrize("is_relaxed_before", [False, True])
+def test_a_thread_has_its_capture_mode_back_after_a_failure(is_relaxed_before: bool) -> None:
+    library = FakeLibrary()
+    library.statuses["cudaHostRegister"] = 2
+    cudart = Cudart(library)
+
+    with cudart.relaxed() if is_relaxed_before else contextlib.nullcontext():
+        before = library.capture_mode
+        with pytest.raises(TierUnavailable, match="cannot register"):
+            cudart.register(4096, 4096)
+        assert library.capture_mode == before == (2 if is_relaxed_before else 0)
 
 
 def test_a_registered_arena_stays_mapped(arena: MappedArena) -> None:

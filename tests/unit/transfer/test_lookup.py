@@ -19,7 +19,7 @@ from kvtier.testing.tier_contract import LAYOUT, payloads
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.lookup import Lookup, Lookups
+from kvtier.transfer.lookup import Described, Lookup, Lookups, hashed_gently
 from tests.support.traffic_bench import computes, loads, until
 
 _ROOT = Namespace(bytes(32))
@@ -59,7 +59,7 @@ class Bench:
     tier: _Tier
     lookups: Lookups
     speeds: Speeds
-    tokens: dict[int, list[int]] = field(default_factory=dict)
+    num_tokens: dict[Lookup, int] = field(default_factory=dict)
 
     def lookup(self, seed: int, num_blocks: int, *, num_stored: int = 0) -> Lookup:
         """Of a prompt with one token more than whole blocks, the first `num_stored` of which are in the tier."""
@@ -67,15 +67,23 @@ class Bench:
         hashes = block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
         if num_stored:
             self.tier.offer(hashes[:num_stored], payloads(hashes[:num_stored]))
-        return Lookup(lambda: tokens[:], lambda: _ROOT)
+        return self.prompt(tokens)
 
-    def found(self, lookup: Lookup, first: int = 0) -> int:
-        self.lookups.begin(lookup)
+    def prompt(self, tokens: list[int]) -> Lookup:
+        lookup = Lookup(lambda: Described(_ROOT, block_hashes(_ROOT, tokens, LAYOUT.block_tokens)))
+        self.num_tokens[lookup] = len(tokens)
+        return lookup
+
+    def begin(self, lookup: Lookup, first: int = 0) -> None:
+        self.lookups.begin(lookup, self.num_tokens[lookup], first)
+
+    def found(self, lookup: Lookup, first: int = 0, asked_from: int = 0) -> int:
+        self.begin(lookup, asked_from)
         return self.answer(lookup, first)
 
     def answer(self, lookup: Lookup, first: int = 0) -> int:
-        until(lambda: self.lookups.take(lookup, first, len(lookup.tokens())))
-        return lookup.num_found
+        until(lambda: self.lookups.take(lookup, first))
+        return lookup.found_end
 
 
 @pytest.fixture
@@ -100,23 +108,23 @@ def test_what_the_tier_has_is_found_and_held_until_it_is_released(bench: Bench) 
 
     bench.lookups.release(lookup)
     until(lambda: bench.tier.num_held == 0)
-    assert lookup.is_used_up
+    assert lookup.is_idle
 
 
 def test_there_is_no_answer_before_the_tier_has_one(bench: Bench) -> None:
     lookup = bench.lookup(1, 6, num_stored=4)
     bench.tier.is_open.clear()
-    bench.lookups.begin(lookup)
+    bench.begin(lookup)
 
-    assert not bench.lookups.take(lookup, 0, 100)
-    assert not lookup.is_used_up
+    assert not bench.lookups.take(lookup, 0)
+    assert not lookup.is_idle
     bench.tier.is_open.set()
     assert bench.answer(lookup) == 4
 
 
 def test_the_block_of_the_last_token_is_not_asked_for(bench: Bench) -> None:
     tokens = list(range(3 * LAYOUT.block_tokens))
-    lookup = Lookup(lambda: tokens, lambda: _ROOT)
+    lookup = bench.prompt(tokens)
 
     bench.found(lookup)
 
@@ -124,20 +132,64 @@ def test_the_block_of_the_last_token_is_not_asked_for(bench: Bench) -> None:
     assert len(lookup.hashes) == 3
 
 
-def test_a_long_prompt_is_hashed_in_pieces_as_in_one(bench: Bench) -> None:
-    tokens = list(range(300 * LAYOUT.block_tokens))
-    lookup = Lookup(lambda: tokens, lambda: _ROOT)
+def test_a_long_prompt_is_hashed_in_pieces_as_in_one() -> None:
+    tokens = list(range(1300 * LAYOUT.block_tokens + 1))
+    expected = block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
 
-    bench.found(lookup)
+    assert hashed_gently(_ROOT, tokens, LAYOUT.block_tokens) == expected
+    rest = hashed_gently(_ROOT, tokens[700 * LAYOUT.block_tokens :], LAYOUT.block_tokens, expected[699])
+    assert rest == expected[700:]
 
-    assert lookup.hashes == block_hashes(_ROOT, tokens, LAYOUT.block_tokens)
+
+def test_only_what_the_engine_lacks_is_asked_for(bench: Bench) -> None:
+    lookup = bench.lookup(1, 6, num_stored=4)
+
+    assert bench.found(lookup, first=3, asked_from=3) == 4
+
+    assert bench.tier.asked == [3]
+    assert lookup.end == 4
+    leased = lookup.leased(3, 4)
+    assert leased is not None
+    assert (leased.inode, leased.offsets) == (lookup.lease.arena.inode, list(lookup.lease.offsets))
+    assert lookup.leased(3, 5) is None
+
+
+def test_a_lookup_that_begins_again_gives_back_what_it_held_and_what_it_still_finds(bench: Bench) -> None:
+    lookup = bench.lookup(1, 6, num_stored=4)
+    bench.found(lookup, asked_from=3)
+    bench.tier.is_open.clear()
+    bench.lookups.begin_again(lookup, bench.num_tokens[lookup], 2)
+    bench.lookups.begin_again(lookup, bench.num_tokens[lookup], 0)
+    bench.tier.is_open.set()
+
+    assert bench.answer(lookup) == 4
+    until(lambda: bench.tier.num_held == 1)
+    assert lookup.leased(0, 4) is not None
+
+
+def test_a_lookup_that_waits_for_its_turn_can_be_cancelled(bench: Bench) -> None:
+    bench.tier.is_open.clear()
+    busy = [bench.lookup(seed, 4) for seed in (1, 2)]
+    cancelled = bench.lookup(3, 4)
+    for lookup in (*busy, cancelled):
+        bench.begin(lookup)
+    until(lambda: bench.tier.num_waiting == 2)
+
+    for lookup in (*busy, cancelled):
+        bench.lookups.cancel(lookup)
+    bench.tier.is_open.set()
+
+    assert [bench.answer(lookup) for lookup in busy] == [0, 0]
+    assert cancelled.is_idle
+    assert len(bench.tier.asked) == 2
 
 
 def test_a_prompt_that_cannot_be_told_from_others_is_not_looked_for(bench: Bench) -> None:
-    def fail() -> Namespace:
+    def fail() -> Described:
         raise OSError("no such adapter")
 
-    lookup = Lookup(lambda: list(range(100)), fail)
+    lookup = bench.prompt(list(range(100)))
+    lookup.describe = fail
 
     assert bench.found(lookup) == 0
     assert not lookup.is_cachable
@@ -158,7 +210,7 @@ def test_a_prompt_that_was_given_up_is_not_matched_and_holds_nothing(bench: Benc
     first = [bench.lookup(seed, 4, num_stored=4) for seed in (1, 2)]
     late = bench.lookup(3, 4, num_stored=4)
     for lookup in (*first, late):
-        bench.lookups.begin(lookup)
+        bench.begin(lookup)
     until(lambda: bench.tier.num_waiting == 2)
 
     for lookup in (*first, late):
@@ -182,11 +234,11 @@ def test_a_prompt_beyond_the_limit_waits_while_others_load(bench: Bench) -> None
     bench.lookups.end_load(holder)
 
     def has_all() -> bool:
-        is_there = waiting.lease is not None or bench.lookups.take(waiting, 0, 100)
+        is_there = waiting.lease is not None or bench.lookups.take(waiting, 0)
         return is_there and not bench.lookups.is_worth_waiting(waiting)
 
     until(has_all)
-    assert waiting.num_found == 4
+    assert waiting.found_end == 4
     bench.lookups.release(waiting)
 
 
@@ -197,18 +249,24 @@ def test_what_later_prompts_hold_makes_room_where_nothing_loads(bench: Bench) ->
     bench.found(now)
 
     def has_all() -> bool:
-        is_there = now.lease is not None or bench.lookups.take(now, 0, 100)
+        is_there = now.lease is not None or bench.lookups.take(now, 0)
         return is_there and not bench.lookups.is_worth_waiting(now)
 
     until(has_all)
-    assert now.num_found == 4
-    assert later.is_used_up
+    assert now.found_end == 4
+    assert later.is_idle
 
 
-def test_a_forgotten_prompt_holds_what_it_loads_no_longer(bench: Bench) -> None:
-    lookup = bench.lookup(1, 4, num_stored=4)
-    bench.found(lookup)
+def test_a_forgotten_prompt_holds_what_it_loads_until_that_is_over(bench: Bench) -> None:
+    lookup, loading = bench.lookup(1, 4, num_stored=4), bench.lookup(2, 4, num_stored=4)
+    for one in (lookup, loading):
+        bench.found(one)
+    bench.lookups.begin_load(loading)
 
-    bench.lookups.forget(lookup)
+    for one in (lookup, loading):
+        bench.lookups.forget(one)
 
+    until(lambda: bench.tier.num_held == 1)
+    assert loading.lease is not None
+    bench.lookups.end_load(loading)
     until(lambda: bench.tier.num_held == 0)

@@ -21,8 +21,10 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.staged import StagedTier
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copies, Mark
-from kvtier.transfer.worker_transfer import EndedLoad, WorkerTransfer
-from tests.support.host_device import HostDevice
+from kvtier.transfer.leased_blocks import LeasedBlocks
+from kvtier.transfer.load_news import EndedLoad
+from kvtier.transfer.worker_transfer import WorkerTransfer
+from tests.support.host_device import WAIT_S, HostDevice
 from tests.support.traffic_bench import FarTier, until
 
 _BATCH_BLOCKS = 4
@@ -107,9 +109,9 @@ class Bench:
     def load(self, hashes: Sequence[BlockHash], places: Sequence[int], timeout_s: float = 10.0) -> EndedLoad:
         self.transfer.note_step()
         self.transfer.load("a", hashes, places, timeout_s)
-        ended: list[EndedLoad] = []
-        until(lambda: bool(ended.extend(self.transfer.take_loads()) or ended))
-        return ended[0]
+        over: list[EndedLoad] = []
+        until(lambda: bool(over.extend(self.transfer.loads.take()[1]) or over))
+        return over[0]
 
     def store(self, key: str, hashes: Sequence[BlockHash], first_id: int = 0) -> None:
         self.transfer.note_step()
@@ -261,6 +263,63 @@ def test_small_pages_are_loaded_and_stored_part_by_part(open_bench: Open) -> Non
     bench.settle()
     until(lambda: all(tier.contains(others)))
     assert fetch_all(tier, others) == payloads(others)
+
+
+class _CountingTier(_ServerTier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_matches = 0
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        self.num_matches += 1
+        return super().match(hashes, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("is_same_memory", [True, False])
+def test_blocks_that_are_leased_already_are_matched_only_if_they_lie_in_other_memory(
+    open_bench: Open, is_same_memory: bool
+) -> None:
+    tier = _CountingTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    with tier.memory.match(hashes[2:]) as lease:
+        leased = LeasedBlocks(tier.arena.inode + (not is_same_memory), list(lease.offsets))
+        bench.transfer.load("a", hashes[2:], range(2, 6), 10.0, leased)
+        over: list[EndedLoad] = []
+        until(lambda: bool(over.extend(bench.transfer.loads.take()[1]) or over))
+
+    assert over[0].num_loaded == 4
+    assert bench.has(hashes)[2:] == [True] * 4
+    assert tier.num_matches == (0 if is_same_memory else 1)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_where_the_device_is_idle_a_load_is_told_of_before_its_last_blocks_are_there(
+    open_bench: Open, is_idle: bool
+) -> None:
+    tier = _ServerTier()
+    bench = open_bench(tier)
+    hashes = chain(1, 6)
+    tier.offer(hashes, payloads(hashes))
+    bench.device.later_gate = threading.Event()
+    loads = bench.transfer.loads
+    bench.transfer.note_idle(is_idle=is_idle)
+    bench.transfer.load("a", hashes, range(6), 10.0)
+
+    until(lambda: len(bench.device.transfers) == 2 and bench.device.transfers[0].is_done)
+    if is_idle:
+        loads.wait_for_arrival(WAIT_S)
+        (arrived,), over = loads.take()
+        assert (arrived.num_loaded, over) == (6, [])
+        assert arrived.arriving == bench.device.transfers[1:]
+    else:
+        assert loads.take() == ([], [])
+    bench.device.later_gate.set()
+    over = []
+    until(lambda: bool(over.extend(loads.take()[1]) or over))
+    assert over[0].num_loaded == 6
+    assert all(bench.has(hashes))
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,7 +87,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
-            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens)
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
 
@@ -100,6 +102,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return "BLHNC" if current_platform.is_cuda_alike() else None
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
@@ -141,6 +147,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._plan())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):

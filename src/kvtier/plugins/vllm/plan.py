@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvtier.blocks.hashing import BlockHash
+from kvtier.transfer.leased_blocks import LeasedBlocks
+from kvtier.transfer.load_news import Loaded
 from kvtier.transfer.shared_stores import Slots
-from kvtier.transfer.worker_transfer import Loaded
 
 PIECE_BYTES = 64 << 20
 """Blocks are shown to others when so many are written, and go over TCP by as many."""
@@ -20,13 +22,18 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring the blocks with these hashes into pages, the first of them at `first_block`, within `timeout_s`."""
+    """Bring the blocks with these hashes into pages, the first of them at `first_block`, within `timeout_s`.
 
+    Where they lie is `leased`, if the scheduler knows: until all workers say that the load of this `number` is over.
+    """
+
+    number: int
     request_id: str
     pages: list[int]
     first_block: int
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     timeout_s: float
+    leased: LeasedBlocks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Save:
     request_id: str
     pages: list[int]
     first_block: int
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     slots: Slots | None = None
 
     def parts(self, num_blocks: int) -> Iterator[Save]:
@@ -52,7 +59,8 @@ class Save:
 class StepPlan(KVConnectorMetadata):
     """`preempted` requests lose their pages in this step: what is being saved of them must be done before.
 
-    Of `ended` requests nothing more comes to be saved: their pages go back as soon as what was asked for is done.
+    Of `ended` requests nothing more comes to be saved: their pages go back as soon as what was asked for is done. In a
+    step that `is_idle`, nothing is computed.
     """
 
     number: int = 0
@@ -60,14 +68,16 @@ class StepPlan(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    is_idle: bool = False
 
 
 @dataclass(slots=True)
 class WorkerNews(KVConnectorWorkerMetadata):
-    """What a worker has done since it last said so. Added over the ranks: `written` counts those that are through."""
+    """What a worker has done since it last said so. Added over the ranks: counts are of those that are through."""
 
     step: int = 0
     loaded: list[Loaded] = field(default_factory=list)
+    ended_loads: Counter[int] = field(default_factory=Counter)
     failed_loads: set[str] = field(default_factory=set)
     written: Counter[int] = field(default_factory=Counter)
     unwritten: set[int] = field(default_factory=set)
@@ -77,6 +87,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         return WorkerNews(
             max(self.step, other.step),
             self.loaded + other.loaded,
+            self.ended_loads + other.ended_loads,
             self.failed_loads | other.failed_loads,
             self.written + other.written,
             self.unwritten | other.unwritten,

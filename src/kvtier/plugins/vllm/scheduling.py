@@ -1,45 +1,51 @@
 """The scheduler's side: what vLLM's scheduler asks and tells, for lookups of its prompts and stores of its steps.
 
-vLLM's scheduler calls everything, in one thread, and never waits: what asks the server runs on threads.
+vLLM's scheduler calls everything, in one thread. What asks the server runs on threads, and is not waited for while
+vLLM has anything else to do. What vLLM has itself is not looked for.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-import re
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import msgspec
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier.blocks.hashing import BlockHash, block_hashes, salted_root
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
+from kvtier.plugins.vllm.explaining import Explainer
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
+from kvtier.plugins.vllm.own_cache import OwnCache
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.statistics import CacheStats
-from kvtier.tiers.explanation import Explanation, MatchEnd
+from kvtier.plugins.vllm.step_times import StepTimes
+from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.remote import SingleServerTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.lookup import Lookup, Lookups
+from kvtier.transfer.known_prefixes import KnownPrefixes
+from kvtier.transfer.lookup import Described, Lookup, Lookups, hashed_gently
 from kvtier.transfer.shared_stores import SharedStores
 
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
-_EXPLAINED_TOKENS = 64
-_MAX_STEPS_IN_FLIGHT = 64
-_RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
+_IDLE_WAIT_S = 0.01
+"""So long, in all, a step without work waits for answers. vLLM would ask again and again, and each time keep the
+interpreter from the threads that bring them."""
 
 
 @dataclass(slots=True)
@@ -52,27 +58,48 @@ class _Tracked:
     pages: list[int] = field(default_factory=list)
     num_saved: int = 0
     has_saves: bool = False
-    is_noted: bool = False
+    explanation: Explanation | None = None
+    """What the server is told of it when it is over: that costs the scheduler's thread some of its time."""
     may_load: bool = True
+
+
+@dataclass(slots=True)
+class _Loading:
+    """What a load comes from is held until all ranks are done with it."""
+
+    lookup: Lookup
+    num_ranks_left: int
 
 
 class SchedulerSide:
     """Of one engine."""
 
     def __init__(
-        self, client: SingleClient, identity: Identity, settings: ConnectorSettings, chunk_tokens: int
+        self,
+        client: SingleClient,
+        identity: Identity,
+        settings: ConnectorSettings,
+        chunk_tokens: int,
+        hash_algorithm: str,
     ) -> None:
+        """vLLM hashes prompts by `hash_algorithm`, and computes at most `chunk_tokens` in a step."""
         self._client = client
-        self._identity = identity
         self._namespace = identity.fields.digest()
         self._page_tokens = identity.page_tokens
-        self._unit_tokens = max(identity.page_tokens, BLOCK_TOKENS)
         self._settings = settings
         self._salts = RequestSalts(settings.identity)
+        self._own = OwnCache(identity.page_tokens)
+        self._known = KnownPrefixes(identity.page_tokens, BLOCK_TOKENS, hash_algorithm)
+        self._num_returns = client.num_returns
         self._tracked: dict[str, _Tracked] = {}
-        self._loading: dict[str, Lookup] = {}
+        self._num_ranks = identity.num_ranks
+        self._load_numbers = itertools.count()
+        self._loading: dict[int, _Loading] = {}
+        self._waiting: set[str] = set()
+        self._running: set[str] = set()
         self._ending: set[str] = set()
         self._loads: list[Load] = []
+        self._idle_wait_s = _IDLE_WAIT_S
         self._stats = CacheStats()
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kvtier-vllm-match")
@@ -84,16 +111,22 @@ class SchedulerSide:
         )
         tier = SingleServerTier(client, "server" if client.is_local else "tcp")
         self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s)
-        self._num_steps = 0
-        self._steps: deque[tuple[int, float, list[tuple[int, int]]]] = deque(maxlen=_MAX_STEPS_IN_FLIGHT)
-        self._stepped_at = 0.0
+        self._steps = StepTimes(self._decision.speeds)
+        self._explainer = Explainer(client, identity.name, self._namespace)
+
+    def bind(self, pool: BlockPool) -> None:
+        """What vLLM's own prefix cache is."""
+        self._own.bind(pool)
 
     def on_new_request(self, request: Request) -> None:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return  # nothing that could be hashed
-        lookup = Lookup(lambda: request.all_token_ids[:], lambda: self._root(request))
-        self._tracked[request.request_id] = _Tracked(request, lookup)
-        self._lookups.begin(lookup)
+        lookup = Lookup(functools.partial(self._describe, request))
+        tracked = _Tracked(request, lookup)
+        self._tracked[request.request_id] = tracked
+        num_own_tokens = self._own.num_tokens(request)
+        if self._can_load_from(request, num_own_tokens):
+            self._look(tracked, num_own_tokens)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """How many tokens beyond those computed can be loaded; None while that is being found out."""
@@ -104,9 +137,16 @@ class SchedulerSide:
         if not tracked.may_load or num_computed_tokens % BLOCK_TOKENS:  # small pages: a load begins with a whole block
             return 0
         lookup = tracked.lookup
-        if lookup.is_used_up:  # it was preempted
-            self._lookups.begin(lookup)
-        if lookup.lease is None and not self._take_found(tracked):
+        if not self._can_load_from(request, num_computed_tokens):
+            self._lookups.cancel(lookup)
+            return 0
+        if self._lookups.is_loading(lookup):  # it was preempted before its last load was quite over
+            return None
+        if lookup.is_idle:  # vLLM had all of it when it came, or it was preempted
+            self._look(tracked, num_computed_tokens)
+        elif lookup.first * BLOCK_TOKENS > num_computed_tokens:  # vLLM has lost some of it since
+            self._lookups.begin_again(lookup, request.num_tokens, num_computed_tokens // BLOCK_TOKENS)
+        if lookup.lease is None and not self._take_found(tracked) and not self._take_while_idle(tracked):
             if time.monotonic() - lookup.asked_at <= self._settings.match_timeout_s:
                 return None
             self._stats.late_matches += 1
@@ -123,18 +163,21 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (self._lookups.is_loading(tracked.lookup) and not num_external_tokens):
             return
+        lookup = tracked.lookup
         self._explain(tracked, num_external_tokens)
         if not num_external_tokens:
-            self._lookups.release(tracked.lookup)
+            self._lookups.release(lookup)
             return
         last = self._end_token(tracked) // BLOCK_TOKENS
         first = last - num_external_tokens // BLOCK_TOKENS
         timeout_s = self._decision.timeout_s(first, last, request.num_tokens, self._settings.timeout_s)
         some_pages, first_block = self._pages_of(pages, first, last)
-        hashes = [bytes(one) for one in tracked.lookup.hashes[first:last]]
-        self._loads.append(Load(request.request_id, some_pages, first_block, hashes, timeout_s))
-        self._lookups.begin_load(tracked.lookup)
-        self._loading[request.request_id] = tracked.lookup
+        number = next(self._load_numbers)
+        hashes, leased = lookup.hashes[first:last], lookup.leased(first, last)
+        self._loads.append(Load(number, request.request_id, some_pages, first_block, hashes, timeout_s, leased))
+        self._lookups.begin_load(lookup)
+        self._loading[number] = _Loading(lookup, self._num_ranks)
+        self._waiting.add(request.request_id)
 
     def hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """By where the blocks were when they were matched."""
@@ -147,8 +190,9 @@ class SchedulerSide:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """What the workers do with this step."""
-        self._num_steps += 1
-        plan = StepPlan(self._num_steps, loads=self._loads, preempted=set(output.preempted_req_ids or ()))
+        self._steps.number += 1
+        preempted = set(output.preempted_req_ids or ())
+        plan = StepPlan(self._steps.number, loads=self._loads, preempted=preempted)
         self._loads = []
         for request_id in plan.preempted:
             self._drop_saves(request_id)
@@ -156,6 +200,9 @@ class SchedulerSide:
             *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
             *zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True),
         ]
+        self._running = {request_id for request_id, _ in chunks}
+        self._idle_wait_s = _IDLE_WAIT_S
+        plan.is_idle = not chunks
         self._take_pages(output)
         saves: list[Save] = []
         for request_id, num_computed in chunks:
@@ -170,40 +217,54 @@ class SchedulerSide:
             plan.saves = [replace(save, slots=slots) for save, slots in self._shared.take_ready()]
             for save in saves:
                 for part in save.parts(self._piece_blocks):
-                    self._shared.begin(part.request_id, [BlockHash(one) for one in part.hashes], part)
-        counts = [(num_computed, output.num_scheduled_tokens[request_id]) for request_id, num_computed in chunks]
-        self._steps.append((self._num_steps, time.monotonic(), counts))
+                    self._shared.begin(part.request_id, part.hashes, part)
+        self._steps.note_planned(
+            [(num_computed, output.num_scheduled_tokens[request_id]) for request_id, num_computed in chunks]
+        )
         return plan
 
     def note_transfers(self, output: KVConnectorOutput) -> None:
-        """A step is over. What loads were promised from need not be held any longer."""
+        """A step is over."""
         news = output.kv_connector_worker_meta
         failed: set[str] = set()
         if isinstance(news, WorkerNews):
-            self._note_step(news.step)
+            self._steps.note_done(news.step)
             for loaded in news.loaded:
                 self._decision.note_load(loaded.tier, loaded.nbytes, loaded.seconds)
             if self._shared is not None:
                 self._shared.note(news.written, news.unwritten)
             failed = news.failed_loads
+            for number, count in news.ended_loads.items():
+                self._note_ended(number, count)
+        self._waiting -= output.finished_recving or set()
         for request_id in failed:
             tracked = self._tracked.get(request_id)
             if tracked is not None:  # it would fail again: the rest is computed, and what the cache lacks saved anew
                 tracked.may_load = False
                 tracked.num_saved = 0
-                self._note(self._explanation(tracked, {}, MatchEnd.LOST, tracked.num_local_tokens))
-        for request_id in output.finished_recving or ():
-            lookup = self._loading.pop(request_id, None)
-            if lookup is not None:
-                self._lookups.end_load(lookup)
+                local = tracked.num_local_tokens
+                tracked.explanation = self._explainer.explain(
+                    tracked.request, tracked.lookup.root, local, {}, MatchEnd.LOST, local
+                )
+
+    def _note_ended(self, number: int, num_ranks: int) -> None:
+        """So many more of the ranks are done with a load: what it came from need not be held when all are."""
+        loading = self._loading[number]
+        loading.num_ranks_left -= num_ranks
+        if loading.num_ranks_left <= 0:
+            self._lookups.end_load(loading.lookup)
+            del self._loading[number]
 
     def finish(self, request: Request) -> bool:
         """The request is over. Whether its pages are still being saved."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._running.discard(request.request_id)
         if tracked is None:
             return False
+        if tracked.explanation is not None:
+            self._explainer.note(tracked.explanation)
         self._lookups.forget(tracked.lookup)
-        if self._lookups.is_loading(tracked.lookup):
+        if request.request_id in self._waiting:
             return False  # vLLM keeps the pages until the load is over, and nothing of them is being saved
         if tracked.has_saves:
             self._ending.add(request.request_id)
@@ -211,6 +272,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forget everything that is cached of this model, for all its engines. False when the server did not do it."""
+        self._known.forget_stored()
         try:
             self._client.drop()
         except KvtierError as error:
@@ -232,36 +294,84 @@ class SchedulerSide:
 
     # --- matching -----------------------------------------------------------------------------------------------------
 
-    def _root(self, request: Request) -> Namespace:
+    def _describe(self, request: Request) -> Described:
         """On a thread. Raises when the request cannot be told from others."""
+        root = salted_root(self._namespace, self._salts.of(request))
+        pages = self._own.hashes_of(request)
+
+        def hash_rest(first: int, parent: BlockHash | None) -> list[BlockHash]:
+            return hashed_gently(root, request.all_token_ids[first * BLOCK_TOKENS :], BLOCK_TOKENS, parent)
+
+        return self._known.describe(root, pages, hash_rest)
+
+    def _quick_root(self, request: Request) -> Namespace | None:
+        """As a thread finds it out; None where that takes looking at files."""
+        if request.lora_request is not None:
+            return None
         return salted_root(self._namespace, self._salts.of(request))
+
+    def _can_load_from(self, request: Request, num_tokens: int) -> bool:
+        """There is a page behind so many tokens that could be loaded: the last token is always computed."""
+        unit_tokens = max(self._page_tokens, BLOCK_TOKENS)
+        return (request.num_tokens - 1) // unit_tokens * unit_tokens > num_tokens
+
+    def _look(self, tracked: _Tracked, num_own_tokens: int) -> None:
+        """Ask for what vLLM lacks; now and then for all of it, so that the cache keeps what vLLM has, too."""
+        request = tracked.request
+        is_known = self._known_prefix(request, num_own_tokens) is not None
+        self._lookups.begin(tracked.lookup, request.num_tokens, num_own_tokens // BLOCK_TOKENS if is_known else 0)
+
+    def _known_prefix(self, request: Request, num_own_tokens: int) -> Described | None:
+        """Nearly all that vLLM has of a prompt, if the cache was lately known to have it too."""
+        if self._num_returns != self._client.num_returns:  # the server may be another one
+            self._num_returns = self._client.num_returns
+            self._known.forget_stored()
+        pages = self._own.hashes_of(request, num_own_tokens)
+        root = self._quick_root(request) if pages else None
+        return None if root is None else self._known.fresh(root, pages)
+
+    def _take_while_idle(self, tracked: _Tracked) -> bool:
+        """Nothing runs and nothing loads: the answer is waited for, a moment in each step."""
+        if self._running or self._loading or self._idle_wait_s <= 0:
+            return False
+        started_at = time.monotonic()
+        self._lookups.wait(tracked.lookup, self._idle_wait_s)
+        self._idle_wait_s -= time.monotonic() - started_at
+        return self._take_found(tracked)
 
     def _take_found(self, tracked: _Tracked) -> bool:
         """What the lookup has found, if it is over."""
         lookup, request = tracked.lookup, tracked.request
-        if not self._lookups.take(lookup, tracked.num_local_tokens // BLOCK_TOKENS, request.num_tokens):
+        if not self._lookups.take(lookup, tracked.num_local_tokens // BLOCK_TOKENS):
             return False
         if not lookup.is_cachable:
             del self._tracked[request.request_id]
             return True
-        tracked.num_saved = lookup.num_found
-        if lookup.end < lookup.num_found:
+        tracked.num_saved = lookup.found_end
+        self._note_stored(tracked, is_asked=not lookup.first and not _is_away(lookup))
+        if lookup.end < lookup.found_end:
             self._stats.slower_loads += 1
         return True
 
+    def _note_stored(self, tracked: _Tracked, *, is_asked: bool) -> None:
+        root = tracked.lookup.root
+        assert root is not None
+        pages = self._own.hashes_of(tracked.request)
+        self._known.note_stored(root, pages, tracked.num_saved, is_asked=is_asked)
+
     def _end_token(self, tracked: _Tracked) -> int:
         """Where the load ends: at a page, and before the last token, which vLLM computes."""
-        return (
-            min(tracked.lookup.end * BLOCK_TOKENS, tracked.request.num_tokens - 1)
-            // self._unit_tokens
-            * self._unit_tokens
-        )
+        unit_tokens = max(self._page_tokens, BLOCK_TOKENS)
+        end = min(tracked.lookup.end * BLOCK_TOKENS, tracked.request.num_tokens - 1)
+        return end // unit_tokens * unit_tokens
 
     def _in_memory(self, tracked: _Tracked, num_external_tokens: int) -> int:
         """How many of the tokens to be loaded were in the cache's memory."""
-        assert tracked.lookup.lease is not None
+        lookup = tracked.lookup
+        assert lookup.lease is not None
         first = self._end_token(tracked) - num_external_tokens
-        return min(max(0, tracked.lookup.lease.num_blocks * BLOCK_TOKENS - first), num_external_tokens)
+        end = (lookup.first + lookup.lease.num_blocks) * BLOCK_TOKENS
+        return min(max(0, end - first), num_external_tokens)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -278,26 +388,43 @@ class SchedulerSide:
 
     def _plan_save(self, saves: list[Save], tracked: _Tracked, num_tokens: int) -> None:
         """Full blocks of known tokens that are there once this step is done."""
-        lookup = tracked.lookup
-        if lookup.root is None and self._take_found(tracked):  # too late to load from: it says what need not be saved
-            self._lookups.release(lookup)
-        if lookup.root is None:
+        if not self._knows_what_is_stored(tracked):
             return  # later, or never
-        request = tracked.request
+        lookup, request = tracked.lookup, tracked.request
         num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
         end = min(num_tokens, num_known) // BLOCK_TOKENS
         first = tracked.num_saved
         if end <= first:
             return
         if len(lookup.hashes) < end:
+            assert lookup.root is not None
             parent = lookup.hashes[-1] if lookup.hashes else None
             tokens = request.all_token_ids[len(lookup.hashes) * BLOCK_TOKENS : end * BLOCK_TOKENS]
             lookup.hashes += block_hashes(lookup.root, tokens, BLOCK_TOKENS, parent=parent)
         pages, first_block = self._pages_of(tracked.pages, first, end)
-        hashes = [bytes(one) for one in lookup.hashes[first:end]]
-        saves.append(Save(request.request_id, pages, first_block, hashes))
+        saves.append(Save(request.request_id, pages, first_block, lookup.hashes[first:end]))
         tracked.num_saved = end
         tracked.has_saves = True
+        if end * BLOCK_TOKENS <= request.num_prompt_tokens:
+            self._note_stored(tracked, is_asked=False)
+
+    def _knows_what_is_stored(self, tracked: _Tracked) -> bool:
+        """From the answer to its lookup, or from other requests. If not, a lookup finds it out beside the steps."""
+        lookup, request = tracked.lookup, tracked.request
+        if lookup.root is not None:
+            return True
+        if lookup.matching is None:
+            known = self._known_prefix(request, tracked.num_local_tokens)
+            if known is None:
+                self._lookups.begin(lookup, request.num_tokens)
+                return False
+            lookup.root, lookup.hashes = known.root, known.hashes
+            tracked.num_saved = tracked.num_local_tokens // BLOCK_TOKENS
+            return True
+        if not self._take_found(tracked):
+            return False
+        self._lookups.release(lookup)  # too late to load from: it says what need not be saved
+        return lookup.root is not None
 
     def _pages_of(self, pages: Sequence[int], first: int, end: int) -> tuple[list[int], int]:
         """The pages that hold blocks `first..end`, and which block of theirs is the first."""
@@ -314,67 +441,25 @@ class SchedulerSide:
         if self._shared is not None and self._shared.drop(request_id):
             tracked.num_saved = 0
 
-    # --- measuring and explaining -------------------------------------------------------------------------------------
-
-    def _note_step(self, number: int) -> None:
-        """How long a step took that is over now."""
-        now = time.monotonic()
-        while self._steps and self._steps[0][0] <= number:
-            of_step, began_at, chunks = self._steps.popleft()
-            if of_step == number and any(count > 1 for _, count in chunks):
-                self._decision.speeds.note_prefill(chunks, now - max(began_at, self._stepped_at))
-        self._stepped_at = now
+    # --- explaining ---------------------------------------------------------------------------------------------------
 
     def _explain(self, tracked: _Tracked, num_external_tokens: int) -> None:
-        if tracked.is_noted:
+        if tracked.explanation is not None:
             return
-        tracked.is_noted = True
-        lookup = tracked.lookup
+        lookup, local = tracked.lookup, tracked.num_local_tokens
+        counts: dict[str, int] = {}
         if lookup.lease is None:
-            self._note(self._explanation(tracked, {}, MatchEnd.TIER_DOWN, tracked.num_local_tokens))
-            return
-        in_memory = self._in_memory(tracked, num_external_tokens)
-        counts = {"server": in_memory, "disk": num_external_tokens - in_memory}
-        if lookup.end < lookup.num_found:
-            reason, ended_at = MatchEnd.SLOWER, lookup.end * BLOCK_TOKENS
+            has_all = not self._can_load_from(tracked.request, local)
+            reason, ended_at = (MatchEnd.ALL if has_all else MatchEnd.TIER_DOWN), local
         else:
-            reason, ended_at = lookup.lease.ended, lookup.num_found * BLOCK_TOKENS
-        self._note(self._explanation(tracked, counts, reason, ended_at))
-
-    def _explanation(
-        self, tracked: _Tracked, counts: dict[str, int], reason: MatchEnd, ended_at_tokens: int
-    ) -> Explanation:
-        request = tracked.request
-        is_salted = tracked.lookup.root not in (None, self._namespace)
-        num_first = 0 if is_salted else min(request.num_prompt_tokens, _EXPLAINED_TOKENS)
-        return Explanation(
-            request_id=request.request_id,
-            model=self._identity.name,
-            namespace=self._namespace.hex(),
-            prompt_tokens=request.num_prompt_tokens,
-            block_tokens=BLOCK_TOKENS,
-            cached_tokens={"device": tracked.num_local_tokens, **counts},
-            ended_at_tokens=min(max(ended_at_tokens, tracked.num_local_tokens), request.num_prompt_tokens),
-            reason=reason,
-            tier="server",
-            detail="the request has a cache_salt, an adapter or other inputs of its own" if is_salted else "",
-            first_tokens=tuple(request.all_token_ids[:num_first]),
-        )
-
-    def _note(self, explanation: Explanation) -> None:
-        """By vLLM's id and by the one that its client knows."""
-        for request_id in dict.fromkeys(_ids_known_to_clients(explanation.request_id)):
-            self._client.note(msgspec.structs.replace(explanation, request_id=request_id))
+            in_memory = self._in_memory(tracked, num_external_tokens)
+            counts = {"server": in_memory, "disk": num_external_tokens - in_memory}
+            reason, ended_at = lookup.lease.ended, lookup.found_end * BLOCK_TOKENS
+            if lookup.end < lookup.found_end:
+                reason, ended_at = MatchEnd.SLOWER, lookup.end * BLOCK_TOKENS
+        tracked.explanation = self._explainer.explain(tracked.request, lookup.root, local, counts, reason, ended_at)
 
 
-def _ids_known_to_clients(request_id: str) -> Iterator[str]:
-    """vLLM's own id, and what its callers see of it: it puts a random end behind theirs.
-
-    Of several answers to one prompt (`0_...`) and several prompts of one call (`...-0`) the first stands for all.
-    """
-    yield request_id
-    given = _RANDOM_END.sub("", request_id)
-    yield given
-    given = given.removeprefix("0_")
-    yield given
-    yield given.removesuffix("-0")
+def _is_away(lookup: Lookup) -> bool:
+    """The cache did not say what it has."""
+    return lookup.lease is None or lookup.lease.ended in (MatchEnd.TIER_DOWN, MatchEnd.SLOWER, MatchEnd.LIMIT)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import SingleClient
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, StepPlan, WorkerNews
@@ -20,14 +19,20 @@ from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.remote import SingleServerTier
 from kvtier.tiers.staged import StagedTier
 from kvtier.tiers.tier import Tier
+from kvtier.transfer.copier import Copies
 from kvtier.transfer.copiers.own_threads import made_apart
 from kvtier.transfer.copiers.page_copier import page_copier
+from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.places import places_of
 from kvtier.transfer.shared_stores import ShareWriter, Slots
-from kvtier.transfer.worker_transfer import EndedLoad, Loaded, WorkerTransfer
+from kvtier.transfer.worker_transfer import WorkerTransfer
 
 _STAGING_PIECES = 3
 _MIN_STAGING_BLOCKS = 16
+_IDLE_WAIT_S = 0.002
+"""So long a step without work waits for a load: vLLM would ask again and again, and keep the interpreter from it."""
+_ARRIVING_S = 0.05
+"""So long a step that computes waits, at most, to hear that what it is behind has come: ten milliseconds or so."""
 
 
 class WorkerSide:
@@ -39,12 +44,14 @@ class WorkerSide:
         self._rank = rank
         self._transfer: WorkerTransfer | None = None
         self._loading: dict[str, Load] = {}
+        self._coming: set[str] = set()
+        self._arriving: list[Copies] = []
         self._ended: set[str] = set()
         self._bad_pages: set[int] = set()
         self._news = WorkerNews()
         self._stats = CacheStats()
         self._counted = (0, 0)
-        self._step = 0
+        self._plan = StepPlan()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises `ConfigError` when the tensors are not what the engine said they would be."""
@@ -72,18 +79,27 @@ class WorkerSide:
         assert self._transfer is not None, "vLLM registers its pages first"
         return self._transfer
 
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before anything of the step is handed to the device: it comes after the ends of loads that were told of."""
+        self._plan = plan
+        if self._transfer is not None:
+            self._transfer.note_idle(is_idle=plan.is_idle)
+        for copies in self._arriving:
+            copies.precede(self._identity.layout.layers - 1)
+        self._arriving = [copies for copies in self._arriving if not copies.is_done]
+
     def start(self, plan: StepPlan) -> None:
         """Begin this step's loads."""
-        self._step = plan.number
         self._ended |= plan.ended
         if not plan.loads:
             return
         self._opened.note_step()
         for load in plan.loads:
-            self._loading[load.request_id] = load
+            key = str(load.number)
+            self._loading[key] = load
+            self._coming.add(key)
             places = self._places(load.pages, range(load.first_block, load.first_block + len(load.hashes)))
-            hashes = [BlockHash(one) for one in load.hashes]
-            self._opened.load(load.request_id, hashes, places, load.timeout_s)
+            self._opened.load(key, load.hashes, places, load.timeout_s, load.leased)
 
     def save(self, plan: StepPlan) -> None:
         """Begin this step's saves; the forward pass is with the device."""
@@ -94,7 +110,7 @@ class WorkerSide:
             numbers = range(len(save.hashes)) if save.slots is None else save.slots.positions
             places = self._places(save.pages, [save.first_block + number for number in numbers])
             if save.slots is None:
-                self._opened.store(save.request_id, [BlockHash(one) for one in save.hashes], places)
+                self._opened.store(save.request_id, save.hashes, places)
             else:
                 self._opened.write_share(save.request_id, places, save.slots)
         self._opened.send()
@@ -111,9 +127,13 @@ class WorkerSide:
         if self._transfer is not None:
             sent = self._ended - self._transfer.storing()
             self._ended -= sent
-            for load in self._transfer.take_loads():
-                received.add(load.key)
-                self._note_load(load)
+            self._wait_for_loads(self._transfer.loads)
+            arrived, over = self._transfer.loads.take()
+            for ended in arrived:
+                received.add(self._loading[ended.key].request_id)
+                self._note_load(ended)
+            for ended in over:
+                self._note_over(ended)
             for slots, is_written in self._transfer.take_shares():
                 self._note_share(slots, is_written=is_written)
         return KVConnectorTransferResults(sent, received, set())
@@ -124,7 +144,7 @@ class WorkerSide:
 
     def take_news(self) -> WorkerNews:
         news, self._news = self._news, WorkerNews()
-        news.step = self._step
+        news.step = self._plan.number
         return news
 
     def take_stats(self) -> CacheStats:
@@ -143,19 +163,32 @@ class WorkerSide:
         else:
             self._client.close()
 
+    def _wait_for_loads(self, loads: LoadNews) -> None:
+        """A moment, where the step has to wait for what is arriving, or computes nothing."""
+        if not self._plan.is_idle and self._arriving:
+            loads.wait_for_ends(_ARRIVING_S)
+        elif self._plan.is_idle and self._coming:
+            loads.wait_for_arrival(_IDLE_WAIT_S)
+
     def _places(self, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
         return places_of(pages, blocks, page_tokens=self._identity.page_tokens, block_tokens=BLOCK_TOKENS)
 
     def _note_load(self, ended: EndedLoad) -> None:
-        load = self._loading.pop(ended.key)
-        self._news.loaded += ended.parts
-        for part in ended.parts:
-            self._count_loaded(part)
+        load = self._loading[ended.key]
+        self._coming.discard(ended.key)
+        self._arriving += ended.arriving
         if ended.num_loaded < ended.num_blocks:
             self._stats.failed_loads += not self._rank
             self._news.failed_loads.add(load.request_id)
             first_bad = (load.first_block + ended.num_loaded) * BLOCK_TOKENS // self._identity.page_tokens
             self._bad_pages.update(load.pages[first_bad:])
+
+    def _note_over(self, ended: EndedLoad) -> None:
+        load = self._loading.pop(ended.key)
+        self._news.ended_loads[load.number] += 1
+        self._news.loaded += ended.parts
+        for part in ended.parts:
+            self._count_loaded(part)
 
     def _note_share(self, slots: Slots, *, is_written: bool) -> None:
         self._news.written[slots.job] += 1

@@ -192,7 +192,7 @@ class CudaCopier:
         has_long_runs = min(run.nbytes for run in self._whole[0].runs) >= _MIN_PART_BYTES
         self.way = way or (Way.DIRECT if geometry.is_one_run or has_long_runs else Way.STAGED)
         self._min_grouped_bytes = min_grouped_bytes
-        cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
+        self._cudart = cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._condition = threading.Condition()
         self._is_closed = False
         self._num_submitting = 0
@@ -328,9 +328,10 @@ class CudaCopier:
     def _run(self, let_pass: Callable[[], None] | None) -> None:
         yield_to(let_pass)
         torch.cuda.set_device(self._device)
-        while (ending := self._to_end.get()) is not None:
-            if isinstance(ending, Registration):
-                self._arenas.end(ending)
-            else:
-                with contextlib.suppress(TierUnavailable):  # told to whoever waits for it
-                    ending.wait()
+        with self._cudart.relaxed():
+            while (ending := self._to_end.get()) is not None:
+                if isinstance(ending, Registration):
+                    self._arenas.end(ending)
+                else:
+                    with contextlib.suppress(TierUnavailable):  # told to whoever waits for it
+                        ending.wait()

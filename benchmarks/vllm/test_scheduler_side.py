@@ -1,0 +1,235 @@
+"""What a prompt of 30,000 tokens costs vLLM's scheduler in the connector, part by part, with a real cache server.
+
+    .venv-vllm/bin/python -m benchmarks.vllm.test_scheduler_side [--quick] [--json FILE]
+
+No engine runs: this is the scheduler's loop, which asks the connector, and asks again after an empty step. Of a prompt
+that vLLM has itself, that the server has, and that nobody has, it says how long the scheduler's thread was inside the
+connector, and how long it took from the request's coming until its first step was planned.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvtier
+from benchmarks.harness import Result, finish, make_parser, print_table
+from kvtier.blocks.hashing import block_hashes
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
+from kvtier.plugins.vllm.plan import WorkerNews
+from kvtier.plugins.vllm.scheduling import SchedulerSide
+from kvtier.plugins.vllm.settings import ConnectorSettings
+from kvtier.testing.servers import cache_server
+
+NUM_TOKENS = 30_000
+EMPTY_STEP_S = 0.001
+"""vLLM's engine process sleeps so long after a step without work."""
+BARS = {"own_hit_scheduler_ms": "<= 1", "own_hit_planned_ms": "<= 1", "host_hit_planned_ms": "<= 12"}
+
+_LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=BLOCK_TOKENS)
+_FIELDS = NamespaceFields(
+    layout=_LAYOUT, weights="none", model_config={}, quantization="", compute_dtype="float16", salt=""
+)
+
+
+class OwnPages:
+    """vLLM's prefix cache, as far as the connector asks it."""
+
+    hash_block_size = BLOCK_TOKENS
+
+    def __init__(self) -> None:
+        self.hashes: set[bytes] = set()
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[object] | None:
+        return [block_hash] if block_hash in self.hashes else None
+
+
+@dataclass
+class Trial:
+    """One prompt, until its first step is planned."""
+
+    scheduler_s: float = 0.0
+    planned_s: float = 0.0
+    num_asked: int = 0
+    num_loaded: int = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        started_at = time.perf_counter()
+        yield
+        self.scheduler_s += time.perf_counter() - started_at
+
+
+@dataclass
+class Scheduler:
+    """vLLM's, as far as one request goes that nothing runs beside."""
+
+    side: SchedulerSide
+    pool: OwnPages
+    num_requests: int = 0
+    loads: list[Any] = field(default_factory=list)
+
+    def run(self, tokens: list[int], num_own: int) -> Trial:
+        self.num_requests += 1
+        request = _request(f"r{self.num_requests}", tokens)
+        self.pool.hashes = set(request.block_hashes[: num_own // BLOCK_TOKENS])
+        trial, started_at = Trial(), time.perf_counter()
+        with trial.watched():
+            self.side.on_new_request(request)
+        while (num_external := self._ask(trial, request, num_own)) is None:
+            self._step(trial, SchedulerOutput.make_empty())
+            time.sleep(EMPTY_STEP_S)
+        pages = list(range(1, 1 - (-len(tokens) // BLOCK_TOKENS)))
+        with trial.watched():
+            self.side.note_allocated(request, pages, num_external)
+        trial.num_loaded = num_external
+        if num_external:
+            self._step(trial, SchedulerOutput.make_empty())
+        else:
+            self._step(trial, _first_step(request, num_own, pages))
+        trial.planned_s = time.perf_counter() - started_at
+        self._end(request)
+        return trial
+
+    def _ask(self, trial: Trial, request: Request, num_own: int) -> int | None:
+        trial.num_asked += 1
+        with trial.watched():
+            return self.side.num_matched_tokens(request, num_own)
+
+    def _step(self, trial: Trial, output: SchedulerOutput) -> None:
+        with trial.watched():
+            plan = self.side.plan_step(output)
+        self.loads += plan.loads
+
+    def _end(self, request: Request) -> None:
+        """Its load is over, and so is it."""
+        news = WorkerNews()
+        for load in self.loads:
+            news.ended_loads[load.number] += 1
+        finished = {load.request_id for load in self.loads}
+        self.side.note_transfers(KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=news))
+        self.loads = []
+        self.side.finish(request)
+
+
+def main() -> int:
+    arguments = make_parser(__doc__ or "").parse_args()
+    repeats = arguments.repeats or (5 if arguments.quick else 15)
+    init_none_hash(sha256)
+    parts, trials = measure(repeats)
+    rows: list[dict[str, object]] = [{"part": name, "ms": round(1000 * seconds, 3)} for name, seconds in parts.items()]
+    trial_rows = [_row(name, many) for name, many in trials.items()]
+    figures = {
+        "own_hit_scheduler_ms": _median_ms(trials["vLLM has it"], lambda one: one.scheduler_s),
+        "own_hit_planned_ms": _median_ms(trials["vLLM has it"], lambda one: one.planned_s),
+        "host_hit_planned_ms": _median_ms(trials["the server has it"], lambda one: one.planned_s),
+    }
+    print_table(f"parts, {NUM_TOKENS} tokens", rows)
+    print_table("the scheduler's thread", trial_rows)
+    result = Result("vllm.test_scheduler_side", {"tokens": NUM_TOKENS, "repeats": repeats, "bars": BARS}, rows, figures)
+    result.rows += trial_rows
+    return finish(result, BARS, arguments.json)
+
+
+def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
+    trials: dict[str, list[Trial]] = {"vLLM has it": [], "the server has it": [], "nobody has it": []}
+    with cache_server(memory="1GiB") as server:
+        known = [_tokens(number) for number in range(repeats)]
+        with kvtier.connect(server.unix, layout=_LAYOUT, namespace=_FIELDS, name="bench") as client:
+            for tokens in known:
+                hashes = client.hashes(tokens)
+                client.set(hashes, [bytes(_LAYOUT.block_bytes)] * len(hashes))
+            parts = _parts(client, known[0])
+        for number in range(repeats):
+            with _scheduler(server.unix) as scheduler:  # a new process knows nothing of the prompt
+                trials["the server has it"].append(scheduler.run(known[number], 0))
+                time.sleep(0.05)
+                own = (NUM_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                trials["vLLM has it"].append(scheduler.run(known[number], own))
+                trials["nobody has it"].append(scheduler.run(_tokens(1000 + number), 0))
+    return parts, trials
+
+
+@contextmanager
+def _scheduler(address: str) -> Iterator[Scheduler]:
+    client = kvtier.connect(address, layout=_LAYOUT, namespace=_FIELDS, name="bench")
+    identity = Identity(_LAYOUT, _FIELDS, ("layer",), BLOCK_TOKENS, 1, "bench")
+    side = SchedulerSide(client, identity, ConnectorSettings(server=address, always_load=True), 8192, "sha256")
+    pool = OwnPages()
+    side.bind(pool)  # type: ignore[arg-type]
+    with closing(side):
+        yield Scheduler(side, pool)
+
+
+def _parts(client: Any, tokens: list[int]) -> dict[str, float]:
+    """The least of a few."""
+    hashes = client.hashes(tokens)
+
+    def match_and_release() -> None:
+        client.match_lazily(hashes).release()
+
+    return {
+        "vLLM's own hashes": _least(lambda: _request("part", tokens)),
+        "tokens hashed before": _least(lambda: block_hashes(_FIELDS.digest(), tokens, BLOCK_TOKENS)),
+        "match and release": _least(match_and_release),
+        "reserve what is there": _least(lambda: client.reserve(hashes).close()),
+    }
+
+
+def _least(act: Callable[[], object], repeats: int = 7) -> float:
+    seconds = []
+    for _ in range(repeats):
+        started_at = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - started_at)
+    return min(seconds)
+
+
+def _tokens(seed: int) -> list[int]:
+    return [(seed * 7919 + number * 31) % 150_000 for number in range(NUM_TOKENS)]
+
+
+def _request(name: str, tokens: list[int]) -> Request:
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    return Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+
+
+def _first_step(request: Request, num_computed: int, pages: list[int]) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=num_computed, block_ids=(pages,))
+    output.scheduled_new_reqs = [new]  # type: ignore[list-item]
+    output.num_scheduled_tokens = {request.request_id: min(8192, request.num_tokens - num_computed)}
+    return output
+
+
+def _median_ms(trials: list[Trial], of: Callable[[Trial], float]) -> float:
+    return round(1000 * statistics.median(map(of, trials)), 3)
+
+
+def _row(name: str, trials: list[Trial]) -> dict[str, object]:
+    return {
+        "prompt": name,
+        "in the connector, ms": _median_ms(trials, lambda one: one.scheduler_s),
+        "until planned, ms": _median_ms(trials, lambda one: one.planned_s),
+        "asked": statistics.median(one.num_asked for one in trials),
+        "loaded tokens": trials[0].num_loaded,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

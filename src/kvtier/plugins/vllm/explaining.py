@@ -1,0 +1,70 @@
+"""What was cached of a request and why no more, noted at the cache server for `kvtier explain`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+from vllm.v1.request import Request
+
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import SingleClient
+from kvtier.plugins.vllm.identity import BLOCK_TOKENS
+from kvtier.tiers.explanation import Explanation, MatchEnd
+
+_EXPLAINED_TOKENS = 64
+_RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
+
+
+class Explainer:
+    """For the requests of one engine. The scheduler's thread calls it, and never waits."""
+
+    def __init__(self, client: SingleClient, name: str, namespace: Namespace) -> None:
+        self._client = client
+        self._name = name
+        self._namespace = namespace
+
+    def explain(
+        self,
+        request: Request,
+        root: Namespace | None,
+        num_local_tokens: int,
+        counts: dict[str, int],
+        reason: MatchEnd,
+        ended_at_tokens: int,
+    ) -> Explanation:
+        """`counts` are the cached tokens by tier, beside `num_local_tokens` that vLLM has itself."""
+        is_salted = root not in (None, self._namespace)
+        num_first = 0 if is_salted else min(request.num_prompt_tokens, _EXPLAINED_TOKENS)
+        return Explanation(
+            request_id=request.request_id,
+            model=self._name,
+            namespace=self._namespace.hex(),
+            prompt_tokens=request.num_prompt_tokens,
+            block_tokens=BLOCK_TOKENS,
+            cached_tokens={"device": num_local_tokens, **counts},
+            ended_at_tokens=min(max(ended_at_tokens, num_local_tokens), request.num_prompt_tokens),
+            reason=reason,
+            tier="server",
+            detail="the request has a cache_salt, an adapter or other inputs of its own" if is_salted else "",
+            first_tokens=tuple(request.all_token_ids[:num_first]),
+        )
+
+    def note(self, explanation: Explanation) -> None:
+        """By vLLM's id of the request and by the one that its client knows."""
+        for request_id in dict.fromkeys(_ids_known_to_clients(explanation.request_id)):
+            self._client.note(msgspec.structs.replace(explanation, request_id=request_id))
+
+
+def _ids_known_to_clients(request_id: str) -> Iterator[str]:
+    """vLLM's own id, and what its callers see of it: it puts a random end behind theirs.
+
+    Of several answers to one prompt (`0_...`) and several prompts of one call (`...-0`) the first stands for all.
+    """
+    yield request_id
+    given = _RANDOM_END.sub("", request_id)
+    yield given
+    given = given.removeprefix("0_")
+    yield given
+    yield given.removesuffix("-0")

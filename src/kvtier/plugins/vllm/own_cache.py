@@ -1,0 +1,42 @@
+"""vLLM's own prefix cache: what it has of a prompt, before its scheduler looks. The scheduler's thread owns it."""
+
+from __future__ import annotations
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+
+class OwnCache:
+    """Of an engine with one group of KV cache, in pages of `page_tokens`."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        if pool.hash_block_size == self._page_tokens:
+            self._pool = pool
+
+    def hashes_of(self, request: Request, num_tokens: int | None = None) -> list[bytes]:
+        """vLLM's hashes of all full pages, or of those of the first `num_tokens`. None, if it has others."""
+        if self._pool is None:
+            return []
+        hashes = request.block_hashes
+        num_pages = (request.num_tokens if num_tokens is None else num_tokens) // self._page_tokens
+        return list(hashes[: min(num_pages, len(hashes))])
+
+    def num_tokens(self, request: Request) -> int:
+        """About as many as its scheduler will find: pages at the end of a prompt are the first to go."""
+        if self._pool is None or request.skip_reading_prefix_cache:
+            return 0
+        hashes = self.hashes_of(request, request.num_tokens - 1)
+        low, high = 0, len(hashes)
+        if high and self._pool.get_cached_block(hashes[-1], [0]):
+            low = high
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._pool.get_cached_block(hashes[middle - 1], [0]):
+                low = middle
+            else:
+                high = middle - 1
+        return low * self._page_tokens

@@ -1,0 +1,47 @@
+"""Blocks that one process has leased, for another that has mapped the same memory. Picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.memory.lease import BlockLease
+from kvtier.memory.mapped import MappedArena
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBlocks:
+    """`offsets` in the arena with this `inode`. Who leased them says when they are no longer leased."""
+
+    inode: int
+    offsets: list[int]
+
+    def lease_in(self, arena: MappedArena, block_bytes: int, hashes: list[BlockHash]) -> BlockLease | None:
+        """A lease that ends without a word to anybody. None when `arena` is not the one that was meant."""
+        if arena.inode != self.inode:
+            return None
+        return BlockLease(
+            arena,
+            self.offsets,
+            block_bytes,
+            hashes,
+            MatchEnd.ALL,
+            pull=_never,
+            arrive=_all,
+            num_ready=len(self.offsets),
+            end=_nothing,
+            forget=_nothing,
+        )
+
+
+def _never(*_: object) -> int:
+    raise AssertionError("these blocks lie in memory of this host")
+
+
+def _all(count: int) -> int:
+    return count
+
+
+def _nothing() -> None:
+    pass
