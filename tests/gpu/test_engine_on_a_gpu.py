@@ -172,7 +172,7 @@ def test_little_is_launched_around_the_graph_of_a_greedy_decode(tmp_path: Path) 
     for _ in range(8):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(10):
             engine.step()
         torch.cuda.synchronize()

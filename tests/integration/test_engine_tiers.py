@@ -120,8 +120,13 @@ def _check(model: Path, expected: list[RequestOutput], combination: Combination)
 
             assert_same_answers(again, expected)
             if decision == "always" and manager in CACHELESS and room == "plenty":
-                for output in again:
-                    assert sum(cached(output.outputs[0]).values()) == full_blocks(output.prompt_token_ids)
+                for _ in range(5):  # on a busy machine a store may be given up: it is made again
+                    if all(sum(cached(one.outputs[0]).values()) == full_blocks(one.prompt_token_ids) for one in again):
+                        break
+                    settled(llm)
+                    again = ask(llm, asked)
+                else:
+                    pytest.fail("some blocks are computed every time")
                 assert cached_by_tier(again).keys() <= {below.first, "server" if kind == "disk" else below.first}
             if room == "tiny":
                 assert llm.engine.scheduler.num_preemptions > 0, "the pool was not tiny enough"

@@ -119,7 +119,7 @@ def failures(llm: LLM, **labels: str) -> float:
 def settled(llm: LLM) -> None:
     traffic = llm.engine.transfer.traffic
     assert traffic is not None
-    assert traffic.settle(10.0), "stores take too long"
+    assert traffic.settle(LIMIT_S), "stores take too long"
 
 
 def assert_nothing_held(llm: LLM) -> None:
