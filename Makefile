@@ -90,6 +90,8 @@ bench: peers
 	$(BIN)/python -m benchmarks.serving.test_http --quick
 	$(BIN)/python -m benchmarks.vineyard.test_file_store --quick
 	$(BIN)/python -m benchmarks.vineyard.test_shared_memory --quick
+	$(MAKE) --no-print-directory clients
+	$(if $(HAS_COMPILER),$(BIN)/python -m benchmarks.clients.test_c_client --quick)
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft

@@ -164,13 +164,24 @@ static uint64_t hash_short(const uint8_t *data, size_t num_bytes, uint64_t seed)
     return hash_to_240(data, num_bytes, seed);
 }
 
-static void add_stripe(uint64_t lanes[8], const uint8_t *data, const uint8_t *secret) {
-    for (int i = 0; i < 8; i++) {
-        uint64_t number = read64(data + 8 * i);
-        uint64_t key = number ^ read64(secret + 8 * i);
-        lanes[i ^ 1] += number;
-        lanes[i] += (key & 0xffffffffU) * (key >> 32);
-    }
+static inline uint64_t product_of_halves(uint64_t key) {
+    return (key & 0xffffffffU) * (key >> 32);
+}
+
+/* Two lanes; each gets the other's number. */
+static inline void add_pair(uint64_t lanes[2], const uint8_t *data, const uint8_t *secret) {
+    uint64_t first = read64(data);
+    uint64_t second = read64(data + 8);
+    lanes[0] += second + product_of_halves(first ^ read64(secret));
+    lanes[1] += first + product_of_halves(second ^ read64(secret + 8));
+}
+
+/* Written out, so that the lanes of a caller's loop stay in registers. */
+static inline void add_stripe(uint64_t lanes[8], const uint8_t *data, const uint8_t *secret) {
+    add_pair(lanes, data, secret);
+    add_pair(lanes + 2, data + 16, secret + 16);
+    add_pair(lanes + 4, data + 32, secret + 32);
+    add_pair(lanes + 6, data + 48, secret + 48);
 }
 
 static void scramble(uint64_t lanes[8], const uint8_t *secret) {
