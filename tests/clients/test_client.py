@@ -262,3 +262,28 @@ def test_mutated_replies_do_the_client_no_harm(
             while server.num_replies < num_replies:
                 c.ask(commands[number % len(commands)])
                 number += 1
+
+
+# --- threads and forks ---------------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_client(sanitized_programs: Path, transport: str) -> None:
+    with (
+        cache_server(memory=_MEMORY, tcp=True) as server,
+        open_client(server.unix) as python,
+        c_actor(sanitized_programs, *_reach(server, transport)) as c,
+    ):
+        words = c.ask("threads 1 2 8 16").split()
+        counts = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        assert counts["operations"] > 0
+        assert (counts["wrong"], counts["failures"]) == (0, 0)
+        wait_until(lambda: held(python) == NOTHING_HELD)
+
+
+def test_a_forked_child_leaves_its_parents_client_alone(programs: Path) -> None:
+    with cache_server(memory=_MEMORY) as server, c_actor(programs, server.unix) as c:
+        assert c.ask("set 1 8") == "stored 8"
+        assert c.ask("hold 1 8") == "held 8 wrong 0"
+        assert c.ask("fork") == "child 0"
+        assert c.ask("get 1 8") == "got 8 wrong 0"
+        assert c.ask("release") == "released"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from kvtier.testing.servers import cache_server
 from kvtier.vineyard import FileCacheConfig, KVCache, KVTensor, VineyardCacheConfig
+from scripts import wire_vectors
 from tests.support.actors import held, open_client, wait_until
 from tests.support.c_programs import CProgram, c_program
 from tests.support.waiting import CALL_S, LIMIT_S
@@ -229,6 +231,14 @@ def test_a_folder_that_others_write_to_is_refused(programs: Path, tmp_path: Path
     arguments = ["files", str(root), "4", "80", "100", "3", "1800", "1800"]
     with c_program(programs / "tensor_lines", *arguments) as cpp:
         assert "can be written to by other users" in cpp.hear()
+
+
+def test_chunks_lie_where_the_vectors_say(programs: Path) -> None:
+    for vector in json.loads(wire_vectors.FILE.read_text())["chunks"]:
+        shape = [vector["chunk_tokens"], vector["tensor_bytes"], "-", vector["layer"]]
+        command = [programs / "tensor_lines", "names", _text(vector["tokens"]), *map(str, shape)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert found == [f"{folder}/{file}" for folder, file in zip(vector["folders"], vector["files"], strict=True)]
 
 
 # --- Vineyard's program --------------------------------------------------------------------------------------------

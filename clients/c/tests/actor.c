@@ -6,6 +6,8 @@
  */
 #define _GNU_SOURCE
 #include <inttypes.h>
+#include <pthread.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -255,16 +257,77 @@ static void mix_once(actor *self, uint32_t *state, uint32_t num_prompts, uint32_
     free(of.hashes);
 }
 
+static void mix_until(actor *self, const unsigned long numbers[4], unsigned long seed, counts *sum) {
+    uint32_t state = (uint32_t)seed * 2654435761U + 1;
+    double until = now_s() + (double)numbers[1];
+    while (now_s() < until) {
+        mix_once(self, &state, (uint32_t)numbers[2], (uint32_t)numbers[3], sum);
+    }
+}
+
+static void say_counts(const counts *sum) {
+    printf("operations %zu read %zu stored %zu wrong %zu failures %zu\n", sum->operations, sum->read, sum->stored,
+           sum->wrong, sum->failures);
+}
+
 /* mix SEED SECONDS PROMPTS BLOCKS */
 static void act_mix(actor *self, const unsigned long numbers[4]) {
     counts sum = {0, 0, 0, 0, 0};
-    uint32_t state = (uint32_t)numbers[0] * 2654435761U + 1;
-    double until = now_s() + (double)numbers[1];
-    while (now_s() < until) {
-        mix_once(self, &state, (uint32_t)numbers[2], (uint32_t)numbers[3], &sum);
+    mix_until(self, numbers, numbers[0], &sum);
+    say_counts(&sum);
+}
+
+#define NUM_THREADS 4
+
+typedef struct mixer {
+    actor *self;
+    const unsigned long *numbers;
+    unsigned long seed;
+    counts sum;
+} mixer;
+
+static void *run_mixer(void *argument) {
+    mixer *own = argument;
+    mix_until(own->self, own->numbers, own->seed, &own->sum);
+    return NULL;
+}
+
+/* threads SEED SECONDS PROMPTS BLOCKS: several threads mix on one client. */
+static void act_threads(actor *self, const unsigned long numbers[4]) {
+    mixer mixers[NUM_THREADS];
+    pthread_t threads[NUM_THREADS];
+    counts sum = {0, 0, 0, 0, 0};
+    for (unsigned long i = 0; i < NUM_THREADS; i++) {
+        mixer made = {self, numbers, numbers[0] + i, {0, 0, 0, 0, 0}};
+        mixers[i] = made;
+        if (pthread_create(&threads[i], NULL, run_mixer, &mixers[i]) != 0) {
+            exit(2);
+        }
     }
-    printf("operations %zu read %zu stored %zu wrong %zu failures %zu\n", sum.operations, sum.read, sum.stored,
-           sum.wrong, sum.failures);
+    for (unsigned long i = 0; i < NUM_THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        sum.operations += mixers[i].sum.operations;
+        sum.read += mixers[i].sum.read;
+        sum.stored += mixers[i].sum.stored;
+        sum.wrong += mixers[i].sum.wrong;
+        sum.failures += mixers[i].sum.failures;
+    }
+    say_counts(&sum);
+}
+
+/* In a forked child the client is of no use, and harmless. */
+static void act_fork(actor *self) {
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        int is_refused = kvt_ping(self->client) == KVT_INVALID && strstr(kvt_error(self->client), "after the fork");
+        kvt_lease_release(self->held);
+        kvt_close(self->client);
+        _exit(is_refused ? 0 : 1);
+    }
+    int status = 1;
+    waitpid(child, &status, 0);
+    printf("child %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
 /* --- lines ------------------------------------------------------------------------------------------------------- */
@@ -291,6 +354,10 @@ static void act_line(actor *self, char *line) {
     }
     if (strcmp(name, "mix") == 0) {
         act_mix(self, numbers);
+    } else if (strcmp(name, "threads") == 0) {
+        act_threads(self, numbers);
+    } else if (strcmp(name, "fork") == 0) {
+        act_fork(self);
     } else if (strcmp(name, "release") == 0) {
         act_release(self);
     } else if (strcmp(name, "flush") == 0) {

@@ -2,6 +2,7 @@
 //
 //     tensor_lines shared SOCKET NAME TENSOR_BYTES CAPACITY LAYERS [TOKEN]
 //     tensor_lines files ROOT CHUNK_TOKENS TENSOR_BYTES CAPACITY LAYERS TTL_S GC_S
+//     tensor_lines names TOKENS CHUNK_TOKENS TENSOR_BYTES - LAYERS    prints where the chunks of a sequence lie
 //
 // update PREFIX TOKENS | query PREFIX TOKENS: lists with commas, "-" for none. The bytes of a tensor follow from the sum
 // of all tokens up to its own, its layer and whether it is K or V: a wrong one shows. release, close.
@@ -125,11 +126,22 @@ Status Open(int count, char** arguments, std::shared_ptr<KVCache>& cache) {
     return KVCache::Make(config, cache);
 }
 
+void PrintNames(char** arguments) {
+    kvtier::FileCacheConfig config(std::stoi(arguments[4]), 1, std::stoi(arguments[6]), std::stoi(arguments[3]), 8);
+    for (const auto& name : kvtier::detail::ChunkNames(config, kvtier::detail::Ids({}, ReadTokens(arguments[2])))) {
+        std::cout << name.folder << "/" << name.file << std::endl;
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
     if (count < 7) {
         return 2;
+    }
+    if (std::string(arguments[1]) == "names") {
+        PrintNames(arguments);
+        return 0;
     }
     std::shared_ptr<KVCache> cache;
     Status status = Open(count, arguments, cache);

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from kvtier.errors import RemoteProtocolError
+from kvtier.vineyard.chunk_names import ChunkNames, identity_of
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, HEADER_BYTES, Frame, FrameLimits, FrameReader
 from scripts import wire_vectors
@@ -66,3 +67,11 @@ def test_a_wrong_header_is_refused(vector: dict[str, Any]) -> None:
     assert len(header) == HEADER_BYTES
     with pytest.raises(RemoteProtocolError):
         _read(header, _OPEN_LIMITS if vector["is_open"] else HANDSHAKE_LIMITS)
+
+
+def test_chunks_lie_where_the_vectors_say() -> None:
+    for vector in _VECTORS["chunks"]:
+        identity = identity_of(vector["tensor_bytes"], vector["layer"], vector["chunk_tokens"])
+        names = ChunkNames(identity, vector["chunk_tokens"], 8).of(vector["tokens"])
+        assert [name.folder for name in names] == vector["folders"]
+        assert [name.file_name for name in names] == vector["files"]

@@ -51,7 +51,10 @@ class TokenBound {
             return;
         }
         std::uint64_t num_tokens = 0, num_on_disk = 0;
-        if (!Count(num_tokens, num_on_disk) || num_tokens <= capacity_) {
+        if (!Count(num_tokens, num_on_disk)) {
+            num_tokens = RememberCold(0);  // among many namespaces the server does not describe this one
+        }
+        if (num_tokens <= capacity_) {
             return;
         }
         std::unordered_set<Hash> kept;
