@@ -13,8 +13,16 @@ LOCKED ?=
 # Two cores have work for four: many tests wait. Torch has one thread in each. More cores: `make test WORKERS=8`.
 WORKERS ?= 4
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal --durations 10
+NOT_CLIENTS := --ignore tests/clients
 
-.PHONY: demo test test-sample test-all test-vllm test-nightly check soak peers bench bench-vllm lock audit clean
+# The C client is built by the system's compiler, and left out where there is none.
+CC ?= cc
+CXX ?= c++
+HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && echo yes)
+NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
+
+.PHONY: demo test test-sample test-all test-clients test-vllm test-nightly clients check soak peers bench bench-vllm
+.PHONY: lock audit clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -24,12 +32,30 @@ test:
 	$(MAKE) --no-print-directory -j2 test-sample check
 
 test-sample: $(STAMP)
-	$(PYTEST) --cases sample
+	$(PYTEST) --cases sample $(NOT_CLIENTS)
 
 # All that `make test` leaves out.
 test-all: $(STAMP)
-	$(PYTEST) --cases rest
+	$(PYTEST) --cases rest $(NOT_CLIENTS)
+	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-vllm
+
+# libkvtier, its example and its test programs, in clients/c/build; docs/c.md has more.
+clients:
+ifeq ($(HAS_COMPILER),yes)
+	$(MAKE) --no-print-directory -C clients/c
+else
+	$(NO_COMPILER)
+endif
+
+# The vectors of the protocol, mutated frames, and C and Python processes on each other's blocks, under sanitizers.
+test-clients: $(STAMP) clients
+ifeq ($(HAS_COMPILER),yes)
+	$(MAKE) --no-print-directory -C clients/c sanitized
+	$(PYTEST) tests/clients
+else
+	$(NO_COMPILER)
+endif
 
 # What takes longer than five minutes is called here, and not by .ci/run.
 test-nightly: soak
@@ -45,6 +71,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/house.py
 	$(BIN)/python scripts/pictures.py --check
+	$(BIN)/python scripts/wire_vectors.py --check
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600
@@ -63,6 +90,8 @@ bench: peers
 	$(BIN)/python -m benchmarks.serving.test_http --quick
 	$(BIN)/python -m benchmarks.vineyard.test_file_store --quick
 	$(BIN)/python -m benchmarks.vineyard.test_shared_memory --quick
+	$(MAKE) --no-print-directory clients
+	$(if $(HAS_COMPILER),$(BIN)/python -m benchmarks.clients.test_c_client --quick)
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft
@@ -94,4 +123,4 @@ audit: $(STAMP)
 	$(BIN)/python scripts/audit.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) clients/c/build .mypy_cache .ruff_cache .import_linter_cache .hypothesis

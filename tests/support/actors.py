@@ -402,9 +402,9 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
                 sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES, 16, ""))))
                 opened = receive_message(sock)
                 assert isinstance(opened, wire.Opened)
-                mutants = [_mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(24)]
+                mutants = [mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(24)]
             else:
-                mutants = [_mutant(rng, *rng.choice(_handshakes(rng))) for _ in range(4)]
+                mutants = [mutant(rng, *rng.choice(_handshakes(rng))) for _ in range(4)]
             sent += len(mutants)
             sock.sendall(b"".join(mutants))
             with contextlib.suppress(OSError):  # closed by the server already
@@ -415,6 +415,18 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
             except TimeoutError:
                 hanging += 1
     _say(sent=sent, connections=connections, hanging=hanging)
+
+
+def mutants(rng: random.Random, count: int) -> Iterator[bytes]:
+    """As `send_mutants` makes them, with every reply, too: what a client may be sent."""
+    for _ in range(count):
+        source = rng.randrange(10)
+        if source == 0:
+            yield mutant(rng, *rng.choice(_handshakes(rng)))
+        elif source < 5:
+            yield mutant(rng, _reply(rng), b"")
+        else:
+            yield mutant(rng, *rng.choice(_requests(rng, 1)))
 
 
 def _handshakes(rng: random.Random) -> list[tuple[wire.Message, bytes]]:
@@ -474,7 +486,7 @@ def _reply(rng: random.Random) -> wire.Message:
     return rng.choice(replies)
 
 
-def _mutant(rng: random.Random, message: wire.Message, data: bytes) -> bytes:
+def mutant(rng: random.Random, message: wire.Message, data: bytes) -> bytes:
     """A frame with something wrong: mostly in its values, so that many of a connection are read, else anywhere."""
     body = bytearray(wire.encode(message))
     body_bytes, payload_bytes = len(body), len(data)
