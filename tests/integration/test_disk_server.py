@@ -191,7 +191,7 @@ def test_flush_waits_for_what_was_committed_before_it_and_not_for_what_came_afte
 
 
 def test_a_listing_that_takes_several_answers_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cacheserver.connection._MAX_LISTED", 3)
+    monkeypatch.setattr("kvtier.cacheserver.admin_requests._MAX_LISTED", 3)
     with _served(tmp_path / "data", memory_bytes=16 * _SLOT_BYTES) as client:
         expected = []
         for seed in (1, 2, 3):
