@@ -29,6 +29,7 @@ ROWS = [
     ("recover 100,000 blocks, s", "disk", "recover_100k_s", "≤ 2"),
     ("engine without hits: prefix_caching over naive", "baseline", "prefix_over_naive_0", "≥ 0.98"),
     ("engine without hits: yoco over naive", "baseline", "yoco_over_naive_0", "≥ 0.97"),
+    ("engine, prompts that part after two tokens: yoco over naive", "baseline", "yoco_over_naive_fork", "≥ 0.97"),
     ("engine with nothing but hits: yoco over prefix_caching", "baseline", "yoco_over_prefix_100", "≥ 0.98"),
     ("engine: scheduling and hashing a step of 64 requests, ms", "baseline", "schedule_step_ms", "≤ 1"),
     ("engine: decoding, of the memory's bandwidth", "long_prefill", "decode_of_limit", ""),
@@ -119,7 +120,8 @@ def main() -> None:
         for _, machine in MACHINES:
             value = figures.get((machine, name), {}).get(figure)
             cells.append("" if value is None else _shown(value))
-        lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
+        if any(cells):
+            lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
     lines += ["", *_deployment_lines(), "", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()

@@ -221,7 +221,7 @@ TABLES: tuple[Table, ...] = (
         "s4-file-store",
         "S4, the file store on one node: 5 MiB a token",
         "vineyard.test_file_store",
-        (Run((), ("--quick", "--repeats", "1"), {GPU: 260, CPU: 330}),),
+        (Run((), ("--quick", "--repeats", "1"), {GPU: 260, CPU: 450}),),
         needs=(CPU,),
     ),
     Table(

@@ -50,8 +50,8 @@ NAMED = {
     "s4-file-store",
     "s4-processes",
 }
-NOT_RUN_YET = {file for table in TABLES for machine in table.needs for file in [f.name for f in table.results(machine)]}
-"""Result files that may be missing. Empty once all were measured."""
+NOT_RUN_YET = frozenset(NAMED)
+"""Tables that may miss a result. A table leaves once it was measured."""
 
 RESULT = {
     "benchmark": "prefix_caching.baseline",
@@ -93,7 +93,7 @@ def test_every_table_of_the_documents_has_a_command_a_section_and_its_pictures_a
 
 
 def test_every_table_has_a_result():
-    assert set(missing_results(TABLES)) <= NOT_RUN_YET
+    assert {one.name for one in TABLES if missing_results([one])} <= NOT_RUN_YET
 
 
 def test_the_page_is_what_the_results_make():
