@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/python scripts/house.py
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/wire_vectors.py --check
+	$(BIN)/python -m benchmarks.seeds page --check
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600

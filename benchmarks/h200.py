@@ -29,7 +29,9 @@ from benchmarks.bars import missed
 from benchmarks.harness import console, print_table
 
 _LONG_TINY = ("--prompts", "2", "--input-tokens", "72", "--always-load")
-_STORE = ("--prompts", "2", "--most-steps", "64", "--pairs", "5")
+_SHAPE = ("--model-shape", "Qwen2.5-7B")
+_STEPS = ("--max-num-batched-tokens", "8192")
+_STORE = (*_SHAPE, "--managers", "prefix_caching", "--prompts", "2", "--most-steps", "64", "--pairs", "5")
 _STORE_TINY = ("--prompts", "2", "--input-tokens", "72", "--pairs", "1", "--turns", "1", "--batched-tokens", "64")
 _GRACE_S = 20.0
 _LINES_OF_A_FAILURE = 25
@@ -63,7 +65,7 @@ PARTS = (
     Part(
         "long",
         "prefix_caching.test_long_prefill",
-        ("--quick",),
+        ("--quick", *_STEPS),
         ("--prompts", "2"),
         80,
         ("decode_of_limit", "decode_mixed_of_limit"),
@@ -78,7 +80,7 @@ PARTS = (
     Part(
         "host",
         "offloading_KV_cache.test_long_prefill",
-        ("--quick",),
+        ("--quick", *_STEPS),
         (*_LONG_TINY, "--outputs", "2", "--ttft-tokens", "200"),
         90,
     ),
@@ -93,8 +95,8 @@ PARTS = (
     Part(
         "sweep",
         "prefix_caching.baseline",
-        ("--parts", "sweep"),
-        ("--parts", "schedule", "table", "--hit-rates", "50", "--few", "2"),
+        ("--parts", "sweep", *_SHAPE, *_STEPS),
+        ("--parts", "schedule", "table", "--hit-rates", "50", "--prompts", "2", "--few", "2"),
         100,
     ),
     Part(
@@ -116,7 +118,7 @@ PARTS = (
     Part(
         "swap-in",
         "offloading_KV_cache.test_swap_in",
-        ("--quick",),
+        ("--quick", *_SHAPE, *_STEPS),
         (*_LONG_TINY, "--output-tokens", "2", "--hit-rates", "50", "80", "--repeats", "1"),
         115,
         ("host_over_device_50", "host_over_device_90", "host_over_device_100", "parts_at"),
@@ -126,7 +128,7 @@ PARTS = (
     Part(
         "pairs",
         "prefix_caching.baseline",
-        ("--quick", "--parts", "pairs", "schedule"),
+        ("--quick", "--parts", "pairs", "schedule", *_SHAPE, *_STEPS),
         ("--parts", "pairs", "--few", "2", "--pairs", "1"),
         75,
         ("async2_over_sync_min",),
@@ -190,16 +192,19 @@ def run_part(part: Part, folder: Path, limit_s: float, *, is_tiny: bool) -> Outc
     target.unlink(missing_ok=True)
     console.print(f"{part.name}: about {part.expected_s} s, at most {limit_s:.0f} s")
     started_at = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            part.command(target, is_tiny=is_tiny), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        status = _wait(process, limit_s)
+    status = run_limited(part.command(target, is_tiny=is_tiny), log, limit_s)
     outcome = Outcome(part, time.monotonic() - started_at, status, _read(target))
     console.print(f"{part.name}: {outcome.verdict} after {outcome.seconds:.0f} s")
     if outcome.verdict not in ("good", "misses a bar"):
         console.print("\n".join(log.read_text(errors="replace").splitlines()[-_LINES_OF_A_FAILURE:]), markup=False)
     return outcome
+
+
+def run_limited(command: Sequence[str], log: Path, limit_s: float) -> int | None:
+    """The exit status of a command whose output goes to `log`; None when it had to be ended, with all it started."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return _wait(process, limit_s)
 
 
 def figure_rows(outcome: Outcome) -> Iterator[dict[str, object]]:

@@ -185,6 +185,7 @@ def print_figures(figures: Mapping[str, float], bars: Mapping[str, str]) -> None
 
 def finish(result: Result, bars: Mapping[str, str], json_file: str | None) -> int:
     """Show the figures and write the result. Returns the exit status: 1 when a figure misses its bar."""
+    result.settings = {**result.settings, "bars": dict(bars)}
     print_figures(result.figures, bars)
     result.write(json_file)
     return 1 if missed(result.figures, bars) else 0
@@ -209,6 +210,7 @@ def machine() -> dict[str, object]:
 
 
 def _commit() -> str:
+    """Of the repository; `KVTIER_COMMIT` says it for a copy of the files without their history."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -219,7 +221,7 @@ def _commit() -> str:
         )
         return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("KVTIER_COMMIT") or "unknown"
 
 
 def _shown(value: object) -> str:

@@ -19,6 +19,7 @@ def draw_lines(
     y_label: str,
     has_log_x: bool = False,
     style_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
+    dpi: int = 150,
 ) -> None:
     """One line for each name, its points by x. Raises `SystemExit` with one sentence without matplotlib or lines."""
     try:
@@ -44,5 +45,5 @@ def draw_lines(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
+    figure.savefig(target, dpi=dpi)
     pyplot.close(figure)

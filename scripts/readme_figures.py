@@ -29,6 +29,7 @@ ROWS = [
     ("recover 100,000 blocks, s", "disk", "recover_100k_s", "≤ 2"),
     ("engine without hits: prefix_caching over naive", "baseline", "prefix_over_naive_0", "≥ 0.98"),
     ("engine without hits: yoco over naive", "baseline", "yoco_over_naive_0", "≥ 0.97"),
+    ("engine, prompts that part after two tokens: yoco over naive", "baseline", "yoco_over_naive_fork", "≥ 0.97"),
     ("engine with nothing but hits: yoco over prefix_caching", "baseline", "yoco_over_prefix_100", "≥ 0.98"),
     ("engine: scheduling and hashing a step of 64 requests, ms", "baseline", "schedule_step_ms", "≤ 1"),
     ("engine: decoding, of the memory's bandwidth", "long_prefill", "decode_of_limit", ""),
@@ -108,8 +109,8 @@ def main() -> None:
         if (path := _path(machine, name)).exists()
     }
     lines = [
-        "Worst of the shapes of Qwen2.5-7B and Llama-3.1-8B, 512 blocks, server in its own process, medians of 3 or 5;",
-        "the files are in `benchmarks/results/`.",
+        "Worst of two to five models' shapes, 512 blocks, server in its own process, medians of 3 or 5; the files are",
+        "in `benchmarks/results/`.",
         "",
         "| what | aim | " + " | ".join(label for label, _ in MACHINES) + " |",
         "|---|---|" + "---|" * len(MACHINES),
@@ -119,10 +120,13 @@ def main() -> None:
         for _, machine in MACHINES:
             value = figures.get((machine, name), {}).get(figure)
             cells.append("" if value is None else _shown(value))
-        lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
+        if any(cells):
+            lines.append(f"| {label} | {aim} | " + " | ".join(cells) + " |")
     lines += ["", *_deployment_lines(), "", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()
+    if (RESULTS / "seeds" / "s2-stress.png").exists():
+        text = text.replace("benchmarks/results/h200_stress_test.png", "benchmarks/results/seeds/s2-stress.png")
     block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
     readme.write_text(re.sub(f"{START}.*?{END}", lambda _: block, text, flags=re.DOTALL))
 
@@ -132,12 +136,32 @@ def _shown(value: float) -> str:
     return f"{value:.4g}" if 1 <= value < 2 or value > 50 else f"{value:.3g}"
 
 
+_OF_H200_PARTS = {
+    "long_prefill": "long",
+    "copies": "copies",
+    "host": "host",
+    "restart": "restart",
+    "restart_disk": "restart",
+    "swap_in": "swap_in",
+    "swap_out": "swap_out",
+    "transfer_out": "transfer_out",
+    "decode_beside_load": "beside",
+    "quantized": "quantized",
+    "baseline": "pairs",
+    "sweep": "sweep",
+}
+"""What `benchmarks.h200` calls them."""
+_OF_SEEDS = {"server": "s0_server", "speed": "s2_speed", "stress": "s2_stress"}
+
+
 def _path(machine: str, name: str) -> Path:
-    file = {
-        "baseline": "baseline",
-        "speed": "speed_test",
-        "host": "offloading_test_long_prefill",
-    }.get(name, f"test_{name}")
+    """Where a result is: that of the newest code, if there are two."""
+    if machine == "h200" and name in _OF_H200_PARTS:
+        return RESULTS / f"h200_house_{_OF_H200_PARTS[name]}.json"
+    of_seeds = RESULTS / "seeds" / f"{machine}_{_OF_SEEDS.get(name)}.json"
+    if of_seeds.exists():
+        return of_seeds
+    file = {"baseline": "baseline", "speed": "speed_test", "stress": "stress_test"}.get(name, f"test_{name}")
     return RESULTS / f"{machine}_{file}.json"
 
 
@@ -154,7 +178,7 @@ _BEFORE = [
 
 def _deployment_lines() -> list[str]:
     """The triangle of stress_test beside the one it is modelled on."""
-    result = json.loads((RESULTS / "h200_stress_test.json").read_text())
+    result = json.loads(_path("h200", "stress").read_text())
     rows, count = result["rows"], result["settings"]["n"]
     lines = [
         "A deployment of the glm-4-9b shape (fp8, random weights) on an H200, with 10.5 GiB of the GPU for KV, 20 GiB",
@@ -183,11 +207,11 @@ def _engine_lines() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        if row["part"] == "long prompts" and row["manager"] == "prefix_caching":
+        if row["part"] == "long prompts" and row["manager"] == "prefix_caching" and "vLLM cold" in row:
             cells = (row["N"], row["cold QPS"], row["vLLM cold"], row["hit QPS"], row["vLLM hit"])
             lines.append("| " + " | ".join(map(_shown, cells)) + " |")
     lines += ["", *_tier_lines()]
-    sweep = sorted(json.loads((RESULTS / "h200_sweep.json").read_text())["rows"], key=lambda row: row["hit %"])
+    sweep = sorted(json.loads(_path("h200", "sweep").read_text())["rows"], key=lambda row: row["hit %"])
     lines += [
         "",
         "1000 prompts of 1000 tokens, 24 out, up to 16384 tokens a step, by the share of the prompt that is a common",
@@ -212,7 +236,7 @@ def _tier_lines() -> list[str]:
         "|---|---|---|---|",
     ]
     for row in host:
-        if row["what"] == "host, device cache off":
+        if row["what"] == "host, device cache off" and "vLLM 0.24" in row:
             known = server.get(f"server_hit_n{row['N']}")
             restarted = "" if known is None else _shown(known)
             lines.append(f"| {row['N']} | {_shown(row['later QPS'])} | {_shown(row['vLLM 0.24'])} | {restarted} |")

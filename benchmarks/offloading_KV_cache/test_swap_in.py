@@ -2,10 +2,10 @@
 
     python -m benchmarks.offloading_KV_cache.test_swap_in [--quick] [--json FILE] [--plot FILE.png]
 
-1000 prompts of 1000 tokens, 24 tokens out, all submitted at once; the first part of all prompts is the same, and it was
-computed before: it is on the device (`device hit`), or in host memory and not on the device (`host hit`). With the
-device's cache on, the first request loads it and the others find it there; with the cache off, every request loads its
-own. `no cache` computes everything. One engine does it all, in turns; less on a CPU.
+1000 prompts of 1000 tokens, 1024 a step, 24 out, all submitted at once; the first part of all prompts is the same, and
+it was computed before: it is on the device (`device hit`), or in host memory and not on the device (`host hit`). With
+the device's cache on, the first request loads it and the others find it there; with the cache off, every request loads
+its own. `no cache` computes everything. One engine does it all, in turns; less on a CPU.
 
 `parts_at` is the first hit rate at which host memory, with the device's cache off, is more than 5% behind the device's
 own cache; 101 when there is none.
@@ -42,10 +42,10 @@ from benchmarks.tier_stand import (
     warm_up,
 )
 
-GPU_SHAPE = "Qwen2.5-7B"
+GPU_SHAPE = "Qwen2.5-3B"
 CLOSE = 0.95
 GPU_BARS = {"host_over_gpu_80": f">= {CLOSE}"}
-HIT_RATES = (0, 30, 50, 80, 90, 100)
+HIT_RATES = tuple(range(0, 101, 10))
 NO_CACHE, DEVICE_HIT = "no cache", "device hit"
 HOST_ON, HOST_OFF = "host hit, device cache on", "host hit, device cache off"
 WAYS = {
@@ -55,7 +55,7 @@ WAYS = {
     HOST_OFF: Variant(DEVICE_OFF),
 }
 GPU_QUICK_WAYS = (DEVICE_HIT, HOST_OFF)
-MAX_SWAP_SPACE = 32 << 30
+MAX_SWAP_SPACE = 40 << 30
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _size(arguments: argparse.Namespace) -> Size:
             hit_rates=(50, 80, 90, 100) if quick else HIT_RATES,
             ways=GPU_QUICK_WAYS if quick else tuple(WAYS),
             max_num_requests=1024,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=1024,
         )
     else:
         size = Size(

@@ -40,6 +40,8 @@ BARS = {
 }
 RAW_THREADS = (1, 4, 16)
 RECOVERED_BLOCKS = 100_000
+_TRIES = 5
+_PATIENCE_S = 300.0
 
 
 def main() -> None:
@@ -206,8 +208,8 @@ class DiskServer:
         stored = client.set(self._hashes, source.blocks, deferred=deferred)
         client.flush(timeout_s=60)
         elapsed = time.perf_counter() - started_at
-        assert stored == NUM_BLOCKS, stored
-        assert client.stats()["disk_blocks"] == NUM_BLOCKS
+        if stored < NUM_BLOCKS or self._number("disk_blocks") < NUM_BLOCKS:
+            raise RuntimeError(f"only {stored} of {NUM_BLOCKS} blocks were stored")
         return elapsed
 
     def get(self, source: BlockMemory, target: BlockMemory) -> float:
@@ -217,16 +219,23 @@ class DiskServer:
         return self._read(source, target, lambda: sum(1 for _ in self._client.stream_get(self._hashes, target.blocks)))
 
     def _read(self, source: BlockMemory, target: BlockMemory, act: Callable[[], int]) -> float:
-        target.poison()
-        self._settle()
-        before = int(str(self._client.stats()["disk_read_blocks"]))
-        started_at = time.perf_counter()
-        arrived = act()
-        elapsed = time.perf_counter() - started_at
-        assert arrived == NUM_BLOCKS, arrived
-        assert int(str(self._client.stats()["disk_read_blocks"])) == before + NUM_BLOCKS
-        target.expect(source)
-        return elapsed
+        """Seconds until all blocks have come from disk. A turn in which some were still in memory does not count."""
+        for _ in range(_TRIES):
+            target.poison()
+            self._settle()
+            before = self._number("disk_read_blocks")
+            started_at = time.perf_counter()
+            arrived = act()
+            elapsed = time.perf_counter() - started_at
+            if arrived < NUM_BLOCKS:
+                raise RuntimeError(f"only {arrived} of {NUM_BLOCKS} blocks came back from disk")
+            target.expect(source)
+            if self._number("disk_read_blocks") >= before + NUM_BLOCKS:
+                return elapsed
+        raise RuntimeError(f"in {_TRIES} turns not all blocks came from disk: memory keeps some of them")
+
+    def _number(self, name: str) -> int:
+        return int(str(self._client.stats()[name]))
 
     def _settle(self) -> None:
         """Let the device finish what was written before, as raw writing does at its end."""
@@ -245,15 +254,22 @@ class DiskServer:
         writer = threading.Thread(target=self._saturate, args=(stop,))
         alone: list[float] = []
         beside: list[float] = []
+        deadline = time.monotonic() + _PATIENCE_S
         for times in (alone, beside):
             if times is beside:
                 writer.start()
                 time.sleep(0.3)
-            for _ in range(10 * repeats):
+            while len(times) < 10 * repeats:
                 started_at = time.perf_counter()
                 arrived = client.get(hashes[:hot], target.blocks[:hot])
-                times.append(time.perf_counter() - started_at)
-                assert arrived == hot
+                elapsed = time.perf_counter() - started_at
+                if arrived == hot:
+                    times.append(elapsed)
+                elif time.monotonic() > deadline:
+                    stop.set()
+                    raise RuntimeError("the blocks that are read all the time do not stay in memory")
+                else:  # this thread stood still so long that others' blocks took their place
+                    client.set(hashes[:hot], source.blocks[:hot])
                 time.sleep(0.005)
         stop.set()
         writer.join()

@@ -2,19 +2,19 @@
 
     python -m benchmarks.prefix_caching.baseline [--quick] [--json FILE] [--plot FILE.png]
 
-Prompts of 1000 random tokens, 24 tokens out, all submitted at once. The share is the first part of all prompts of a
-run; the rest, and the common part of the next run, are new. The first request computes the common part, the others wait
-for it.
+1000 prompts of 1000 random tokens, 24 tokens out, all submitted at once, 1024 tokens a step. The share is the first
+part of all prompts of a run; the rest, and the common part of the next run, are new. The first request computes the
+common part, the others wait for it.
 
 All variants share one engine's weights and KV memory, and each run starts with an empty cache. The two of a pair take
 turns on the same prompts (A B, B A, A B ...), and the median of the ratios counts. On a CPU they have an engine each,
 take turns step by step, because these machines change their speed within seconds, and then change engines; and the pool
 holds fewer blocks than the prompts fill, so that the cache evicts as one does that has run for a while.
 
-Parts: `pairs` (the ratios), `table` (all variants), `sweep` (the default variant, with --prompts, on a GPU), `schedule`
-(the scheduler without a device) and `peer` (transformers' continuous batching, where it can do the work; slow, so not
-with --quick unless it is named). vLLM's figures are those of its defaults: up to 1024 requests at a time, 16384 tokens
-a step.
+Parts: `table` (all variants), `pairs` (the ratios, of --few prompts), `sweep` (the default variant, on a GPU),
+`schedule` (the scheduler without a device) and `peer` (transformers' continuous batching, where it can do the work;
+slow, so not with --quick unless it is named). vLLM's figures are those of Qwen2.5-7B's shape and its defaults: up to
+1024 requests at a time, 16384 tokens a step.
 """
 
 from __future__ import annotations
@@ -46,12 +46,20 @@ from benchmarks.prefix_caching.schedule_cost import NUM_REQUESTS, measure_schedu
 from benchmarks.prefix_caching.transformers_peer import PeerRound, measure_peer
 
 BARS = {
-    "pairs": {"prefix_over_naive_0": ">= 0.98", "yoco_over_naive_0": ">= 0.97", "yoco_over_prefix_100": ">= 0.98"},
+    "pairs": {
+        "prefix_over_naive_0": ">= 0.98",
+        "yoco_over_naive_0": ">= 0.97",
+        "yoco_over_naive_fork": ">= 0.97",
+        "yoco_over_prefix_100": ">= 0.98",
+    },
     "schedule": {"schedule_step_ms": "<= 1"},
 }
 """Those of each part."""
 
-HIT_RATES = (0, 30, 50, 80, 90, 100)
+GPU_SHAPE = "Qwen2.5-3B"
+VLLM_SHAPE = "Qwen2.5-7B"
+HIT_RATES = tuple(range(0, 101, 10))
+QUICK_HIT_RATES = (0, 50, 100)
 VLLM_QPS = {0: 44.6, 30: 61.0, 50: 83.9, 80: 182.6, 90: 298.7, 100: 765.0}
 """vLLM 0.24.0 on an H200: Qwen2.5-7B's shape, 1000 prompts x 1000 tokens in, 24 out, its default settings."""
 
@@ -66,11 +74,13 @@ QUICK_PARTS = ("pairs", "table", "sweep", "schedule")
 INPUT_TOKENS = 1000
 OUTPUT_TOKENS = 24
 DEFAULT = Variant("prefix_caching")
+FORK_TOKENS = 2
+"""Of prompts that part within their first block, as chats do that begin alike."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `prompts` are those of the sweep, `few` those of everything else."""
+    """How much is measured. `prompts` are those of the table and the sweep, `few` those of everything else."""
 
     prompts: int
     few: int
@@ -85,8 +95,8 @@ class Size:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--few", type=int, help="prompts of pairs, table and peer")
+    parser = make_parser(__doc__ or "", GPU_SHAPE)
+    parser.add_argument("--few", type=int, help="prompts of pairs and peer")
     parser.add_argument("--pairs", type=int, help="how many pairs each ratio is the median of (7; 3 with --quick)")
     parser.add_argument("--hit-rates", type=int, nargs="+", help="of table and sweep, in percent")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all unless told; without peer with --quick")
@@ -107,10 +117,14 @@ def _bars(arguments: argparse.Namespace, size: Size) -> dict[str, str]:
     bars: dict[str, str] = {}
     for part in arguments.parts:
         bars |= BARS.get(part, {})
-        if is_h200(arguments.device):
+        if _is_beside_vllm(arguments):
             bars |= H200_BARS.get(part, {})
-    absent = {f"sweep_{hit_rate}" for hit_rate in HIT_RATES} - {f"sweep_{hit_rate}" for hit_rate in size.sweep_rates}
+    absent = {f"sweep_{hit_rate}" for hit_rate in VLLM_QPS} - {f"sweep_{hit_rate}" for hit_rate in size.sweep_rates}
     return {name: bar for name, bar in bars.items() if name not in absent}
+
+
+def _is_beside_vllm(arguments: argparse.Namespace) -> bool:
+    return is_h200(arguments.device) and arguments.model_shape == VLLM_SHAPE
 
 
 def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
@@ -131,7 +145,7 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
         warm_up(stands, maker, size)
         console.print(f"ready after {time.perf_counter() - started_at:.0f} s")
         if "sweep" in parts and arguments.device == "cuda":
-            measure_sweep(stand, maker, size, result, with_vllm=is_h200(arguments.device))
+            measure_sweep(stand, maker, size, result, with_vllm=_is_beside_vllm(arguments))
         if "pairs" in parts:
             measure_pairs(stands, maker, size, result)
         if "table" in parts:
@@ -171,9 +185,10 @@ def warm_up(stands: Sequence[EngineStand], maker: PromptMaker, size: Size) -> No
 
 def measure_pairs(stands: Sequence[EngineStand], maker: PromptMaker, size: Size, result: Result) -> None:
     naive, prefix, yoco = Variant("naive"), Variant("prefix_caching"), Variant("yoco")
-    comparisons = [
+    comparisons: list[tuple[str, Variant, Variant, float]] = [
         ("prefix_over_naive_0", prefix, naive, 0),
         ("yoco_over_naive_0", yoco, naive, 0),
+        ("yoco_over_naive_fork", yoco, naive, 100 * FORK_TOKENS / size.input_tokens),
         ("yoco_over_prefix_100", yoco, prefix, 100),
         ("async2_over_sync_min", naive, Variant("naive", "sync"), 0),
         ("async2_over_sync_min", prefix, Variant("prefix_caching", "sync"), 0),
@@ -186,7 +201,7 @@ def measure_pairs(stands: Sequence[EngineStand], maker: PromptMaker, size: Size,
         ratios = _race(stands, maker, size, left, right, hit_rate)
         ratio = statistics.median(ratios)
         result.figures[figure] = min(ratio, result.figures.get(figure, ratio))
-        row = {
+        row: dict[str, object] = {
             "pair": f"{left.name} / {right.name}",
             "hit %": hit_rate,
             "median": round(ratio, 4),
@@ -201,19 +216,19 @@ def measure_pairs(stands: Sequence[EngineStand], maker: PromptMaker, size: Size,
 
 
 def measure_table(stand: EngineStand, maker: PromptMaker, size: Size, result: Result) -> None:
-    rows = []
+    rows: list[dict[str, object]] = []
     for hit_rate in size.hit_rates:
         qps: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS}
         for _ in range(size.repeats):
-            prompts = maker.make(size.few, size.input_tokens, hit_rate)
+            prompts = maker.make(size.prompts, size.input_tokens, hit_rate)
             for variant in VARIANTS:
                 qps[variant.name].append(_run(stand, variant, prompts, hit_rate).qps)
         row: dict[str, object] = {"hit %": hit_rate}
         row |= {name: round(statistics.median(values), 2) for name, values in qps.items()}
         console.print(f"table: {hit_rate}% done")
         rows.append(row)
-    print_table(f"QPS, {size.few} prompts, medians of {size.repeats}", rows)
-    result.rows += [{"part": "table", **row} for row in rows]
+        result.rows.append({"part": "table", **row})
+    print_table(f"QPS, {size.prompts} prompts, medians of {size.repeats}", rows)
 
 
 def measure_sweep(stand: EngineStand, maker: PromptMaker, size: Size, result: Result, *, with_vllm: bool) -> None:
@@ -272,7 +287,7 @@ def measure_transformers(
 
 
 def _race(
-    stands: Sequence[EngineStand], maker: PromptMaker, size: Size, left: Variant, right: Variant, hit_rate: int
+    stands: Sequence[EngineStand], maker: PromptMaker, size: Size, left: Variant, right: Variant, hit_rate: float
 ) -> list[float]:
     """QPS of `left` over that of `right`, pair by pair. Who goes first alternates."""
     ratios = []
@@ -291,7 +306,7 @@ def _race(
 
 
 def _run_side_by_side(
-    stands: Sequence[EngineStand], order: Sequence[Variant], prompts: Sequence[Sequence[int]], hit_rate: int
+    stands: Sequence[EngineStand], order: Sequence[Variant], prompts: Sequence[Sequence[int]], hit_rate: float
 ) -> dict[Variant, Job]:
     """Both from empty caches, taking turns step by step: what disturbs the machine disturbs both."""
     jobs = {}
@@ -308,7 +323,7 @@ def _run_side_by_side(
     return jobs
 
 
-def _run(stand: EngineStand, variant: Variant, prompts: Sequence[Sequence[int]], hit_rate: int) -> Round:
+def _run(stand: EngineStand, variant: Variant, prompts: Sequence[Sequence[int]], hit_rate: float) -> Round:
     """From an empty cache."""
     stand.use(variant)
     done = stand.run(prompts, OUTPUT_TOKENS)
@@ -316,7 +331,7 @@ def _run(stand: EngineStand, variant: Variant, prompts: Sequence[Sequence[int]],
     return done
 
 
-def _check_hits(variant: Variant, hit_rate: int, num_prompts: int, cached_share: float) -> None:
+def _check_hits(variant: Variant, hit_rate: float, num_prompts: int, cached_share: float) -> None:
     """What was found in the cache must be what the hit rate says; a request's part of a block may be missing."""
     reuses = variant.manager in ("prefix_caching", "yoco")
     shared = hit_rate / 100 * (1 - 1 / num_prompts) if reuses else 0.0
@@ -348,21 +363,21 @@ def _size(arguments: argparse.Namespace) -> Size:
             few=32 if quick else 64,
             pairs=3 if quick else 7,
             repeats=1,
-            hit_rates=(0, 50, 100) if quick else HIT_RATES,
-            sweep_rates=HIT_RATES,
+            hit_rates=QUICK_HIT_RATES if quick else HIT_RATES,
+            sweep_rates=tuple(VLLM_QPS),
             input_tokens=INPUT_TOKENS,
             max_num_requests=1024,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=1024,
             kv_tokens=None,
         )
     else:
         size = Size(
-            prompts=12,
+            prompts=6 if quick else 12,
             few=6 if quick else 12,
             pairs=3 if quick else 7,
             repeats=1,
-            hit_rates=(0, 50, 100) if quick else HIT_RATES,
-            sweep_rates=HIT_RATES,
+            hit_rates=QUICK_HIT_RATES if quick else HIT_RATES,
+            sweep_rates=tuple(VLLM_QPS),
             input_tokens=500 if quick else INPUT_TOKENS,
             max_num_requests=3 if quick else 6,
             max_num_batched_tokens=1024,

@@ -89,10 +89,10 @@ class PromptMaker:
         self._vocab_size = vocab_size
         self._dice = np.random.default_rng(seed)
 
-    def make(self, count: int, length: int, hit_rate: int = 0) -> list[list[int]]:
+    def make(self, count: int, length: int, hit_rate: float = 0) -> list[list[int]]:
         """`count` prompts whose first `hit_rate` percent are the same, and whose next token is not."""
         tokens = self._dice.integers(self._vocab_size, size=(count, length))
-        shared = length * hit_rate // 100
+        shared = int(length * hit_rate / 100)
         tokens[:, :shared] = tokens[0, :shared]
         if shared < length and count <= self._vocab_size:
             tokens[:, shared] = self._dice.permutation(self._vocab_size)[:count]

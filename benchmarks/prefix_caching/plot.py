@@ -23,7 +23,7 @@ def main() -> None:
     draw(document["rows"], document["settings"], Path(sys.argv[2]))
 
 
-def draw(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], target: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], target: Path, dpi: int = 150) -> None:
     """Raises `SystemExit` with one sentence without matplotlib or without rows to draw."""
     draw_lines(
         _lines(rows),
@@ -35,6 +35,7 @@ def draw(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], target:
         x_label="share of the prompt that is a common prefix, %",
         y_label="requests per second",
         style_of=_style_of,
+        dpi=dpi,
     )
 
 

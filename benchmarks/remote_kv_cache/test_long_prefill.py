@@ -2,10 +2,10 @@
 
     python -m benchmarks.remote_kv_cache.test_long_prefill [--quick] [--tcp] [--json FILE] [--plot FILE.png]
 
-10 prompts x 10240 random tokens, all submitted at once, N tokens out. Round 1 computes them, into a cache server; 2 and
-3 repeat them. Then the engine is closed and another one started: round 4 finds the prompts in the server, 5 and 6
-wherever the engine keeps them by now. With the device's cache on, and off. `--swap-space` puts host memory between the
-device and the server. Less on a CPU.
+10 prompts x 10240 random tokens, all submitted at once, 1024 tokens a step, N tokens out. Round 1 computes them, into a
+cache server; 2 and 3 repeat them. Then the engine is closed and another one started: round 4 finds the prompts in the
+server, 5 and 6 wherever the engine keeps them by now. With the device's cache on, and off. `--swap-space` puts host
+memory between the device and the server. Less on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.tier_stand import (
 from kvtier.engine.schedule.block_manager import BlockManagerName
 
 GPU_SHAPE = "Qwen2.5-7B"
-OUTPUTS = (2, 8, 32, 128)
+OUTPUTS = (2, 4, 8, 16, 32, 64, 128)
 ROUNDS = (1, 2, 3, 4, 5, 6)
 RESTART_BEFORE = 4
 MANAGERS: tuple[BlockManagerName, ...] = (DEVICE_ON, DEVICE_OFF)
@@ -50,6 +50,7 @@ class Size:
     prompts: int
     input_tokens: int
     outputs: tuple[int, ...]
+    managers: tuple[BlockManagerName, ...]
     max_num_requests: int
     max_num_batched_tokens: int
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_tier_parser(__doc__ or "", GPU_SHAPE)
     add_server_options(parser)
     parser.add_argument("--outputs", type=int, nargs="+", help="values of N")
+    parser.add_argument("--managers", nargs="+", choices=MANAGERS, help="device cache on, off, or both")
     arguments = parse(parser, argv)
     size = _size(arguments)
     result = Result("remote_kv_cache.test_long_prefill", settings_of(arguments, size))
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
     run_tokens = sum(size.prompts * (size.input_tokens + count + 16) for count in size.outputs)
     nbytes = kv_bytes(arguments, run_tokens + 2 * size.prompts * (size.input_tokens + 16))
-    for manager in MANAGERS:
+    for manager in size.managers:
         rounds: dict[tuple[int, int], Round] = {}
         with server_tiers(nbytes, is_tcp=arguments.tcp, swap_space=arguments.swap_space) as tiers:
             prompts: dict[int, list[list[int]]] = {}
@@ -165,18 +167,20 @@ def _size(arguments: argparse.Namespace) -> Size:
             prompts=10,
             input_tokens=10240,
             outputs=(2, 32) if quick else OUTPUTS,
+            managers=MANAGERS,
             max_num_requests=128,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=1024,
         )
     else:
         size = Size(
             prompts=2 if quick else 4,
             input_tokens=1024 if quick else 2048,
             outputs=(2, 8) if quick else (2, 8, 32),
+            managers=MANAGERS,
             max_num_requests=16,
             max_num_batched_tokens=512,
         )
-    names = ("prompts", "input_tokens", "outputs", "max_num_requests", "max_num_batched_tokens")
+    names = ("prompts", "input_tokens", "outputs", "managers", "max_num_requests", "max_num_batched_tokens")
     return Size(**{**vars(size), **chosen(arguments, *names)})
 
 

@@ -4,7 +4,8 @@
 
 1000 prompts of 1000 tokens, 24 tokens out, all submitted at once; the first part of all prompts is the same. The first
 run computes them, into the server. Then the engine is closed and another one started, which runs the same prompts and
-finds them all in the server. Requests per second of both, with the device's cache on and off. Less on a CPU.
+finds them all in the server. Requests per second of both, with the device's cache on and off. Less on a CPU. Hit rates
+whose prompts the server holds side by side share an engine's start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness import Result, console, print_figures, print_table
 from benchmarks.line_plot import draw_lines
+from benchmarks.model_configs import MODEL_CONFIGS
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Round, Variant
 from benchmarks.prefix_caching.options import parse
 from benchmarks.tier_stand import (
@@ -26,6 +28,7 @@ from benchmarks.tier_stand import (
     Tiers,
     add_server_options,
     chosen,
+    drop_below,
     expect_hits,
     expect_tokens,
     full_share,
@@ -40,7 +43,8 @@ from benchmarks.tier_stand import (
 from kvtier.engine.schedule.block_manager import BlockManagerName
 
 GPU_SHAPE = "Qwen2.5-3B"
-HIT_RATES = (0, 30, 50, 80, 100)
+HIT_RATES = tuple(range(0, 101, 10))
+QUICK_HIT_RATES = (0, 50, 100)
 FIGURE = "transfer_in_second_over_first"
 NUM_WARM_UP = 4
 
@@ -91,25 +95,46 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
     nbytes = kv_bytes(arguments, 5 * run_tokens // 4 + NUM_WARM_UP * size.input_tokens)
     jobs: list[Job] = []
     with server_tiers(nbytes, is_tcp=arguments.tcp, swap_space=arguments.swap_space) as tiers:
-        maker = None
-        for manager in size.managers:
-            for hit_rate in size.hit_rates:
-                for _ in range(size.repeats):
-                    with _open(arguments, size, tiers) as stand:
-                        if maker is None:
-                            maker = PromptMaker(stand.vocab_size)
-                            result.settings = {**result.settings, "tiers": tiers.name, **stand.settings()}
-                        warm_up(stand, maker, min(NUM_WARM_UP, size.prompts), size.input_tokens)
-                        if jobs:  # what an engine before this one has left in the server
-                            _run_second(arguments, stand, jobs[-1], size)
-                        job = Job(manager, hit_rate, maker.make(size.prompts, size.input_tokens, hit_rate))
-                        _run_first(stand, job, size)
-                        jobs.append(job)
-        assert maker is not None
-        with _open(arguments, size, tiers) as stand:
-            warm_up(stand, maker, min(NUM_WARM_UP, size.prompts), size.input_tokens)
-            _run_second(arguments, stand, jobs[-1], size)
-    _report(jobs, size, result)
+        maker = PromptMaker(int(str(MODEL_CONFIGS[arguments.model_shape]["vocab_size"])))
+        stored: list[Job] = []
+        for group in [*_groups(size), []]:
+            with _open(arguments, size, tiers) as stand:
+                result.settings = {**result.settings, "tiers": tiers.name, **stand.settings()}
+                warm_up(stand, maker, min(NUM_WARM_UP, size.prompts), size.input_tokens)
+                for job in stored:  # what an engine before this one has left in the server
+                    _run_second(arguments, stand, job, size)
+                drop_below(stand)
+                stored = []
+                for manager, hit_rate in group:
+                    job = Job(manager, hit_rate, maker.make(size.prompts, size.input_tokens, hit_rate))
+                    _run_first(stand, job, size)
+                    stored.append(job)
+                jobs += stored
+            _report(jobs, size, result)
+    print_table(
+        f"QPS before and after a restart, {size.prompts} prompts, {size.input_tokens} in, {size.output_tokens} out, "
+        f"medians of {size.repeats}",
+        result.rows,
+    )
+
+
+def _groups(size: Size) -> list[list[tuple[BlockManagerName, int]]]:
+    """What is to be run, in groups whose new tokens are at most those of one run without hits."""
+    groups: list[list[tuple[BlockManagerName, int]]] = []
+    for manager in size.managers:
+        room: list[int] = []
+        own: list[list[tuple[BlockManagerName, int]]] = []
+        for hit_rate in sorted(size.hit_rates) * size.repeats:
+            needed = 100 - hit_rate + 100 // size.prompts  # percent of a run's tokens: the rest, and the common part
+            place = next((place for place, left in enumerate(room) if left >= needed), None)
+            if place is None:
+                place = len(room)
+                room.append(max(100, needed))
+                own.append([])
+            room[place] -= needed
+            own[place].append((manager, hit_rate))
+        groups += own
+    return groups
 
 
 def _run_first(stand: EngineStand, job: Job, size: Size) -> None:
@@ -133,9 +158,13 @@ def _run_second(arguments: argparse.Namespace, stand: EngineStand, job: Job, siz
 
 
 def _report(jobs: Sequence[Job], size: Size, result: Result) -> None:
+    """Of the hit rates that were run twice."""
+    result.rows.clear()
     for manager in size.managers:
         for hit_rate in size.hit_rates:
             these = [job for job in jobs if (job.manager, job.hit_rate) == (manager, hit_rate)]
+            if not these or any(job.second is None for job in these):
+                continue
             first = [job.first.qps for job in these if job.first is not None]
             second = [job.second.qps for job in these if job.second is not None]
             ratios = [one / other for one, other in zip(second, first, strict=True)]
@@ -157,11 +186,6 @@ def _report(jobs: Sequence[Job], size: Size, result: Result) -> None:
             )
             if hit_rate == 0:
                 result.figures[FIGURE] = min(ratio, result.figures.get(FIGURE, ratio))
-    print_table(
-        f"QPS before and after a restart, {size.prompts} prompts, {size.input_tokens} in, {size.output_tokens} out, "
-        f"medians of {size.repeats}",
-        result.rows,
-    )
 
 
 def _on_off(job: Job) -> str:
@@ -204,7 +228,7 @@ def _size(arguments: argparse.Namespace) -> Size:
             input_tokens=1000,
             output_tokens=24,
             repeats=1,
-            hit_rates=(0, 50, 100) if quick else HIT_RATES,
+            hit_rates=QUICK_HIT_RATES if quick else HIT_RATES,
             managers=(DEVICE_OFF,) if quick else (DEVICE_OFF, DEVICE_ON),
             max_num_requests=256,
             max_num_batched_tokens=1024,
@@ -215,7 +239,7 @@ def _size(arguments: argparse.Namespace) -> Size:
             input_tokens=800 if quick else 1000,
             output_tokens=4,
             repeats=3,
-            hit_rates=(0, 50, 100) if quick else HIT_RATES,
+            hit_rates=QUICK_HIT_RATES if quick else HIT_RATES,
             managers=(DEVICE_OFF,) if quick else (DEVICE_OFF, DEVICE_ON),
             max_num_requests=8,
             max_num_batched_tokens=512,

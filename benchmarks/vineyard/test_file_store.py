@@ -43,6 +43,7 @@ from benchmarks.harness import (
 from kvtier.memory.copying import address_of
 from kvtier.sizes import format_size
 from kvtier.vineyard import FileCacheConfig, KVCache, KVTensor
+from kvtier.vineyard.chunk_files import is_chunk_folder
 from kvtier.vineyard.kv_tensor import TokenTensors
 
 BARS = {"file_query_of_raw": ">= 0.9", "file_update_of_raw": ">= 0.9", "file_64k_over_4k": "<= 1.25"}
@@ -161,7 +162,7 @@ def _race(folder: Path, workers: int, source: BlockMemory, target: BlockMemory, 
 
         def time_cache(name: str, offset: int) -> dict[str, float]:
             update_s, query_s = _time_cache(cache, source, target, offset)
-            _remove(folder / "cache")
+            _empty(folder / "cache")
             return {f"update{name}": update_s, f"query{name}": query_s}
 
         contenders = [
@@ -182,7 +183,7 @@ def _time_cache(cache: KVCache, source: BlockMemory, target: BlockMemory, offset
     """Seconds of an update from `offset` on, and of a query."""
     tokens = list(range(LARGE_TOKENS))
     end = offset + LARGE_TOKENS * LARGE.token_bytes
-    sources, targets = _tensors(source.view[offset:end], LARGE), _tensors(target.view[offset:end], LARGE)
+    sources, targets = token_tensors(source.view[offset:end], LARGE), token_tensors(target.view[offset:end], LARGE)
     started_at = time.perf_counter()
     stored = cache.update(None, tokens, sources)
     update_s = time.perf_counter() - started_at
@@ -200,10 +201,11 @@ class RawFiles:
     """New files of a chunk's size by direct I/O, `piece_bytes` a call, one thread for each worker."""
 
     def __init__(self, folder: Path, workers: int, piece_bytes: int) -> None:
+        """`folder` is made, unless it is there: then its files are those of other `RawFiles`."""
         self._folder = folder
         self._workers = workers
         self._piece_bytes = piece_bytes
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
 
     def write(self, blocks: Sequence[memoryview]) -> float:
         fds = [
@@ -301,7 +303,7 @@ def _time_length(folder: Path, num_tokens: int) -> dict[str, float]:
     tokens = list(range(num_tokens))
     source = BlockMemory(num_tokens // CHUNK_TOKENS, CHUNK_TOKENS * SMALL.token_bytes, seed=3)
     target = BlockMemory(num_tokens // CHUNK_TOKENS, CHUNK_TOKENS * SMALL.token_bytes)
-    sources, targets = _tensors(source.view, SMALL), _tensors(target.view, SMALL)
+    sources, targets = token_tensors(source.view, SMALL), token_tensors(target.view, SMALL)
     seconds = {}
     with _cache(folder, SMALL, 2 * LONG_TOKENS, 8) as cache:
         started_at = time.perf_counter()
@@ -330,7 +332,7 @@ def _cache(folder: Path, shape: Shape, num_tokens: int, workers: int) -> KVCache
     return KVCache(config, tensor_bytes=shape.tensor_bytes, cache_capacity=num_tokens, layer=shape.layer)
 
 
-def _tensors(memory: memoryview, shape: Shape) -> list[TokenTensors]:
+def token_tensors(memory: memoryview, shape: Shape) -> list[TokenTensors]:
     """Of every token: layer by layer, K before V."""
     start = address_of(memory)
     size = shape.tensor_bytes
@@ -338,6 +340,13 @@ def _tensors(memory: memoryview, shape: Shape) -> list[TokenTensors]:
         [(KVTensor(key, size), KVTensor(key + size, size)) for key in range(token, token + shape.token_bytes, 2 * size)]
         for token in range(start, start + memory.nbytes, shape.token_bytes)
     ]
+
+
+def _empty(root: Path) -> None:
+    """Remove the chunks of an open cache, whose root and temporary folder are its own to remove."""
+    for folder in root.iterdir():
+        if is_chunk_folder(folder.name):
+            _remove(folder)
 
 
 def _remove(folder: Path) -> None:

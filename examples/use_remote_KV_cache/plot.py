@@ -36,7 +36,7 @@ def sources_of(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
     return {name: found for name, found in times.items() if found}
 
 
-def draw(result: Mapping[str, object], target: Path) -> None:
+def draw(result: Mapping[str, object], target: Path, dpi: int = 150) -> None:
     rows, settings = result["rows"], result["settings"]
     assert isinstance(rows, list)
     assert isinstance(settings, dict)
@@ -53,7 +53,7 @@ def draw(result: Mapping[str, object], target: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_title(f"Time to the first token, prompts of {settings['prompt_tokens']:,} tokens", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(target, dpi=150)
+    figure.savefig(target, dpi=dpi)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Vineyard's program for chunk files in a folder. Only its imports are changed, and its comparisons are asserted.
+"""Vineyard's program for chunk files in a folder. Its imports have another name; its comparisons are asserted.
 
 rm -rf /tmp/vineyard/llm_cache    # its values are of chance, and a sequence that is there already stays as it is
 python -m examples.vineyard.files
@@ -7,7 +7,8 @@ ls /tmp/vineyard/llm_cache        # 44  c3  __temp
 
 import numpy as np
 
-from kvtier.vineyard import FileCacheConfig, KVCache, KVTensor
+from kvtier.vineyard import KVCache, KVTensor
+from kvtier.vineyard.config import FileCacheConfig
 
 file_cache_config = FileCacheConfig(
     chunk_size=2,

@@ -1,4 +1,4 @@
-"""Vineyard's program for its radix tree in shared memory, on a kvtier cache server. Only its imports are changed.
+"""Vineyard's program for its radix tree in shared memory, on a kvtier cache server. Its imports have another name.
 
 kvtier cache-server --memory 64MiB --socket /tmp/vineyard_test.sock
 python -m examples.vineyard.shared_memory
@@ -9,7 +9,8 @@ run finds the KV of the first, and says so.
 
 import numpy as np
 
-from kvtier.vineyard import KVCache, KVTensor, VineyardCacheConfig
+from kvtier.vineyard import KVCache, KVTensor
+from kvtier.vineyard.config import VineyardCacheConfig
 
 vineyard_cache_config = VineyardCacheConfig(
     socket="/tmp/vineyard_test.sock",

@@ -2,9 +2,10 @@
 
     python -m benchmarks.offloading_KV_cache.baseline.test_prefills [--quick] [--json FILE] [--model-shape NAME]
 
-One prompt of 8192 tokens, 1024 a step, one token out, for the shapes of several models: the time to compute it; to copy
-its blocks once from host memory to the device and back; and to answer it from host memory, the engine's whole way, with
-the device's cache off. With `--fp8` also with weights of 8 bits. Fewer tokens, and a small shape, on a CPU.
+One prompt of 8192 tokens, 1024 a step, one token out, for the shapes of several models with plain weights, with weights
+of 8 bits and with GPTQ's 4: the time to compute it; to copy its blocks once from host memory to the device and back;
+and to answer it from host memory, the engine's whole way, with the device's cache off. Fewer tokens, and a small shape,
+on a CPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from benchmarks.harness import Result, console, print_figures, print_table
 from benchmarks.model_configs import SMALL_SHAPE
 from benchmarks.prefix_caching.engine_stand import EngineStand, PromptMaker, Variant
 from benchmarks.prefix_caching.options import device_settings, make_parser, parse
+from benchmarks.prefix_caching.test_quantized import GPTQ_FIELDS
 from benchmarks.tier_stand import (
     BELOW,
     BLOCK_TOKENS,
@@ -41,15 +42,26 @@ from kvtier.transfer.copiers.cuda_copier import CudaCopier
 from kvtier.transfer.copiers.geometry import Geometry
 from kvtier.transfer.copiers.host_copier import HostCopier
 
-GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B", "glm-4-9b-chat-1m", "Llama-3.1-8B", "Qwen2.5-32B")
-QUICK_GPU_SHAPES = ("Qwen2.5-3B", "Qwen2.5-7B")
+FP8, GPTQ = "fp8", "GPTQ-Int4"
+WEIGHTS = ("plain", FP8, GPTQ)
+Model = tuple[str, str]
+GPU_MODELS: tuple[Model, ...] = (
+    ("Qwen2.5-32B", GPTQ),
+    ("Qwen2.5-7B", "plain"),
+    ("Qwen2.5-7B", FP8),
+    ("Qwen2.5-3B", "plain"),
+    ("glm-4-9b-chat-1m", "plain"),
+    ("glm-4-9b-chat-1m", FP8),
+    ("Llama-3.1-8B", "plain"),
+    ("Llama-3.1-8B", FP8),
+)
+"""Each shape, and how its weights are kept."""
+QUICK_GPU_MODELS: tuple[Model, ...] = (("Qwen2.5-3B", "plain"), ("Qwen2.5-7B", "plain"))
 CPU_TOKENS = {SMALL_SHAPE: 4096, "Qwen2.5-0.5B": 512}
 QUICK_CPU_TOKENS = {SMALL_SHAPE: 1024}
 """What a core computes in some seconds."""
 
 _PATIENCE_S = 120.0
-
-Quantization = Literal["fp8"] | None
 
 
 @dataclass(frozen=True)
@@ -60,31 +72,39 @@ class Size:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__ or "", "all of " + ", ".join(GPU_SHAPES))
+    parser = make_parser(__doc__ or "", "eight models")
     parser.add_argument("--input-tokens", type=int, help="how long the prompt is")
-    parser.add_argument("--fp8", action="store_true", help="weights of 8 bits too")
-    given = parser.parse_args(argv).model_shape
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, help="of --model-shape (plain)")
+    given = parser.parse_args(argv)
     arguments = parse(parser, argv)
-    is_cpu = arguments.device == "cpu"
-    shapes: tuple[str, ...] = QUICK_GPU_SHAPES if arguments.quick else GPU_SHAPES
-    if is_cpu:
-        shapes = tuple(QUICK_CPU_TOKENS if arguments.quick else CPU_TOKENS)
-    shapes = (given,) if given else shapes
-    settings = {"shapes": shapes, **device_settings(arguments.device, WALL), "quick": arguments.quick}
+    models = QUICK_GPU_MODELS if arguments.quick else GPU_MODELS
+    if arguments.device == "cpu":
+        models = tuple((shape, "plain") for shape in (QUICK_CPU_TOKENS if arguments.quick else CPU_TOKENS))
+    if given.model_shape:
+        models = tuple((given.model_shape, weights) for weights in given.weights or ("plain",))
+    settings = {
+        "models": [_name(model) for model in models],
+        **device_settings(arguments.device, WALL),
+        "quick": arguments.quick,
+    }
     result = Result("offloading_KV_cache.baseline.test_prefills", settings)
     try:
-        for shape in shapes:
-            for quantization in (None, "fp8") if arguments.fp8 else (None,):
-                arguments.model_shape = shape
-                measure(arguments, _size(arguments), quantization, result)
+        for model in models:
+            arguments.model_shape = model[0]
+            measure(arguments, _size(arguments), model, result)
         print_table("one prompt, computed, copied and loaded, medians", result.rows)
         print_figures(result.figures, {})
     finally:  # what was measured before a failure is not lost
         result.write(arguments.json)
 
 
-def measure(arguments: argparse.Namespace, size: Size, quantization: Quantization, result: Result) -> None:
-    name = arguments.model_shape + (f", {quantization}" if quantization else "")
+def _name(model: Model) -> str:
+    shape, weights = model
+    return shape if weights == "plain" else f"{shape}, {weights}"
+
+
+def measure(arguments: argparse.Namespace, size: Size, model: Model, result: Result) -> None:
+    name, weights = _name(model), model[1]
     console.print(f"{name}: {size.input_tokens} tokens")
     prefill_s: list[float] = []
     loaded_s: list[float] = []
@@ -99,7 +119,8 @@ def measure(arguments: argparse.Namespace, size: Size, quantization: Quantizatio
             max_model_len=length + 32,
             max_num_requests=4,
             max_num_batched_tokens=size.max_num_batched_tokens,
-            quantization=quantization,
+            quantization="fp8" if weights == FP8 else None,
+            model_fields={"quantization_config": GPTQ_FIELDS} if weights == GPTQ else {},
         ) as stand,
     ):
         maker = PromptMaker(stand.vocab_size)
@@ -124,6 +145,7 @@ def measure(arguments: argparse.Namespace, size: Size, quantization: Quantizatio
             "layers": layout.layers,
             "KV heads": layout.kv_heads,
             "head": layout.head_dim,
+            "KV dtype": layout.dtype,
             "tokens": length,
             "KV MiB": round(length // BLOCK_TOKENS * layout.block_bytes / 2**20, 1),
             "prefill ms": round(1000 * prefill, 2),

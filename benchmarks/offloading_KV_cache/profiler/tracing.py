@@ -1,7 +1,8 @@
 """A trace of the engine with its copies, for chrome://tracing or Perfetto; how much of them ran beside compute.
 
 On a GPU copies and kernels are what the device's own trace says. On a CPU a copy is a call of the copier on a thread of
-its own, which gets a name in the trace, and compute is every step of the engine in which torch does something.
+its own, which gets a name in the trace, and compute is every step of the engine in which torch does something. A
+result has the trace's spans of both, for a picture: all of it, and a piece of it close by.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from kvtier.transfer.copiers.host_copier import HostCopier
 
 STEP = "kvtier step"
 Interval = tuple[float, float]
+
+_JOINED_US = 30.0
+"""Spans with a smaller gap between them are one in a picture of the whole trace."""
+_CLOSE_US = 8000.0
+_MOST_CLOSE = 2500
 
 
 def add_trace_option(parser: argparse.ArgumentParser, name: str) -> None:
@@ -86,10 +92,41 @@ def report(
         "copies beside compute": round(beside, 3),
     }
     result.rows.append(row)
+    result.rows += timeline_rows(copies, compute)
     result.figures["beside_compute"] = beside
-    print_table(f"what the trace shows of every {direction}", result.rows)
+    print_table(f"what the trace shows of every {direction}", [row])
     print_figures(result.figures, {})
     console.print(f"the trace, for chrome://tracing or Perfetto: {target}", soft_wrap=True)
+
+
+def timeline_rows(copies: Sequence[dict[str, Any]], compute: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
+    """Spans of both in milliseconds since the first: joined for the whole, each for the piece where most overlaps."""
+    start = min(float(event["ts"]) for event in (*copies, *compute))
+    copying, computing = _joined(_union(copies)), _joined(_union(compute))
+    busiest = max(copying, key=lambda span: _length(_intersection([span], computing)))
+    first = busiest[0] - _CLOSE_US / 10
+    last = first + _CLOSE_US
+    rows: list[dict[str, object]] = []
+    for lane, events, spans in (("compute", compute, computing), ("copies", copies, copying)):
+        each = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events)
+        close = [(max(one, first), min(end, last)) for one, end in each if end > first and one < last]
+        rows.append({"lane": lane, "ms": _milliseconds(spans, start)})
+        rows.append({"lane": f"{lane}, close", "ms": _milliseconds(close[:_MOST_CLOSE], start)})
+    return rows
+
+
+def _joined(spans: Sequence[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, end in spans:
+        if joined and start - joined[-1][1] < _JOINED_US:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _milliseconds(spans: Sequence[Interval], since: float) -> list[list[float]]:
+    return [[round((start - since) / 1e3, 4), round((end - since) / 1e3, 4)] for start, end in spans]
 
 
 @contextlib.contextmanager

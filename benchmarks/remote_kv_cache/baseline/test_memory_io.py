@@ -4,12 +4,14 @@
 
 Blocks are copied between two caches, from block ids to other block ids drawn at random; "adjacent" rows copy a run of
 neighbours, which is what `reserve` hands out. l2l is layer-major memory: one copy per layer per block. b2b is
-block-major. index_copy_ is torch's and is measured where torch is installed. Copies to and from a GPU are what
-`offloading_KV_cache.baseline.test_swap` measures.
+block-major. index_copy_ is torch's and is measured where torch is installed. With a GPU, swap in and swap out are the
+engine's copies of as many scattered blocks between it and host memory (`offloading_KV_cache.baseline.test_swap` has
+more of them). Rows of the result are seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import random
@@ -32,14 +34,17 @@ def main() -> None:
         "remote_kv_cache.baseline.test_memory_io",
         {"blocks": NUM_BLOCKS, "repeats": options.repeats, "shapes": options.shapes, "quick": options.quick},
     )
+    rates: list[dict[str, object]] = []
     for shape in options.shapes:
         console.print(f"{shape}: {NUM_BLOCKS} blocks, {options.repeats} repeats")
-        seconds = measure(SHAPES[shape], options.repeats)
+        seconds = {**measure(SHAPES[shape], options.repeats), **measure_swap(SHAPES[shape], options.repeats)}
         nbytes = NUM_BLOCKS * SHAPES[shape].block_bytes
-        result.rows.append({"shape": shape, **{name: f"{nbytes / value / 1e9:.2f}" for name, value in seconds.items()}})
+        result.rows.append({"shape": shape, **{name: round(value, 5) for name, value in seconds.items()}})
+        rates.append({"shape": shape, **{name: f"{nbytes / value / 1e9:.2f}" for name, value in seconds.items()}})
         best = min(seconds["memcpy, one"], seconds["memcpy, by block"])
         result.figures[f"copy_adjacent_x_{shape}"] = seconds["kvtier copy, adjacent"] / best
-    print_table("GB/s, medians", result.rows)
+    print_table("seconds, medians", result.rows)
+    print_table("GB/s, medians", rates)
     result.write(options.json)
 
 
@@ -96,6 +101,18 @@ def measure(layout: KvLayout, repeats: int) -> dict[str, float]:
     if importlib.util.find_spec("torch") is not None:
         contenders.append(Contender("b2b index_copy_", _index_copy(source, target, froms, tos), clear, check))
     return race(contenders, repeats)
+
+
+def measure_swap(layout: KvLayout, repeats: int) -> dict[str, float]:
+    """Median seconds of the engine's copies to and from a GPU; nothing where there is none."""
+    if importlib.util.find_spec("torch") is None or not importlib.import_module("torch").cuda.is_available():
+        return {}
+    test_swap = importlib.import_module("benchmarks.offloading_KV_cache.baseline.test_swap")
+    with contextlib.ExitStack() as stack:
+        stand = test_swap.Stand(layout, stack, test_swap.DEVICE, has_server=False)
+        copier = stack.enter_context(stand.copier(1))
+        ins, outs = race(stand.ways_in(copier, 1), repeats), race(stand.ways_out(copier), repeats)
+    return {"swap in": list(ins.values())[-1], "swap out": list(outs.values())[-1]}
 
 
 def _index_copy(source: Cache, target: Cache, froms: list[int], tos: list[int]) -> Callable[[], object]:

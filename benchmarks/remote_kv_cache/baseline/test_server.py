@@ -62,7 +62,7 @@ PAGE_LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=64, dtype="float16", block
 
 
 def main() -> None:
-    options = parse_options(__doc__ or "", ("Qwen2.5-7B", "Llama-3.1-8B"))
+    options = parse_options(__doc__ or "", tuple(SHAPES))
     result = Result(
         "remote_kv_cache.baseline.test_server",
         {"blocks": NUM_BLOCKS, "repeats": options.repeats, "shapes": options.shapes, "quick": options.quick},

@@ -31,11 +31,12 @@ def main() -> int:
             try:
                 seconds = measure(peer, source, target, options.repeats)
             except PeerUnavailable as reason:
-                console.print(f"{peer.name}: {reason}")
+                console.print(f"{reason} `make peers` installs it.")
                 return 1
-            row: dict[str, object] = {"shape": shape, "what": peer.name}
+            row: dict[str, object] = {"shape": shape, "what": peer.name, "memcpy s": round(seconds["memcpy"], 5)}
             for name in ("set", "get"):
                 times = seconds[name] / seconds["memcpy"]
+                row[f"{name} s"] = round(seconds[name], 5)
                 row[f"{name} GB/s"] = f"{source.nbytes / seconds[name] / 1e9:.2f}"
                 row[f"{name} x memcpy"] = f"{times:.2f}"
                 figure = f"{peer.name} {name}_x".replace(" ", "_").replace("=", "_")

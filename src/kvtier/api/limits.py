@@ -13,6 +13,9 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 """Parts of the content of one message."""
 
+MAX_OPENAI_TEMPERATURE = 2.0
+"""OpenAI's own bound. Ollama has none: its API accepts what `SamplingParams` does."""
+
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_RECORD_CHARACTERS = 1024
 """Of `user` and other texts that callers send for their own records."""

@@ -79,6 +79,8 @@ class Service:
         metrics.prompt_tokens.labels(model=name).inc(prompt_tokens)
         metrics.output_tokens.labels(model=name).inc(len(completion.token_ids))
         metrics.ttft_seconds.labels(model=name).observe(completion.ttft_s)
+        if len(completion.token_ids) > 1:
+            metrics.tpot_seconds.labels(model=name).observe(completion.time_per_output_token_s)
         for tier, count in completion.cached_tokens.items():
             metrics.cached_tokens.labels(model=name, tier=tier).inc(count)
 

@@ -338,11 +338,11 @@ class DiskReader(DiskThreads[_Read]):
                     read.block.checksum = read.stored.checksum
                 else:
                     self._store.log.warning("corrupt", "disk store %s: %s", self._store.folder, str(failure))
-            self.num_read += sum(arrived)
         except Exception as error:
             self._store.fail(store, error)
         finally:
             store.free(stored)
             with self._condition:
                 self._store.num_using -= len(batch)
+                self.num_read += sum(arrived)
             self._owner.end_loading([read.block for read in batch], arrived)

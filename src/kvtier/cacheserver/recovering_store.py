@@ -7,7 +7,7 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.blocks.share import Share
@@ -156,11 +156,10 @@ class RecoveringStore:
     def _opened(self) -> DiskStore:
         """Open the store and say what came back."""
         store = DiskStore(self.folder, self._file_space, files=self._files, share_of=self._share_of)
-        spaces = [space for space in store.spaces() if len(space.index)]
-        for space in spaces:
-            logger.info("recover %d blocks. info: %s", len(space.index), store.info(space))
-        if not spaces:
-            logger.info("recover 0 blocks. info: {'folder': '%s'}", self.folder)
+        known = store.spaces()
+        shown: Sequence[StoreSpace | None] = [space for space in known if len(space.index)] or known[:1] or [None]
+        for space in shown:
+            logger.info("recover %d blocks. info: %s", 0 if space is None else len(space.index), store.info(space))
         if store.losses:
             logger.warning("disk store %s lost: %s", self.folder, dict(store.losses))
         return store

@@ -44,6 +44,7 @@ ENGINE_BLOCKS = "kvtier_engine_blocks"
 
 API_REQUESTS = "kvtier_api_requests"
 API_TTFT_SECONDS = "kvtier_api_ttft_seconds"
+API_TPOT_SECONDS = "kvtier_api_tpot_seconds"
 API_PROMPT_TOKENS = "kvtier_api_prompt_tokens"
 API_OUTPUT_TOKENS = "kvtier_api_output_tokens"
 API_CACHED_TOKENS = "kvtier_api_cached_tokens"
@@ -57,6 +58,7 @@ _COUNTED_LEVELS = {
 }
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TTFT_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0)
 
 
 class ServerMetrics:
@@ -234,6 +236,13 @@ class ApiMetrics:
         )
         self.ttft_seconds = Histogram(
             API_TTFT_SECONDS, "Time to the first token.", ["model"], buckets=_TTFT_BUCKETS, registry=self.registry
+        )
+        self.tpot_seconds = Histogram(
+            API_TPOT_SECONDS,
+            "Time per output token after the first, of answers of two tokens or more.",
+            ["model"],
+            buckets=_TPOT_BUCKETS,
+            registry=self.registry,
         )
         self.prompt_tokens = Counter(API_PROMPT_TOKENS, "Tokens of prompts.", ["model"], registry=self.registry)
         self.output_tokens = Counter(API_OUTPUT_TOKENS, "Tokens of answers.", ["model"], registry=self.registry)

@@ -366,13 +366,17 @@ class DiskStore:
                 "evicted_blocks": self._pool.num_evicted,
             }
 
-    def info(self, space: StoreSpace) -> dict[str, int]:
-        """What the log line of a recovery says of a namespace."""
+    def info(self, space: StoreSpace | None) -> dict[str, int]:
+        """What the log line of a recovery says of a namespace.
+
+        Without one, a block's size is not known: `block_size` is 0, and counts are of blocks of 4 KiB, the smallest.
+        """
         with self._lock:
-            num_blocks = (self._limit_bytes - self._records.nbytes) // UNIT_BYTES // space.index.block_units
-            num_full = len(space.index)
+            block_units = 1 if space is None else space.index.block_units
+            num_blocks = (self._limit_bytes - self._records.nbytes) // UNIT_BYTES // block_units
+            num_full = 0 if space is None else len(space.index)
         return {
-            "block_size": space.block_tokens,
+            "block_size": 0 if space is None else space.block_tokens,
             "num_blocks": num_blocks,
             "num_full_blocks": num_full,
             "num_free_blocks": num_blocks - num_full,

@@ -27,7 +27,7 @@ from kvtier.vineyard.chunk_names import ChunkNames, NamedChunks, identity_of
 from kvtier.vineyard.chunk_room import BEAT_S, BUCKET_S, ChunkRoom
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 from kvtier.vineyard.file_config import FileCacheConfig
-from kvtier.vineyard.kv_tensor import TokenTensors, held_addresses, target_addresses
+from kvtier.vineyard.kv_tensor import TokenTensors, check_memory, check_tensors, held_addresses, target_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,10 @@ class FileCache:
 
         Those that were there before count, unless this cache failed to read them: those are replaced. Nothing is stored
         behind a prefix that is not there. A short count means that there was no room, or the filesystem failed. Raises
-        `ConfigError` for arguments that cannot be meant; if that is about a tensor, chunks before it may be stored.
+        `ConfigError`, before anything is stored, for arguments that cannot be meant, also of chunks that are there.
         """
         prefix = [] if prefix is None else prefix
-        _check_lengths(tokens, kv)
+        self._check(tokens, kv)
         if _length("prefix", prefix) % self._chunk_tokens:
             raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
         with self._call():
@@ -132,9 +132,10 @@ class FileCache:
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Fill the tensors of the leading tokens that are there; returns how many tokens that is, whole chunks.
 
-        Tensors behind them may or may not be changed. Raises `ConfigError` for arguments that cannot be meant.
+        Tensors behind them may or may not be changed. Raises `ConfigError`, before any is filled, for arguments that
+        cannot be meant.
         """
-        _check_lengths(tokens, kv)
+        self._check(tokens, kv)
         with self._call():
             return self._query(tokens, kv)
 
@@ -339,14 +340,20 @@ class FileCache:
                 return None
         return status if os.access(path, os.R_OK, effective_ids=True) else None  # one is seldom closed to us alone
 
-    def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
-        """Those of one chunk. Raises `ConfigError` where they are not of this cache's layers."""
-        first = index * self._chunk_tokens
-        tensors = kv[first : first + self._chunk_tokens]
-        for position, layers in enumerate(tensors, first):
+    def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
+        """Raises `ConfigError` unless `kv` has tensors for every token and layer, of the right size in whole chunks."""
+        if _length("tokens", tokens) != _length("KV", kv):
+            raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+        for position, layers in enumerate(kv):
             if _length("a token's KV", layers) != self._layer:
                 raise ConfigError(f"token {position} has KV of {len(layers)} layers, not {self._layer}")
-        return tensors
+        check_tensors(kv)
+        check_memory(kv[: len(kv) // self._chunk_tokens * self._chunk_tokens], self._tensor_bytes)
+
+    def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
+        """Those of one chunk."""
+        first = index * self._chunk_tokens
+        return kv[first : first + self._chunk_tokens]
 
     def _touch(self, name: ChunkName, used_at: float) -> None:
         """Make the file's time the filesystem's now, unless it nearly is."""
@@ -436,11 +443,6 @@ class FileCache:
             self._room.trim()
         except OSError as error:
             self._note_failure("collect", error)
-
-
-def _check_lengths(tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
-    if _length("tokens", tokens) != _length("KV", kv):
-        raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
 
 
 def _length(name: str, value: Sequence[object]) -> int:

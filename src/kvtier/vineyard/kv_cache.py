@@ -10,6 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.vineyard.file_cache import FileCache
 from kvtier.vineyard.file_config import FileCacheConfig
 from kvtier.vineyard.held_tokens import FoundTokens
+from kvtier.vineyard.ignored_settings import log_ignored
 from kvtier.vineyard.kv_tensor import TokenTensors
 from kvtier.vineyard.scope import ClosedAtExit
 from kvtier.vineyard.shared_cache import MAX_LAYERS, MAX_TOKEN_BYTES, SharedCache
@@ -90,6 +91,8 @@ class KVCache(ClosedAtExit):
 
 
 def _open(config: object, tensor_bytes: int, cache_capacity: int, layer: int) -> _Half:
+    if isinstance(config, VineyardCacheConfig | FileCacheConfig):
+        log_ignored(config)
     if isinstance(config, FileCacheConfig):
         return FileCache(config, tensor_bytes=tensor_bytes, cache_capacity=cache_capacity, layer=layer)
     if isinstance(config, VineyardCacheConfig):

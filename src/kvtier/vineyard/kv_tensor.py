@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
@@ -116,6 +117,8 @@ TokenTensors: TypeAlias = Sequence[tuple[KVTensor, KVTensor]]
 """A token's K and V, layer by layer."""
 
 
+_nbytes_of = operator.attrgetter("_nbytes")
+_hold_of = operator.attrgetter("_hold")
 _NO_PAIRS = "KV is a pair of KVTensors for every token and layer"
 
 
@@ -142,6 +145,18 @@ def check_tensors(kv: Sequence[TokenTensors]) -> None:
                 raise ConfigError(f"{_NO_PAIRS}, not of {kind.__name__}")
     except TypeError as error:
         raise ConfigError(f"{_NO_PAIRS}: {error}") from error
+
+
+def check_memory(kv: Sequence[TokenTensors], nbytes: int) -> None:
+    """Raises `ConfigError` for a tensor that is not `nbytes` of memory, or is released. They are `KVTensor`, all."""
+    from_iterable = itertools.chain.from_iterable
+    sizes = set(map(_nbytes_of, from_iterable(from_iterable(kv))))
+    holds = set(map(_hold_of, from_iterable(from_iterable(kv))))
+    if sizes <= {nbytes} and not any(hold is not None and hold.is_over for hold in holds):
+        return
+    for tensor in from_iterable(from_iterable(kv)):
+        if tensor._nbytes != nbytes or (tensor._hold is not None and tensor._hold.is_over):
+            raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
 
 
 @contextlib.contextmanager

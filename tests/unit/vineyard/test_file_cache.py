@@ -51,9 +51,8 @@ def test_what_was_stored_is_found_with_every_byte(cache: FileCache) -> None:
 class _CountingHold:
     """A hold on memory of another cache that says when it is looked at."""
 
-    is_over = False
-
     def __init__(self) -> None:
+        self.is_over = False
         self.num_entered = 0
         self.num_left = 0
 
@@ -256,6 +255,41 @@ def test_token_ids_may_be_numpys_and_a_prefix_of_rows_is_an_error(cache: FileCac
     assert found(cache, TOKENS) == len(TOKENS)
     with pytest.raises(ConfigError, match="token ids must be whole numbers"):
         cache.update(tokens.reshape(-1, 1).repeat(2, axis=1), TOKENS[:CHUNK], Tensors(CHUNK))
+
+
+@pytest.mark.parametrize("num_stored", [0, CHUNK], ids=["absent", "stored"])
+def test_kv_of_chunks_that_exist_is_checked_as_that_of_new_ones(cache: FileCache, num_stored: int) -> None:
+    tokens = TOKENS[:CHUNK]
+    store(cache, tokens[:num_stored])
+    kv = Tensors(CHUNK)
+    key, value = kv[0][0]
+    wrong: list[tuple[Any, str]] = [
+        ([of_token[:1] for of_token in kv], "token 0 has KV of 1 layers, not 2"),
+        (["ab"] * CHUNK, "a pair of KVTensors"),
+        ([["ab", "ab"]] * CHUNK, "a pair of KVTensors for every token and layer, not of str"),
+        ([[(key, value, value)] * LAYERS] * CHUNK, "a pair of KVTensors"),
+        ([[5, 5]] * CHUNK, "a pair of KVTensors"),
+        (Tensors(CHUNK, TENSOR_BYTES + 1), "is not a tensor of 48 bytes"),
+    ]
+
+    for given, sentence in wrong:
+        with pytest.raises(ConfigError, match=sentence):
+            cache.update(None, tokens, given)
+        with pytest.raises(ConfigError, match=sentence):
+            cache.query(tokens, given)
+
+    assert found(cache, tokens) == num_stored
+
+
+def test_released_tensors_of_another_cache_are_an_error_for_chunks_that_exist(cache: FileCache) -> None:
+    store(cache, TOKENS)
+    tensors = Tensors(len(TOKENS))
+    hold = _CountingHold()
+    hold.is_over = True
+    tensors[-1][-1][-1]._hold = hold
+
+    with pytest.raises(ConfigError, match="released"):
+        cache.update([], TOKENS, tensors)
 
 
 def test_tensors_of_another_shape_are_an_error_and_nothing_is_left_behind(cache: FileCache, tmp_path: Path) -> None:

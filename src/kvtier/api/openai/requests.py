@@ -17,6 +17,7 @@ from kvtier.api.limits import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_MESSAGES,
     MAX_METADATA,
+    MAX_OPENAI_TEMPERATURE,
     MAX_PARTS,
     MAX_PROMPTS,
     MAX_RECORD_CHARACTERS,
@@ -248,6 +249,9 @@ def _are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
 def _sampling_values(body: JsonBody) -> dict[str, object]:
     """Those that were given, by the names of `SamplingParams`."""
     values: dict[str, object] = {name: body.number(name) for name in _NUMBERS}
+    if (body.number("temperature") or 0.0) > MAX_OPENAI_TEMPERATURE:
+        given = shown(body.value("temperature"))
+        raise _invalid("temperature", f"temperature must be from 0 to {MAX_OPENAI_TEMPERATURE:g}, not {given}")
     values |= {name: body.whole(name) for name in _WHOLES}
     values |= {name: body.flag(name) for name in _FLAGS}
     values["stop"] = _stop(body)

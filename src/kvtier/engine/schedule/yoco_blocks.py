@@ -21,7 +21,6 @@ from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from kvtier.engine.schedule.step import BlockCopy
 
 _PARTIAL = b"partial block"
-_MIN_COPIED_TOKENS = 4  # for fewer, unless they are all that is left, neither a copy nor waiting for one pays
 
 
 @dataclass(slots=True)
@@ -138,8 +137,7 @@ class YocoBlocks(SharedBlocks):
             is_longer = length > longest
             if is_longer or (length == longest and best is not None and not self._continuations[best].is_ready):
                 best, longest = block, length
-        is_worth_it = longest == len(wanted) or longest >= _MIN_COPIED_TOKENS
-        return (best, longest) if is_worth_it else (None, 0)
+        return best, longest
 
     def _parent(self, request: Request, position: int) -> bytes:
         return request.blocks.hashes[position - 1] if position else root_of(request, self.namespace)

@@ -114,7 +114,17 @@ def test_operations_are_served_here_too(server: Running) -> None:
         assert client.get("/ready").json()["status"] == "ready"
         metrics = client.get("/metrics").text
     assert 'kvtier_api_output_tokens_total{model="tiny"} 4.0' in metrics
+    assert 'kvtier_api_ttft_seconds_count{model="tiny"} 2.0' in metrics
+    assert 'kvtier_api_tpot_seconds_count{model="tiny"} 2.0' in metrics
     assert 'kvtier_api_requests_total{api="openai",path="/v1/chat/completions",status="200"} 1.0' in metrics
+
+
+def test_an_answer_of_one_token_has_no_time_per_output_token(server: Running) -> None:
+    with http_client(server) as client:
+        client.post(CHAT, json=chat_body("a"))
+        metrics = client.get("/metrics").text
+    assert 'kvtier_api_ttft_seconds_count{model="tiny"} 1.0' in metrics
+    assert 'kvtier_api_tpot_seconds_count{model="tiny"}' not in metrics
 
 
 # --- who may ask ------------------------------------------------------------------------------------------------------

@@ -244,6 +244,21 @@ def test_yoco_goes_on_where_two_prompts_part_within_a_block() -> None:
     assert engine.num_computed(other) == 3
 
 
+@pytest.mark.parametrize("num_shared", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_prefix", [0, 16], ids=["first block", "behind a prefix"])
+def test_yoco_computes_no_token_again_however_few_a_block_shares(num_shared: int, num_prefix: int) -> None:
+    engine = SimulatedEngine("yoco", block_tokens=8)
+    stem = prompt_of(num_prefix + num_shared)
+    first = engine.submit([*stem, *range(3000, 3012)])
+    engine.run()
+
+    request = engine.submit([*stem, *range(4000, 4012)])
+    engine.run()
+
+    assert engine.num_computed(first) == len(stem) + 12
+    assert engine.num_computed(request) == 12
+
+
 def test_yoco_takes_the_continuation_that_agrees_longest() -> None:
     engine = SimulatedEngine("yoco", block_tokens=8)
     stem = prompt_of(16)
