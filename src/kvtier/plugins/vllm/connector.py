@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -27,7 +26,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -35,6 +33,7 @@ from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
+from kvtier.plugins.vllm.compat import SAVES_IN_IDLE_STEPS, CacheHitSource, KVConnectorTransferResults
 from kvtier.plugins.vllm.identity import Identity, identity_of, why_not
 from kvtier.plugins.vllm.plan import StepPlan
 from kvtier.plugins.vllm.scheduling import SchedulerSide
@@ -158,8 +157,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.drop_saves(kv_connector_metadata.preempted)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self._worker is not None:
-            self._worker.start(self._plan())
+        if self._worker is None:
+            return
+        plan = self._plan()
+        self._worker.start(plan)
+        if plan.is_idle and not SAVES_IN_IDLE_STEPS:
+            self._worker.save(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled when all of its layers are there."""
@@ -175,6 +178,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return KVConnectorTransferResults() if self._worker is None else self._worker.results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What vLLM asks for before it knows of results."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_bad_pages()

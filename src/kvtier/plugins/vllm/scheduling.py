@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -25,6 +24,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
+from kvtier.plugins.vllm.compat import CacheHitSource
 from kvtier.plugins.vllm.explaining import Explainer
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
 from kvtier.plugins.vllm.own_cache import OwnCache

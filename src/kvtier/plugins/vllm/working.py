@@ -10,9 +10,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvtier.client.client import SingleClient
+from kvtier.plugins.vllm.compat import KVConnectorTransferResults
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats

@@ -1,0 +1,135 @@
+"""One source for several releases of vLLM: what differs between them, and what is said of all others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+import kvtier.plugins.vllm as plugin
+from kvtier.plugins.vllm import compat, inert
+from kvtier.plugins.vllm.releases import NEWEST, OLDEST, Fit, fit_of, release_of
+from kvtier.plugins.vllm_entry import register
+from kvtier.testing.servers import ServerProcess
+from tests.compat.vllm.engines import answers_without_cache, ask_one, engine, model_folder, tokens_of
+
+_RELEASE = release_of(vllm.__version__)
+_PROMPT = tokens_of(100)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What is said of the release; by another logger, for vLLM's are set up anew by the first engine."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(inert, "logger", logging.getLogger("connector under test"))
+    return caplog
+
+
+def _said(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.name == "connector under test"]
+
+
+def test_this_release_is_one_that_the_connector_is_for() -> None:
+    assert fit_of(vllm.__version__) is Fit.TESTED
+
+
+def test_hits_have_sources_since_0_32() -> None:
+    has_sources = importlib.util.find_spec("vllm.v1.metrics.cache_hit_source") is not None
+
+    assert has_sources == (_RELEASE >= (0, 32))
+    assert {"HOST", "DISK"} <= set(compat.CacheHitSource.__members__)
+
+
+def test_saves_are_asked_for_in_steps_that_compute_nothing_since_0_31() -> None:
+    source = inspect.getsource(KVConnectorModelRunnerMixin.kv_connector_no_forward)
+
+    assert ("wait_for_save=False" not in source) == (_RELEASE >= (0, 31)) == compat.SAVES_IN_IDLE_STEPS
+
+
+def test_what_is_over_is_told_as_results_since_0_30() -> None:
+    assert hasattr(base, "KVConnectorTransferResults") == (_RELEASE >= (0, 30))
+    assert compat.KVConnectorTransferResults({"a"}, {"b"}, set()).finished_recving == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("version", "fit"),
+    [
+        ("0.28.1", Fit.OLDER),
+        ("0.9.0.1", Fit.OLDER),
+        (f"{OLDEST[0]}.{OLDEST[1]}.0", Fit.TESTED),
+        ("0.30.2+cpu", Fit.TESTED),
+        ("0.31.0rc1.dev5+g123", Fit.TESTED),
+        (f"{NEWEST[0]}.{NEWEST[1]}.7", Fit.TESTED),
+        ("0.33.0", Fit.NEWER),
+        ("1.0.0", Fit.NEWER),
+        ("0.1.dev1+gabc", Fit.NEWER),
+        ("dev", Fit.NEWER),
+    ],
+)
+def test_versions_are_told_apart(version: str, fit: Fit) -> None:
+    assert fit_of(version) is fit
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.26.0"])
+def test_an_older_release_gets_one_sentence_and_answers_without_the_cache(
+    server: ServerProcess, version: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    (expected,) = answers_without_cache(model_folder(), [_PROMPT])
+    monkeypatch.setattr(plugin, "KvtierConnector", plugin.connector_for(version))
+    with engine(model_folder(), server.unix) as llm:
+        answers = [ask_one(llm, _PROMPT) for _ in range(2)]
+
+    assert [answer.tokens for answer in answers] == [expected] * 2
+    assert _said(log) == [f"kvtier works with vLLM 0.29 to 0.32, and this is {version}: nothing is cached"]
+
+
+def test_a_newer_release_is_tried_with_a_warning(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "KvtierConnector", plugin.connector_for("0.33.0"))
+    with engine(model_folder(), server.unix) as llm:
+        for _ in range(2):
+            answer = ask_one(llm, _PROMPT)
+
+    assert answer.num_cached >= 96
+    assert issubclass(plugin.connector_for("0.33.0"), plugin.connector_for(vllm.__version__))
+    assert _said(log) == ["kvtier was tested with vLLM 0.29 to 0.32, and this is 0.33.0: it is tried"]
+
+
+def test_a_newer_release_whose_interface_does_not_fit_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = plugin.connector_for(vllm.__version__)
+    monkeypatch.setattr(tested, "__abstractmethods__", frozenset({"teleport"}))
+
+    made = plugin.connector_for("0.40.0")
+
+    assert not issubclass(made, tested)
+    assert not made.__abstractmethods__
+
+
+def test_the_inert_connector_implements_whatever_a_release_asks_for() -> None:
+    assert not inert.inert_connector("nothing is cached").__abstractmethods__
+
+
+def test_the_entry_point_makes_the_connectors_name_enough(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (point,) = [
+        one for one in importlib.metadata.entry_points(group="vllm.general_plugins") if one.name == "kvtier"
+    ] or [None]
+    if point is not None:  # where this checkout is what is installed
+        assert point.value == "kvtier.plugins.vllm_entry:register"
+    for _ in range(2):
+        register()
+    assert KVConnectorFactory.get_connector_class_by_name("KvtierConnector") is plugin.KvtierConnector
+
+    with engine(model_folder(), server.unix, has_module_path=False) as llm:
+        for _ in range(2):
+            answer = ask_one(llm, _PROMPT)
+    assert answer.num_cached >= 96
