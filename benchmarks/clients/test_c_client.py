@@ -4,9 +4,9 @@
 
 512 blocks of Qwen2.5-7B's size (and a small one without --quick), all in the server's memory. `get` copies them into
 memory of the client's process; `views` is match, views of all blocks and release. Each repeat asks both clients once,
-and medians are compared: `c_get_of_python` is C's speed over Python's, `c_views_of_python` as well. Over TCP, Python
-has several connections and C has one: those figures have no bar. Bytes are compared after each series. Ends with
-status 1 when a figure misses its bar.
+and medians are compared: `c_get_of_python` is C's speed over Python's, `c_views_of_python` as well.
+`c_tcp_get_of_python` is for information: two cores have the server, two connections and their checksums to serve.
+Bytes are compared after each series. Ends with status 1 when a figure misses its bar.
 """
 
 from __future__ import annotations

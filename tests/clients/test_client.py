@@ -58,6 +58,7 @@ def test_python_reads_what_c_stored_and_c_what_python_stored(sanitized_programs:
         python.set(chain(2, 40), payloads(chain(2, 40)))
         assert c.ask("get 2 41") == "got 40 wrong 0"
         assert c.ask("contains 2 42") == "flags " + "1" * 40 + "00"
+        assert c.ask("drop 2 0") == "dropped 0", "no hashes are not all of them"
         assert c.ask("drop 2 10") == "dropped 10"
         assert c.ask("get 2 40") == "got 0 wrong 0"
         wait_until(lambda: held(python) == NOTHING_HELD)

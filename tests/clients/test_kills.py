@@ -16,6 +16,7 @@ from tests.support.actors import LAYOUT, NOTHING_HELD, Actor, actor, chain, held
 from tests.support.c_programs import CProgram, c_actor
 
 _NUM_PROMPTS, _NUM_BLOCKS = 12, 24
+_MIN_KILLED = 8
 _MEMORY = str(160 * LAYOUT.slot_bytes)
 
 
@@ -56,7 +57,7 @@ def test_processes_that_are_killed_leave_nothing_and_spoil_nothing(programs: Pat
         living = [_start_c(stack, programs, server.unix, seed, seconds) for seed in (1, 2)]
         python = _start_python(stack, server.unix, 3, seconds)
         num_killed = 0
-        while time.monotonic() < until:
+        while time.monotonic() < until or num_killed < _MIN_KILLED:
             time.sleep(rng.uniform(0.05, 0.4))
             seed = 10 + num_killed
             left_s = max(0.0, until - time.monotonic())
@@ -71,7 +72,6 @@ def test_processes_that_are_killed_leave_nothing_and_spoil_nothing(programs: Pat
         heard = [_counts(program.hear()) for program in living]
         heard.append({name: int(str(value)) for name, value in python.hear().items()})
 
-        assert num_killed > 5
         assert [each["wrong"] for each in heard] == [0, 0, 0]
         assert [each["failures"] for each in heard] == [0, 0, 0]
         assert sum(each["read"] for each in heard) > 0

@@ -5,8 +5,8 @@
  * docs/protocol.md what goes over the wire.
  *
  * Calls return a status, and kvt_error() says in one sentence what went wrong. A client may be used by any thread;
- * its calls take turns on one connection, so threads that want to work at once have a client each. A client belongs
- * to the process that opened it: open one after a fork. A server that went away is connected again by a later call.
+ * its calls take turns, so threads that want to work at once have a client each. A client belongs to the process that
+ * opened it: open one after a fork. A server that went away is connected again by a later call.
  */
 #ifndef KVTIER_H
 #define KVTIER_H
@@ -209,7 +209,7 @@ kvt_status kvt_commit(kvt_reservation *reservation, size_t first, size_t count, 
 /* Give back what was not committed, and free the reservation. NULL is allowed. */
 void kvt_reservation_close(kvt_reservation *reservation);
 
-/* Forget these, or with no hashes everything of the namespace. */
+/* Forget these; with NULL for `hashes`, everything of the namespace. */
 kvt_status kvt_drop(kvt_client *client, const uint8_t *hashes, size_t num_hashes, size_t *num_dropped);
 
 /* Wait until all that was stored before is as durable as the server makes it. */

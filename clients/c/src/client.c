@@ -153,18 +153,75 @@ static kvt_status copy_options(kvt_client *client, const kvt_options *options) {
     return KVT_OK;
 }
 
-kvt_status kvt_connect(const kvt_options *options, kvt_client **client) {
+/* A client without options; NULL without memory. */
+static kvt_client *new_client(void) {
     kvt_client *made = calloc(1, sizeof *made);
+    if (made) {
+        pthread_mutex_init(&made->lock, NULL);
+        made->pid = getpid();
+        made->stream.fd = made->stream.passed_fd = KVT_NO_FD;
+        made->retry_s = FIRST_RETRY_S;
+        made->next_grant = 1;
+        made->grants.next = made->grants.previous = &made->grants;
+    }
+    return made;
+}
+
+static void free_client(kvt_client *client) {
+    for (size_t i = 0; i < KVT_MAX_HELPERS; i++) {
+        if (client->helpers[i]) {
+            free_client(client->helpers[i]);
+        }
+    }
+    kvt_disconnect(client);
+    kvt_arena_leave(client->arena);
+    free(client->late);
+    free(client->name);
+    free(client->token);
+    free(client->sent.data);
+    free(client->received.data);
+    free(client);
+}
+
+size_t kvt_num_helpers(void) {
+    long num_quarters = sysconf(_SC_NPROCESSORS_ONLN) / 4;
+    return num_quarters <= 2 ? 1 : num_quarters - 1 < KVT_MAX_HELPERS ? (size_t)num_quarters - 1 : KVT_MAX_HELPERS;
+}
+
+kvt_client *kvt_helper(kvt_client *client, size_t number) {
+    if (client->helpers[number]) {
+        return client->helpers[number];
+    }
+    kvt_client *made = new_client();
+    if (!made) {
+        return NULL;
+    }
+    made->address = client->address;
+    made->timeout_s = client->timeout_s;
+    made->block_bytes = client->block_bytes;
+    made->block_tokens = client->block_tokens;
+    memcpy(made->namespace_id, client->namespace_id, sizeof made->namespace_id);
+    memcpy(made->holder, client->holder, sizeof made->holder);
+    made->name = copy_text(client->name);
+    made->token = client->token ? malloc(client->token_bytes + 1) : NULL;
+    made->token_bytes = client->token_bytes;
+    if (!made->name || (client->token && !made->token)) {
+        free_client(made);
+        return NULL;
+    }
+    if (client->token) {
+        memcpy(made->token, client->token, client->token_bytes);
+    }
+    client->helpers[number] = made;
+    return made;
+}
+
+kvt_status kvt_connect(const kvt_options *options, kvt_client **client) {
+    kvt_client *made = new_client();
     *client = made;
     if (!made) {
         return KVT_NO_MEMORY;
     }
-    pthread_mutex_init(&made->lock, NULL);
-    made->pid = getpid();
-    made->stream.fd = made->stream.passed_fd = KVT_NO_FD;
-    made->retry_s = FIRST_RETRY_S;
-    made->next_grant = 1;
-    made->grants.next = made->grants.previous = &made->grants;
     made->setup = copy_options(made, options);
     return made->setup == KVT_OK ? kvt_ping(made) : made->setup;
 }
@@ -195,14 +252,7 @@ void kvt_close(kvt_client *client) {
     } else {
         kvt_grants_forget(client);
     }
-    kvt_disconnect(client);
-    kvt_arena_leave(client->arena);
-    free(client->late);
-    free(client->name);
-    free(client->token);
-    free(client->sent.data);
-    free(client->received.data);
-    free(client);
+    free_client(client);
 }
 
 const char *kvt_error(kvt_client *client) {
@@ -292,6 +342,9 @@ kvt_status kvt_drop(kvt_client *client, const uint8_t *hashes, size_t num_hashes
     }
     size_t count;
     status = kvt_check_hashes(client, hashes, num_hashes, &count);
+    if (status == KVT_OK && hashes && !count) {
+        return kvt_leave(client, KVT_OK); /* to the server, no hashes are all of them */
+    }
     if (status == KVT_OK) {
         status = kvt_begin_call(client, 0);
     }

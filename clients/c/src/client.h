@@ -15,6 +15,7 @@
 #define KVT_MAX_LATE 4096 /* endings to be told; with more, no call asks for anything new */
 #define KVT_MAX_TOKEN_BYTES 4096
 #define KVT_SERVER_ID_BYTES 64
+#define KVT_MAX_HELPERS 3
 #define KVT_FRAME_BYTES ((uint64_t)32 << 20) /* of payload to a frame */
 
 /* A lease or reservation under a number of the client's own. */
@@ -65,6 +66,8 @@ struct kvt_client {
     kvt_late_ending *late;
     size_t num_late;
     size_t late_capacity;
+
+    kvt_client *helpers[KVT_MAX_HELPERS]; /* more connections of this holder, for large transfers over TCP */
 
     kvt_buffer sent;     /* the frame under way */
     kvt_buffer received; /* the body of the last reply; decoded messages point into it */
@@ -127,6 +130,13 @@ kvt_status kvt_check_hashes(kvt_client *client, const uint8_t *hashes, size_t nu
 
 /* KVT_PROTOCOL unless all of these offsets are places of whole blocks in the arena. */
 kvt_status kvt_check_offsets(kvt_client *client, const uint8_t *offsets, size_t count);
+
+/* How many connections share a transfer with the client's own: fewer with few cores. */
+size_t kvt_num_helpers(void);
+
+/* Another connection of the same holder, made when it is first needed; NULL without memory. The lock is held, and
+ * whoever holds it has the helper for itself. */
+kvt_client *kvt_helper(kvt_client *client, size_t number);
 
 /* --- leases.c, reservations.c, remote.c --- */
 

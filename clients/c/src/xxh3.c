@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #define STRIPE_BYTES 64
 #define SECRET_STEP_BYTES 8
 #define STRIPES_PER_BLOCK ((KVT_XXH3_SECRET_BYTES - STRIPE_BYTES) / SECRET_STEP_BYTES)
@@ -164,24 +168,39 @@ static uint64_t hash_short(const uint8_t *data, size_t num_bytes, uint64_t seed)
     return hash_to_240(data, num_bytes, seed);
 }
 
-static inline uint64_t product_of_halves(uint64_t key) {
-    return (key & 0xffffffffU) * (key >> 32);
+/* Each lane gets its neighbour's number, and the product of the halves of its own key. */
+#if defined(__ARM_NEON) && defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+static inline void add_four(uint64_t lanes[4], const uint8_t *data, const uint8_t *secret) {
+    uint64x2_t numbers0 = vreinterpretq_u64_u8(vld1q_u8(data));
+    uint64x2_t numbers1 = vreinterpretq_u64_u8(vld1q_u8(data + 16));
+    uint64x2_t keys0 = veorq_u64(numbers0, vreinterpretq_u64_u8(vld1q_u8(secret)));
+    uint64x2_t keys1 = veorq_u64(numbers1, vreinterpretq_u64_u8(vld1q_u8(secret + 16)));
+    uint32x4x2_t halves = vuzpq_u32(vreinterpretq_u32_u64(keys0), vreinterpretq_u32_u64(keys1));
+    uint64x2_t sums0 = vaddq_u64(vld1q_u64(lanes), vextq_u64(numbers0, numbers0, 1));
+    uint64x2_t sums1 = vaddq_u64(vld1q_u64(lanes + 2), vextq_u64(numbers1, numbers1, 1));
+    vst1q_u64(lanes, vmlal_u32(sums0, vget_low_u32(halves.val[0]), vget_low_u32(halves.val[1])));
+    vst1q_u64(lanes + 2, vmlal_high_u32(sums1, halves.val[0], halves.val[1]));
 }
-
-/* Two lanes; each gets the other's number. */
+#else
 static inline void add_pair(uint64_t lanes[2], const uint8_t *data, const uint8_t *secret) {
     uint64_t first = read64(data);
     uint64_t second = read64(data + 8);
-    lanes[0] += second + product_of_halves(first ^ read64(secret));
-    lanes[1] += first + product_of_halves(second ^ read64(secret + 8));
+    uint64_t first_key = first ^ read64(secret);
+    uint64_t second_key = second ^ read64(secret + 8);
+    lanes[0] += second + (first_key & 0xffffffffU) * (first_key >> 32);
+    lanes[1] += first + (second_key & 0xffffffffU) * (second_key >> 32);
 }
 
-/* Written out, so that the lanes of a caller's loop stay in registers. */
-static inline void add_stripe(uint64_t lanes[8], const uint8_t *data, const uint8_t *secret) {
+static inline void add_four(uint64_t lanes[4], const uint8_t *data, const uint8_t *secret) {
     add_pair(lanes, data, secret);
     add_pair(lanes + 2, data + 16, secret + 16);
-    add_pair(lanes + 4, data + 32, secret + 32);
-    add_pair(lanes + 6, data + 48, secret + 48);
+}
+#endif
+
+/* Written out: a loop would keep the lanes in memory. */
+static inline void add_stripe(uint64_t lanes[8], const uint8_t *data, const uint8_t *secret) {
+    add_four(lanes, data, secret);
+    add_four(lanes + 4, data + 32, secret + 32);
 }
 
 static void scramble(uint64_t lanes[8], const uint8_t *secret) {
@@ -193,19 +212,31 @@ static void scramble(uint64_t lanes[8], const uint8_t *secret) {
     }
 }
 
-/* Whole stripes into `lanes`; `position` counts the stripes of the block under way. Returns the new position. */
-static size_t add_stripes(uint64_t lanes[8], size_t position, const uint8_t *secret, const uint8_t *data,
-                          size_t num_stripes) {
+/* Stripes of one block. The lanes are copied, so that they stay in registers. */
+static void add_run(uint64_t lanes[8], const uint8_t *data, const uint8_t *secret, size_t num_stripes) {
     uint64_t own[8];
     memcpy(own, lanes, sizeof own);
     for (size_t i = 0; i < num_stripes; i++) {
-        add_stripe(own, data + STRIPE_BYTES * i, secret + SECRET_STEP_BYTES * position);
-        if (++position == STRIPES_PER_BLOCK) {
-            scramble(own, secret + KVT_XXH3_SECRET_BYTES - STRIPE_BYTES);
+        add_stripe(own, data + STRIPE_BYTES * i, secret + SECRET_STEP_BYTES * i);
+    }
+    memcpy(lanes, own, sizeof own);
+}
+
+/* Whole stripes into `lanes`; `position` counts the stripes of the block under way. Returns the new position. */
+static size_t add_stripes(uint64_t lanes[8], size_t position, const uint8_t *secret, const uint8_t *data,
+                          size_t num_stripes) {
+    while (num_stripes) {
+        size_t left = STRIPES_PER_BLOCK - position;
+        size_t count = num_stripes < left ? num_stripes : left;
+        add_run(lanes, data, secret + SECRET_STEP_BYTES * position, count);
+        data += STRIPE_BYTES * count;
+        num_stripes -= count;
+        position += count;
+        if (position == STRIPES_PER_BLOCK) {
+            scramble(lanes, secret + KVT_XXH3_SECRET_BYTES - STRIPE_BYTES);
             position = 0;
         }
     }
-    memcpy(lanes, own, sizeof own);
     return position;
 }
 

@@ -34,6 +34,10 @@ class FileCache : public Backend {
     }
 
     ~FileCache() override {
+        if (getpid() != pid_) {  // in a forked child the thread is not here, and the files are the parent's
+            keeper_.detach();
+            return;
+        }
         {
             std::lock_guard<std::mutex> lock(mutex_);
             is_closing_ = true;
@@ -227,6 +231,7 @@ class FileCache : public Backend {
 
     static constexpr std::uint64_t kMaxChunkBytes = std::uint64_t{1} << 40;
 
+    const pid_t pid_ = getpid();
     FileCacheConfig config_;
     ChunkFiles files_;
     std::unique_ptr<ChunkRoom> room_;

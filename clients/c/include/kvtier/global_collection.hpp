@@ -51,7 +51,13 @@ class GlobalCollection {
     };
 
     GlobalCollection() = default;
-    ~GlobalCollection() { Stop(); }
+    ~GlobalCollection() {
+        if (getpid() == pid_) {
+            Stop();
+        } else if (thread_.joinable()) {  // in a forked child it is not here
+            thread_.detach();
+        }
+    }
 
     void Run() {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -77,6 +83,7 @@ class GlobalCollection {
         }
     }
 
+    const pid_t pid_ = getpid();
     std::mutex mutex_;
     std::condition_variable changed_;
     std::map<std::string, Folder> folders_;
