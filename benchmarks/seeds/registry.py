@@ -234,6 +234,7 @@ TABLES: tuple[Table, ...] = (
 )
 
 _QUICK_TINY = ("--quick", "--repeats", "1")
+_STORE_CPU = ("--quick", "--pairs", "7", "--turns", "9")
 OTHERS: tuple[Table, ...] = tuple(
     Table(
         f"cpu-{file.removeprefix('test_').replace('_', '-')}",
@@ -247,8 +248,8 @@ OTHERS: tuple[Table, ...] = tuple(
         ("test_disk", "persistence_kv_cache.test_disk", (), _QUICK_TINY, 200),
         ("test_huge_pages", "persistence_kv_cache.test_huge_pages", (), _QUICK_TINY, 60),
         ("baseline", "prefix_caching.baseline", (), (*_ENGINE_TINY, "--parts", "schedule"), 900),
-        ("test_swap_out", "offloading_KV_cache.test_swap_out", ("--quick",), _STORE_TINY, 150),
-        ("test_transfer_out", "remote_kv_cache.test_transfer_out", ("--quick",), _STORE_TINY, 150),
+        ("test_swap_out", "offloading_KV_cache.test_swap_out", _STORE_CPU, _STORE_TINY, 180),
+        ("test_transfer_out", "remote_kv_cache.test_transfer_out", _STORE_CPU, _STORE_TINY, 180),
         ("test_transfer_in", "remote_kv_cache.test_transfer_in", ("--quick",), (*_HITS_TINY, *_rates(0)), 90),
         ("test_load_or_compute", "remote_kv_cache.test_load_or_compute", (), ("--quick", "--device", "cpu"), 420),
         ("speed_test", "use_remote_KV_cache.speed_test", (), ("--quick", "--length", "600"), 90),
