@@ -175,6 +175,16 @@ def test_over_tcp_both_ends_must_know_the_token(sanitized_programs: Path) -> Non
             assert c.ask("ping") == "done"
 
 
+def test_a_server_that_encrypts_is_refused_with_a_sentence(programs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of many characters")
+    secret.chmod(0o600)
+    with cache_server("--tcp-secret-file", str(secret), tcp=True) as server:
+        with c_actor(programs, server.tcp, server.token, answer=f"failed {_REFUSED} the cache server encrypts"):
+            pass
+
+
 def test_arguments_that_cannot_be_meant_are_told(sanitized_programs: Path) -> None:
     namespace = bytes(32).hex()
     for arguments, sentence in (
