@@ -247,7 +247,7 @@ OTHERS: tuple[Table, ...] = tuple(
     for file, module, arguments, tiny, seconds in (
         ("test_disk", "persistence_kv_cache.test_disk", (), _QUICK_TINY, 200),
         ("test_huge_pages", "persistence_kv_cache.test_huge_pages", (), _QUICK_TINY, 60),
-        ("baseline", "prefix_caching.baseline", (), (*_ENGINE_TINY, "--parts", "schedule"), 900),
+        ("baseline", "prefix_caching.baseline", (), (*_ENGINE_TINY, "--parts", "schedule"), 1500),
         ("test_swap_out", "offloading_KV_cache.test_swap_out", _STORE_CPU, _STORE_TINY, 180),
         ("test_transfer_out", "remote_kv_cache.test_transfer_out", _STORE_CPU, _STORE_TINY, 180),
         ("test_transfer_in", "remote_kv_cache.test_transfer_in", ("--quick",), (*_HITS_TINY, *_rates(0)), 90),
