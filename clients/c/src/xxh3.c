@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#if defined(__ARM_NEON)
+#if defined(__ARM_NEON) && !defined(KVT_PLAIN)
 #include <arm_neon.h>
 #endif
 
@@ -169,7 +169,7 @@ static uint64_t hash_short(const uint8_t *data, size_t num_bytes, uint64_t seed)
 }
 
 /* Each lane gets its neighbour's number, and the product of the halves of its own key. */
-#if defined(__ARM_NEON) && defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#if defined(__ARM_NEON) && !defined(KVT_PLAIN) && defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 static inline void add_four(uint64_t lanes[4], const uint8_t *data, const uint8_t *secret) {
     uint64x2_t numbers0 = vreinterpretq_u64_u8(vld1q_u8(data));
     uint64x2_t numbers1 = vreinterpretq_u64_u8(vld1q_u8(data + 16));
