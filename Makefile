@@ -17,7 +17,7 @@ LOCKED ?=
 
 # Two cores have work for four: many tests wait. Torch has one thread in each. More cores: `make test WORKERS=8`.
 WORKERS ?= 4
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal --durations 10
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not benchmark" -n $(WORKERS) --dist worksteal --durations 10
 NOT_CLIENTS := --ignore tests/clients
 
 # The C client is built by the system's compiler, and left out where there is none.
@@ -26,8 +26,8 @@ CXX ?= c++
 HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && echo yes)
 NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
 
-.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-releases test-nightly clients check soak
-.PHONY: peers bench bench-vllm lock audit clean
+.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-releases test-nightly test-benchmarks clients check
+.PHONY: soak peers bench bench-vllm lock audit clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -63,7 +63,7 @@ else
 endif
 
 # What takes longer than five minutes is called here, and not by .ci/run.
-test-nightly: soak test-vllm-releases
+test-nightly: soak test-benchmarks test-vllm-releases
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)
@@ -81,6 +81,10 @@ check: $(STAMP)
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/wire_vectors.py --check
 	$(BIN)/python -m benchmarks.seeds page --check
+
+# Every benchmark in its quick size, one after the other.
+test-benchmarks: $(STAMP)
+	$(BIN)/python -m pytest -m benchmark
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -31,6 +31,12 @@ def sanitized_programs() -> Path:
     return _built("sanitized") / "sanitized"
 
 
+@pytest.fixture(scope="session")
+def plain_programs() -> Path:
+    """As on processors for which nothing is written by hand."""
+    return _built("plain") / "plain"
+
+
 def _built(target: str) -> Path:
     if _missing():
         pytest.skip(f"the C client is not built or tested: there is no {_missing()} on this machine")

@@ -1,7 +1,7 @@
 """Every benchmark runs to its end with `--quick` on a machine without a GPU, as a user would start it.
 
 How fast it is says nothing here: a missed bar is status 1, and fine. A benchmark that takes longer than five minutes is
-marked `soak`.
+marked `soak`. All of them together take long: `make test-benchmarks` runs them, and `make test-nightly`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 1800
 
 QUICK = (
+    "clients.test_c_client",
     "offloading_KV_cache.baseline.test_copies",
     "offloading_KV_cache.baseline.test_prefills",
     "offloading_KV_cache.baseline.test_swap",
@@ -55,6 +56,7 @@ _ZEROMQ = "remote_kv_cache.baseline.test_zmq_transfer"
 _ELSEWHERE = {
     "remote_kv_cache.baseline.test_gpu_hit": "needs a GPU",
     "vllm.test_overhead": "needs vLLM's environment",
+    "vllm.test_scheduler_side": "needs vLLM's environment",
     "vllm.test_ttft": "needs vLLM's environment",
 }
 
@@ -74,7 +76,7 @@ def test_every_benchmark_with_a_quick_size_is_run_here() -> None:
     assert found == {*QUICK, _ZEROMQ, *_ELSEWHERE}
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.timeout(_LIMIT_S + 60)
 @pytest.mark.parametrize("module", QUICK)
 def test_a_quick_run_ends_with_a_result(module: str, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_quick_run_ends_with_a_result(module: str, tmp_path: Path) -> None:
     assert set(bars) <= set(document["figures"]), "a figure with a bar was not measured"
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.timeout(_LIMIT_S + 60)
 def test_zeromq_is_measured_or_one_sentence_says_how_to_get_it(tmp_path: Path) -> None:
     done = _run(_ZEROMQ, tmp_path / "result.json")
