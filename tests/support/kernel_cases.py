@@ -14,10 +14,15 @@ import torch
 _ROOT = Path(__file__).parents[2]
 
 
-def run_cases(files: Iterable[Path], share: str, config: pytest.Config) -> None:
-    """Those of the cases that this run has, and of them the share `I/N`. A failure is told with all the output."""
+def run_cases(files: Iterable[Path], number: int, num_shares: int, config: pytest.Config) -> None:
+    """A share of the cases: of half the sample in the short run, and of all in the others.
+
+    A failure is told with all the output.
+    """
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    options = ["-p", "no:xdist", "--cases", config.getoption("cases"), "--share", share, "--durations", "10"]
+    is_short = config.getoption("cases") == "sample"
+    cases, share = ("sample", f"{number}/{2 * num_shares}") if is_short else ("all", f"{number}/{num_shares}")
+    options = ["-p", "no:xdist", "--cases", cases, "--share", share, "--durations", "10"]
 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", *options, *map(str, files)],

@@ -39,7 +39,7 @@ def test_a_run_that_misses_a_bar_ends_with_status_1_and_is_written_all_the_same(
     assert json.loads((tmp_path / "result.json").read_text())["figures"]["rate"] == rate
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 1e9])
 @pytest.mark.parametrize("program", [test_file_store, test_shared_memory])
 def test_vineyards_benchmarks_fail_when_a_bar_is_missed(

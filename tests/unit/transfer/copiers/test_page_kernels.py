@@ -39,7 +39,7 @@ for is_scatter in (False, True):
 
 @pytest.mark.scaled
 def test_kernels_move_what_their_twin_moves(pytestconfig: pytest.Config) -> None:
-    run_cases([CASES], "1/1", pytestconfig)
+    run_cases([CASES], 1, 1, pytestconfig)
 
 
 @pytest.mark.slow
