@@ -231,10 +231,11 @@ class Catalog:
         holds = (self.tenants.owner if tenant is None else tenant).holds
         with self._lock:
             units = space.index.block_units
-            max_blocks = min(self._pool.num_units // units, max(at_least, holds.left // units))
+            most = self._pool.num_units // units
+            max_blocks = min(most, max(at_least, holds.left // units))
             blocks = self.blocks.find(space, hashes, max_blocks)[0]
             holds.held_units += len(blocks) * units
-            return blocks, len(blocks) < max_blocks or len(blocks) == len(hashes)
+            return blocks, len(blocks) < max_blocks or len(blocks) in (len(hashes), most)
 
     def return_borrowed(self, blocks: Sequence[Block], tenant: Tenant | None = None) -> None:
         holds = (self.tenants.owner if tenant is None else tenant).holds

@@ -119,6 +119,17 @@ def test_a_local_client_is_gone_only_with_its_process(
     assert (catalog.inventory.levels()["clients"], catalog.inventory.levels()["held_bytes"]) == (0, 0)
 
 
+def test_a_prompt_that_fills_all_of_the_memory_is_borrowed_at_once(catalog: Catalog, space: MemorySpace) -> None:
+    store(catalog, space, *"abcd")
+    store(catalog, space, *"efgh")
+
+    blocks, is_all = catalog.borrow(space, names(*"abcdefghi"))
+
+    assert len(blocks) == 8
+    assert is_all
+    catalog.return_borrowed(blocks)
+
+
 def test_a_client_that_said_good_bye_is_refused(catalog: Catalog, space: MemorySpace, local: ServedClient) -> None:
     catalog.end(local)
 
