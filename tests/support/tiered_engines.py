@@ -122,6 +122,19 @@ def settled(llm: LLM) -> None:
     assert traffic.settle(LIMIT_S), "stores take too long"
 
 
+def num_given_up(llm: LLM) -> float:
+    """Blocks that a tier refused, and calls of tiers that failed."""
+    traffic = llm.engine.transfer.traffic
+    assert traffic is not None
+    metrics = traffic.hierarchy.metrics
+    found = [
+        sample
+        for counter in (metrics.failures, metrics.refused_blocks)
+        for sample in next(iter(counter.collect())).samples
+    ]
+    return sum(sample.value for sample in found if sample.name.endswith("_total"))
+
+
 def assert_nothing_held(llm: LLM) -> None:
     """No block of the device, no slot of the host and no thread's work is left of requests that are over."""
     engine = llm.engine

@@ -16,7 +16,7 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """Loads a command when it is called: a cache server starts in half the time without what the others need."""
+    """Loads a command when it is called: a cache server starts without what the others need."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

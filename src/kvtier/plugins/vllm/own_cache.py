@@ -18,7 +18,7 @@ class OwnCache:
             self._pool = pool
 
     def hashes_of(self, request: Request, num_tokens: int | None = None) -> list[bytes]:
-        """vLLM's hashes of all full pages, or of those of the first `num_tokens`. None, if it has others."""
+        """vLLM's hashes of all full pages, or of those of the first `num_tokens`; empty where its pages are others."""
         if self._pool is None:
             return []
         hashes = request.block_hashes
