@@ -374,20 +374,10 @@ int main(int count, char **arguments) {
         fprintf(stderr, "usage: actor ADDRESS NAMESPACE BLOCK_BYTES BLOCK_TOKENS TIMEOUT_S [TOKEN]\n");
         return 2;
     }
-    size_t namespace_bytes;
-    uint8_t *namespace_id = from_hex(arguments[2], &namespace_bytes);
-    kvt_options options;
-    memset(&options, 0, sizeof options);
-    options.address = arguments[1];
-    options.namespace_id = namespace_id;
-    options.block_bytes = strtoull(arguments[3], NULL, 10);
-    options.block_tokens = (uint32_t)strtoul(arguments[4], NULL, 10);
+    uint8_t *namespace_id;
+    kvt_options options = options_of(count, arguments, &namespace_id);
     options.name = "actor";
     options.timeout_s = strtod(arguments[5], NULL);
-    if (count > 6) {
-        options.token = arguments[6];
-        options.token_bytes = strlen(arguments[6]);
-    }
     actor self;
     memset(&self, 0, sizeof self);
     self.namespace_id = namespace_id;

@@ -76,19 +76,9 @@ int main(int count, char **arguments) {
         fprintf(stderr, "usage: bench ADDRESS NAMESPACE BLOCK_BYTES BLOCK_TOKENS NUM_BLOCKS [TOKEN]\n");
         return 2;
     }
-    size_t namespace_bytes;
-    uint8_t *namespace_id = from_hex(arguments[2], &namespace_bytes);
-    kvt_options options;
-    memset(&options, 0, sizeof options);
-    options.address = arguments[1];
-    options.namespace_id = namespace_id;
-    options.block_bytes = strtoull(arguments[3], NULL, 10);
-    options.block_tokens = (uint32_t)strtoul(arguments[4], NULL, 10);
+    uint8_t *namespace_id;
+    kvt_options options = options_of(count, arguments, &namespace_id);
     options.timeout_s = 60;
-    if (count > 6) {
-        options.token = arguments[6];
-        options.token_bytes = strlen(arguments[6]);
-    }
     bench self;
     memset(&self, 0, sizeof self);
     self.num_blocks = strtoul(arguments[5], NULL, 10);

@@ -52,6 +52,23 @@ static inline uint8_t *hashes_of(const uint8_t *namespace_id, uint32_t block_tok
     return hashes;
 }
 
+/* Of a program that is called with ADDRESS NAMESPACE BLOCK_BYTES BLOCK_TOKENS, something of its own, and [TOKEN]. */
+static inline kvt_options options_of(int count, char **arguments, uint8_t **namespace_id) {
+    size_t namespace_bytes;
+    *namespace_id = from_hex(arguments[2], &namespace_bytes);
+    kvt_options options;
+    memset(&options, 0, sizeof options);
+    options.address = arguments[1];
+    options.namespace_id = *namespace_id;
+    options.block_bytes = strtoull(arguments[3], NULL, 10);
+    options.block_tokens = (uint32_t)strtoul(arguments[4], NULL, 10);
+    if (count > 6) {
+        options.token = arguments[6];
+        options.token_bytes = strlen(arguments[6]);
+    }
+    return options;
+}
+
 /* The bytes of a block are its hash over and over: a wrong one shows. */
 static inline void write_block(void *block, const uint8_t *hash, size_t block_bytes) {
     uint8_t *at = block;
