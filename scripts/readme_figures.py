@@ -125,8 +125,6 @@ def main() -> None:
     lines += ["", *_deployment_lines(), "", *_engine_lines()]
     readme = ROOT / "README.md"
     text = readme.read_text()
-    if (RESULTS / "seeds" / "s2-stress.png").exists():
-        text = text.replace("benchmarks/results/h200_stress_test.png", "benchmarks/results/seeds/s2-stress.png")
     block = f"{START}\n" + "\n".join(lines) + f"\n{END}"
     readme.write_text(re.sub(f"{START}.*?{END}", lambda _: block, text, flags=re.DOTALL))
 
@@ -141,7 +139,7 @@ _OF_H200_PARTS = {
     "copies": "copies",
     "host": "host",
     "restart": "restart",
-    "restart_disk": "restart",
+    "restart_disk": "restart_disk",
     "swap_in": "swap_in",
     "swap_out": "swap_out",
     "transfer_out": "transfer_out",
@@ -161,7 +159,7 @@ def _path(machine: str, name: str) -> Path:
     of_seeds = RESULTS / "seeds" / f"{machine}_{_OF_SEEDS.get(name)}.json"
     if of_seeds.exists():
         return of_seeds
-    file = {"baseline": "baseline", "speed": "speed_test", "stress": "stress_test"}.get(name, f"test_{name}")
+    file = {"baseline": "baseline", "speed": "speed_test"}.get(name, f"test_{name}")
     return RESULTS / f"{machine}_{file}.json"
 
 

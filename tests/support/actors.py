@@ -402,9 +402,11 @@ def send_mutants(address: str, token: str | None, seed: int, num_frames: int) ->
                 sock.sendall(encode_frame(1, wire.encode(wire.Open(OTHER_NAMESPACE, "mutants", BLOCK_BYTES, 16, ""))))
                 opened = receive_message(sock)
                 assert isinstance(opened, wire.Opened)
-                mutants = [mutant(rng, *rng.choice(_requests(rng, opened.space))) for _ in range(24)]
+                requests = _requests(rng, opened.space)
+                mutants = [mutant(rng, *rng.choice(requests)) for _ in range(24)]
             else:
-                mutants = [mutant(rng, *rng.choice(_handshakes(rng))) for _ in range(4)]
+                handshakes = _handshakes(rng)
+                mutants = [mutant(rng, *rng.choice(handshakes)) for _ in range(4)]
             sent += len(mutants)
             sock.sendall(b"".join(mutants))
             with contextlib.suppress(OSError):  # closed by the server already

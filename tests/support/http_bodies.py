@@ -6,6 +6,7 @@ A body is bytes: what is wrong may be a value, a type, a size, the nesting, or t
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ _TEXTS: list[object] = [
     *("", "a", "\0", "é", "\u2028", "😀", "\ud83d", "x" * 600, "x" * 40_000, "{{ 1 / 0 }}", "../../etc/passwd"),
     *("1" * 3000 + "x", "5m", "1h" * 300, "-0", "null", "true", "</s>", "<|im_start|>", "tiny", "tiny:latest"),
 ]
+_MAX_PLACES = 1000  # of a document with far more values, those that come first
 _OTHERS: list[object] = [None, True, False, [], {}, [[]], [None], {"": ""}, [[[[1]]]], {"a": {"b": [1, "x", None]}}]
 
 _COMMON: Document = {
@@ -129,7 +131,7 @@ class BodyMaker:
 
     def _change(self, document: Document) -> None:
         """A value, wherever in the document, becomes another one."""
-        places = list(_places(document))
+        places = list(itertools.islice(_places(document), _MAX_PLACES))
         if places:
             holder, key = self._dice.choice(places)
             holder[key] = self._value()
@@ -163,13 +165,13 @@ class BodyMaker:
 
     def _repeat(self, document: Document) -> None:
         """A list of far too many."""
-        count = self._dice.choice((33, 257, 1025, 5000, 60_000))
+        count = 60_000 if self._dice.random() < 0.04 else self._dice.choice((33, 129, 257, 1025, 5000))
         name = self._dice.choice(("stop", "stop_token_ids", "prompt", "messages", "metadata", "chat_template_kwargs"))
         one = self._dice.choice(("a", 1, {"role": "user", "content": "x"}, [1], {}, 1.5))
         document[name] = (
             {str(number): "" for number in range(count)}
             if name in ("metadata", "chat_template_kwargs")
-            else [copy.copy(one) for _ in range(count)]
+            else [one] * count
         )
 
     def _value(self) -> object:

@@ -50,8 +50,20 @@ NAMED = {
     "s4-file-store",
     "s4-processes",
 }
-NOT_RUN_YET = frozenset(NAMED)
-"""Tables that may miss a result. A table leaves once it was measured."""
+NOT_RUN_YET = {
+    "s0-memory-io",
+    "s0-zmq",
+    "s0-server",
+    "s0-transfer-in-off",
+    "s0-transfer-in-on",
+    "s1-prefills",
+    "s1-swap-out",
+    "s1-swap-in",
+    "s3-baseline",
+    "s4-file-store",
+    "s4-processes",
+}
+"""Tables that miss a result. A table leaves once it was measured."""
 
 RESULT = {
     "benchmark": "prefix_caching.baseline",
@@ -93,7 +105,7 @@ def test_every_table_of_the_documents_has_a_command_a_section_and_its_pictures_a
 
 
 def test_every_table_has_a_result():
-    assert {one.name for one in TABLES if missing_results([one])} <= NOT_RUN_YET
+    assert {one.name for one in TABLES if missing_results([one])} == NOT_RUN_YET
 
 
 def test_the_page_is_what_the_results_make():
