@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvtier.sizes import parse_size
 from tests.support.deployments import DeploymentProcess
 from tests.support.http_bodies import BodyMaker
 from tests.support.serving import MODEL, QUESTIONS, body_of, save_model
@@ -26,7 +27,7 @@ models:
     max_model_len: 1024
     default_options: {max_tokens: 4}
 """
-_MAX_BODY = 1 << 20
+_MAX_BODY = "1MiB"
 _BATCH = 50
 _FEW, _MANY = 4, 40
 """Batches, of each API in turn: a few seconds, and about a minute."""
@@ -44,7 +45,7 @@ _MAX_GROWTH_BYTES = 96 << 20
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentProcess]:
     folder = tmp_path_factory.mktemp("hostile")
     save_model(folder / "tiny")
-    with DeploymentProcess(folder, _TEXT, http={"max_body": str(_MAX_BODY)}) as running:
+    with DeploymentProcess(folder, _TEXT, http={"max_body": _MAX_BODY}) as running:
         yield running
 
 
@@ -79,7 +80,7 @@ class _Fuzzer:
                     answer = connection.getresponse()
                     said = answer.read()
                 except ConnectionError:  # what was still on its way has swept the answer away
-                    assert len(body) > _MAX_BODY, (path, body[:2000])
+                    assert len(body) > parse_size(_MAX_BODY), (path, body[:2000])
                     connection.close()
                     statuses[413] += 1
                     continue
