@@ -118,7 +118,7 @@ def test_all_that_a_killed_client_held_is_back(programs: Path) -> None:
         with c_actor(programs, server.unix) as c:
             assert c.ask("hold 1 16") == "held 16 wrong 0"
             assert c.ask("reserve 2 16") == "reserved 16 committed 1 pending 0 refused 0"
-            assert held(python) == (1, 1, 32 * LAYOUT.slot_bytes)
+            wait_until(lambda: held(python) == (1, 1, 32 * LAYOUT.slot_bytes))
             c.kill()
             wait_until(lambda: held(python) == NOTHING_HELD)
         assert python.contains(chain(2, 16)) == [True] + [False] * 15, "a half-written block became visible"

@@ -35,7 +35,7 @@ def test_all_that_a_killed_client_held_is_back() -> None:
         client.set(chain(1, 16), payloads(chain(1, 16)))
         with actor("hold", address=server.unix, leased_seed=1, reserved_seed=2, num_blocks=16) as holder:
             assert holder.hear() == {"leased": 16, "reserved": 16}
-            assert held(client) == (1, 1, 32 * LAYOUT.slot_bytes)
+            wait_until(lambda: held(client) == (1, 1, 32 * LAYOUT.slot_bytes))
 
             holder.send_signal(signal.SIGKILL)
             wait_until(lambda: held(client) == NOTHING_HELD)
@@ -55,7 +55,7 @@ def test_a_killed_client_takes_nothing_from_the_others() -> None:
                 holder.send_signal(signal.SIGKILL)
                 wait_until(lambda: held(client)[0] == 1)
 
-            assert held(client) == (1, 0, 16 * LAYOUT.slot_bytes)
+            wait_until(lambda: held(client) == (1, 0, 16 * LAYOUT.slot_bytes))
             assert [bytes(view) for view in lease.views()] == payloads(hashes)
 
 

@@ -148,7 +148,7 @@ class _Writer(threading.Thread):
 
 def _check(client: SingleClient, history: _History, rng: random.Random, *, is_last: bool) -> int:
     """After a restart. Returns how many blocks had to be there."""
-    assert held(client) == NOTHING_HELD
+    wait_until(lambda: held(client) == NOTHING_HELD)
     needed = history.must_be_there()
     missing = [block_hash for block_hash, is_there in zip(needed, client.contains(needed), strict=True) if not is_there]
     assert missing == [], f"{len(missing)} of {len(needed)} flushed blocks are gone"

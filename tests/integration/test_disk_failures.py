@@ -136,7 +136,7 @@ def test_writes_that_fail_take_the_disk_down_with_a_sentence_and_it_comes_back_b
         wait_until(lambda: _is_up(client))
         _set(client, 4)
         client.flush()
-        assert held(client) == NOTHING_HELD
+        wait_until(lambda: held(client) == NOTHING_HELD)
     _assert_stored(tmp_path / "data", 1, 2, 3, 4)
 
 

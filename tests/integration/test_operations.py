@@ -118,7 +118,7 @@ def test_a_deferred_set_is_there_after_a_flush_and_its_buffers_are_free_at_once(
         buffer[:] = b"\xff" * BLOCK_BYTES
     client.flush()
     assert read_all(other, _HASHES) == payloads(_HASHES)
-    assert held(other) == NOTHING_HELD
+    wait_until(lambda: held(other) == NOTHING_HELD)
 
 
 def test_a_deferred_set_is_not_lost_when_the_client_is_closed(server: ServerProcess) -> None:
@@ -168,7 +168,7 @@ def test_a_dropped_block_stays_readable_for_who_leases_it(server: ServerProcess,
             assert client.drop() == 16
             _flood(client)
             assert [bytes(view) for view in lease.views()] == payloads(_HASHES)
-        assert held(client) == NOTHING_HELD
+        wait_until(lambda: held(client) == NOTHING_HELD)
 
 
 def test_a_flood_evicts_the_blocks_that_were_not_used_longest(client: SingleClient) -> None:
@@ -195,7 +195,7 @@ def test_views_in_use_keep_their_lease() -> None:
         part.release()
         del part
         lease.release()
-        assert held(client) == NOTHING_HELD
+        wait_until(lambda: held(client) == NOTHING_HELD)
 
 
 def test_info_and_stats_tell_who_and_how_much(server: ServerProcess, client: SingleClient) -> None:

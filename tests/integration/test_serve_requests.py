@@ -177,7 +177,7 @@ def test_64_streams_at_once_say_what_each_says_alone(deployment: DeploymentProce
 
 def test_metrics_are_prometheus_text_with_the_engines_names(deployment: DeploymentProcess) -> None:
     ask(deployment, "Count me.", key=_KEY)
-    ask(deployment, _TOKENS, model=_OTHER, key=_KEY)
+    ask(deployment, _TOKENS[::-1], model=_OTHER, key=_KEY)
     families = _metrics(deployment)
 
     assert _by_engine(deployment, ENGINE_BLOCKS) == {"tiny-0": 4096, "tiny-1": 4096, "other": 2048}

@@ -114,7 +114,7 @@ def test_a_lease_on_a_dead_servers_memory_can_be_read_until_it_is_released() -> 
             assert [bytes(view) for view in lease.views()] == payloads(_HASHES)
             lease.release()
             assert read_all(client, other) == payloads(other)
-            assert held(client) == NOTHING_HELD
+            wait_until(lambda: held(client) == NOTHING_HELD)
 
 
 def test_a_reservation_on_a_dead_server_commits_nothing_on_the_next_one() -> None:
