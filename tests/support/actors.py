@@ -134,7 +134,10 @@ def handshaken(sock: socket.socket, token: str | None) -> None:
 
 
 def receive_message(sock: socket.socket) -> wire.Message:
+    """Raises `ConnectionResetError` when the peer has closed."""
     header = sock.recv(HEADER_BYTES, socket.MSG_WAITALL)
+    if len(header) < HEADER_BYTES:
+        raise ConnectionResetError("closed by the peer")
     body_bytes = int.from_bytes(header[12:16], "little")
     return wire.decode(sock.recv(body_bytes, socket.MSG_WAITALL))
 
