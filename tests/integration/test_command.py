@@ -200,9 +200,10 @@ def test_sigterm_in_the_middle_of_a_payload_ends_with_status_0() -> None:
         assert server.stop() == 0
 
 
-def test_the_default_socket_is_said_and_its_folder_is_private(tmp_path: Path) -> None:
+def test_the_default_socket_is_said_and_is_in_the_users_own_folder(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root's default is /run")
+    (tmp_path / "run").mkdir(mode=0o700)
     process = subprocess.Popen(
         [sys.executable, "-m", "kvtier", "cache-server", "--memory", "1MiB"],
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "run")},
@@ -213,7 +214,7 @@ def test_the_default_socket_is_said_and_its_folder_is_private(tmp_path: Path) ->
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(2)]
         assert f"unix:{tmp_path}/run/kvtier.sock" in said[1]
-        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "run" / "kvtier.sock").stat().st_mode & 0o077 == 0
     finally:
         process.terminate()
         process.wait(LIMIT_S)
