@@ -33,8 +33,8 @@ _FEW, _MANY = 4, 40
 """Batches, of each API in turn: a few seconds, and about a minute."""
 
 _SOAK_BODIES, _SOAK_S = 1_000_000, 4 * 3600.0
-_THREADS = 6
-_ANSWER_TOKENS = 6
+_THREADS = 12
+_ANSWER_TOKENS = 4
 _ALLOWED = {200, 400, 404, 408, 413, 415, 503}
 """503 has a `Retry-After`; 500 would be a mistake of ours."""
 

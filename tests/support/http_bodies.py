@@ -29,7 +29,7 @@ _MAX_PLACES = 1000  # of a document with far more values, those that come first
 _OTHERS: list[object] = [None, True, False, [], {}, [[]], [None], {"": ""}, [[[[1]]]], {"a": {"b": [1, "x", None]}}]
 
 _COMMON: Document = {
-    "max_tokens": 4,
+    "max_tokens": 2,
     "temperature": 0,
     "top_p": 0.9,
     "n": 2,
@@ -51,7 +51,7 @@ _COMMON: Document = {
     "metadata": {"a": "b"},
 }
 _OPTIONS: Document = {
-    "num_predict": 4,
+    "num_predict": 2,
     "temperature": 0.5,
     "top_k": 10,
     "top_p": 0.5,
@@ -87,7 +87,7 @@ class BodyMaker:
         elif path == "/api/chat":
             valid |= {"messages": self._messages(), "keep_alive": 0}
         if path != "/api/show":
-            valid |= {"stream": self._dice.random() < 0.5, "options": {**self._some(_OPTIONS), "num_predict": 4}}
+            valid |= {"stream": self._dice.random() < 0.5, "options": {**self._some(_OPTIONS), "num_predict": 2}}
         return path, self._spoiled(valid)
 
     # --- valid requests -----------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class BodyMaker:
         return [{"role": role, "content": f"words of the {role}"} for role in roles]
 
     def _fields(self) -> Document:
-        fields = {**self._some(_COMMON), "max_tokens": 4}
+        fields = {**self._some(_COMMON), "max_tokens": 2}
         if not fields.get("stream"):
             fields.pop("stream_options", None)
         return fields
