@@ -319,6 +319,20 @@ def test_who_comes_while_the_server_ends_waits_for_it_and_starts_the_next(runtim
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
+def test_a_server_that_left_before_its_first_client_came_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = EmbeddedServer._connect
+
+    def late(self: EmbeddedServer, deadline: float, is_patient: bool) -> object:
+        has_left = self._place.log.exists() and b"stopping" in self._place.log.read_bytes()
+        return connect(self, deadline, is_patient) if has_left else None
+
+    monkeypatch.setattr(EmbeddedServer, "_connect", late)
+    with embedded(tmp_path / "data") as address, open_client(address) as client:
+        client.ping()
+
+
 def test_other_settings_for_a_folder_in_use_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with embedded(tmp_path / "data"):
         for other in ({"memory": 2 * MEMORY}, {"disk": 2 * DISK}):
