@@ -68,7 +68,7 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. `raw_blocks` of `raw_block_bytes` are what the bare disk and the bare socket move."""
+    """How much is measured. A bare socket moves `raw_blocks` of `raw_block_bytes`, a bare disk all that was stored."""
 
     prompts: int
     input_tokens: int

@@ -25,8 +25,9 @@ _TEXTS: list[object] = [
     *("", "a", "\0", "é", "\u2028", "😀", "\ud83d", "x" * 600, "x" * 40_000, "{{ 1 / 0 }}", "../../etc/passwd"),
     *("1" * 3000 + "x", "5m", "1h" * 300, "-0", "null", "true", "</s>", "<|im_start|>", "tiny", "tiny:latest"),
 ]
-_MAX_PLACES = 1000  # of a document with far more values, those that come first
 _OTHERS: list[object] = [None, True, False, [], {}, [[]], [None], {"": ""}, [[[[1]]]], {"a": {"b": [1, "x", None]}}]
+
+_MAX_PLACES = 1000  # of a document with far more values, those that come first
 
 _COMMON: Document = {
     "max_tokens": 2,

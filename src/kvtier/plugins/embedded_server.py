@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 _UNUSED_S = 10.0
 _START_S = 90.0  # more than a server that is just ending may take to write to its disk
-_LAST_WORDS_OF_ONE_THAT_RAN = "stopping"
-"""It waited for a client, and left: this process did not come to it in time. It is started again."""
+_LEFT = "stopping"
+"""Last words of a server that waited for a client and left: this process was too late, and starts it again."""
 _TRY_S = 2.0
 _LEAVING_S = 1.0
 _POLL_S = 0.02
@@ -219,7 +219,7 @@ class EmbeddedServer:
                 life_fd = try_lock(self._place.life_lock)
                 if life_fd is not None:  # no server starts, runs or ends here
                     with self._holding(life_fd):
-                        if has_started and self._last_words() != _LAST_WORDS_OF_ONE_THAT_RAN:
+                        if has_started and self._last_words() != _LEFT:
                             raise ConfigError(f"the embedded cache server did not start: {self._last_words()}")
                         self._start(life_fd)
                         has_started = True

@@ -316,9 +316,6 @@ def test_who_comes_while_the_server_ends_waits_for_it_and_starts_the_next(runtim
         assert has_blocks(address)
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------------
-
-
 def test_a_server_that_left_before_its_first_client_came_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +328,9 @@ def test_a_server_that_left_before_its_first_client_came_is_started_again(
     monkeypatch.setattr(EmbeddedServer, "_connect", late)
     with embedded(tmp_path / "data") as address, open_client(address) as client:
         client.ping()
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
 
 
 def test_other_settings_for_a_folder_in_use_are_refused_in_a_sentence(tmp_path: Path) -> None:
