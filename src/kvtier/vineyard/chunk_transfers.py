@@ -44,7 +44,10 @@ class MovingChunk(Protocol):
 
 
 class ChunkTransfers:
-    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own."""
+    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own.
+
+    A caller is a thread that no signal interrupts.
+    """
 
     def __init__(self, io_workers: int) -> None:
         self._lock = threading.Lock()
@@ -91,7 +94,7 @@ class ChunkTransfers:
             run.give_up()
             raise
         finally:
-            _wait_whatever_comes(threads)
+            wait(threads)  # until then they may be at work in the caller's memory
             for chunk in run.chunks:
                 chunk.close()
         for thread in threads:
@@ -101,19 +104,6 @@ class ChunkTransfers:
     def close(self) -> None:
         self._io_pool.shutdown()
         self._helper_pool.shutdown()
-
-
-def _wait_whatever_comes(threads: list[Future[None]]) -> None:
-    """Until then they may be at work in the caller's memory. What comes meanwhile, as Ctrl-C, is raised afterwards."""
-    came: BaseException | None = None
-    while True:
-        try:
-            wait(threads)
-            break
-        except BaseException as error:
-            came = error
-    if came is not None:
-        raise came
 
 
 class _Turns:
@@ -140,7 +130,7 @@ class _Turns:
                 self._waiting.popleft()
                 self._changed.notify_all()
             yield
-        finally:  # wherever Ctrl-C may have come
+        finally:
             with self._changed:
                 self._taken.pop(ticket, None)
                 if ticket in self._waiting:

@@ -2,7 +2,8 @@
 
 Calls come from any thread. A thread of its own removes what nobody uses any more. After construction nothing of the
 filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored. `close` waits for
-the calls under way; those that come later raise `TierUnavailable`.
+the calls under way; those that come later raise `TierUnavailable`. Ctrl-C in a call ends it after the chunks that are
+on their way, and leaves a cache that works.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,11 +29,14 @@ from kvtier.vineyard.chunk_room import BEAT_S, BUCKET_S, ChunkRoom
 from kvtier.vineyard.chunk_transfers import ChunkTransfers, Direction
 from kvtier.vineyard.file_config import FileCacheConfig
 from kvtier.vineyard.kv_tensor import TokenTensors, check_memory, check_tensors, held_addresses, target_addresses
+from kvtier.vineyard.signal_free import IsWanted, SignalFreeThread
 
 logger = logging.getLogger(__name__)
 
 _Chunk = TypeVar("_Chunk", ChunkReader, ChunkWriter)
+_Result = TypeVar("_Result")
 
+_CLOSED = "this cache is closed"
 _MAX_CHUNK_BYTES = 1 << 40
 _MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
@@ -44,6 +48,10 @@ _PASSING_ERRNOS = frozenset(
 """What a read may fail with that says nothing about the file."""
 _LOOK_SHARE = 0.1
 """How much of the time may go to looking at longer ones."""
+
+
+class _Unwanted(Exception):
+    pass
 
 
 class FileCache:
@@ -85,10 +93,12 @@ class FileCache:
         except OSError as error:
             raise ConfigError(f"the chunk folder {config.root} cannot be used: {error.strerror}") from error
         self._transfers = ChunkTransfers(config.io_workers)
+        self._apart = SignalFreeThread("kvtier-chunk-calls")
         self._touch_s = min(_TOUCH_S, config.ttl / 10, config.global_ttl / 10)
         self._log = LogLimit(logger)
         self._pid = os.getpid()
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()  # not the condition, which Ctrl-C could leave locked
+        self._call_ended = threading.Condition(self._lock)
         self._callers: dict[object, int] = {}
         """The thread of each call under way."""
         self._is_closed = False
@@ -113,16 +123,17 @@ class FileCache:
         self._check(tokens, kv)
         if _length("prefix", prefix) % self._chunk_tokens:
             raise ConfigError(f"a prefix of {len(prefix)} tokens is not whole chunks of {self._chunk_tokens}")
-        with self._call():
-            return self._update(prefix, tokens, kv)
+        return self._do(lambda is_wanted: self._update(prefix, tokens, kv, is_wanted))
 
-    def _update(self, prefix: Sequence[int], tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+    def _update(
+        self, prefix: Sequence[int], tokens: Sequence[int], kv: Sequence[TokenTensors], is_wanted: IsWanted
+    ) -> int:
         num_prefix = len(prefix) // self._chunk_tokens
         chunks = self._names.continued(prefix, tokens)
         try:
             if not self._has_prefix(chunks, num_prefix):
                 return 0
-            num_there = self._store_chunks(chunks, num_prefix, kv)
+            num_there = self._store_chunks(chunks, num_prefix, kv, is_wanted)
             if num_prefix + num_there < len(chunks.names):
                 chunks.trusted_until = float("-inf")
         finally:
@@ -136,15 +147,15 @@ class FileCache:
         cannot be meant.
         """
         self._check(tokens, kv)
-        with self._call():
-            return self._query(tokens, kv)
+        return self._do(lambda is_wanted: self._query(tokens, kv, is_wanted))
 
-    def _query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
+    def _query(self, tokens: Sequence[int], kv: Sequence[TokenTensors], is_wanted: IsWanted) -> int:
         names = self._names.of(tokens)
         tensor_bytes = self._tensor_bytes
         readers: list[ChunkReader] = []
 
         def make(index: int) -> ChunkReader:
+            _stop_unless(is_wanted)
             tensors = self._tensors_of(kv, index)
             reader = ChunkReader(
                 self._store, names[index], Scattered(target_addresses(tensors, tensor_bytes), tensor_bytes)
@@ -166,10 +177,12 @@ class FileCache:
 
     def collect(self) -> None:
         """Remove now what the settings say: old chunks, what dead writers left, what is beyond the capacity."""
-        with self._call():
-            self._collect_own()
-            if self._config.enable_global_gc:
-                self._collect_all()
+        self._do(lambda _: self._collect())
+
+    def _collect(self) -> None:
+        self._collect_own()
+        if self._config.enable_global_gc:
+            self._collect_all()
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start: hits, misses, damaged files by kind, what was stored and removed.
@@ -189,8 +202,8 @@ class FileCache:
     def close(self) -> None:
         """Wait for calls under way and give everything back. Chunks stay. Further calls are harmless.
 
-        From within a call of the same thread, as a signal's handler may, it happens when that call ends. In a forked
-        child nothing does: all of it is the parent's.
+        From within a call, as the caller's own sequences may, it happens when that call ends. In a forked child nothing
+        does: all of it is the parent's.
         """
         if os.getpid() != self._pid:
             return
@@ -202,29 +215,40 @@ class FileCache:
                 self._is_closed_within_a_call = True
                 return
             try:
-                self._lock.wait_for(lambda: not self._callers)
+                self._call_ended.wait_for(lambda: not self._callers)
             except BaseException:  # Ctrl-C
                 self._is_closed = False
                 raise
         self._release()
 
+    def _do(self, work: Callable[[IsWanted], _Result]) -> _Result:
+        """Do a call's work where no signal reaches it. Raises `TierUnavailable` when the cache is closed."""
+        if os.getpid() != self._pid:
+            raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
+        if self._is_closed:
+            raise TierUnavailable(_CLOSED)
+
+        def call(is_wanted: IsWanted) -> _Result:
+            with self._call():
+                return work(is_wanted)
+
+        return self._apart.do(call)
+
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
-        if os.getpid() != self._pid:
-            raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
         call = object()
+        with self._lock:
+            if self._is_closed:
+                raise TierUnavailable(_CLOSED)
+            self._callers[call] = threading.get_ident()
         try:
-            with self._lock:
-                if self._is_closed:
-                    raise TierUnavailable("this cache is closed")
-                self._callers[call] = threading.get_ident()
             yield
-        finally:  # wherever Ctrl-C may have come
+        finally:
             with self._lock:
-                self._callers.pop(call, None)
+                del self._callers[call]
                 must_release = self._is_closed_within_a_call and not self._callers
-                self._lock.notify_all()
+                self._call_ended.notify_all()
             if must_release:
                 self._release()
 
@@ -233,10 +257,13 @@ class FileCache:
         if self._keeper is not threading.current_thread():  # where the collector may have found this cache
             self._keeper.join()
         self._transfers.close()
+        self._apart.close()
         self._room.close()
         self._store.staging.clear()
 
-    def _store_chunks(self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors]) -> int:
+    def _store_chunks(
+        self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors], is_wanted: IsWanted
+    ) -> int:
         """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
         names = chunks.names[num_prefix:]
         statuses = [self._status_of(name) for name in names]
@@ -248,7 +275,7 @@ class FileCache:
             self._note_use(names)
             return len(names)
         begun_at = time.time()
-        written = self._write([(names[index], index) for index in absent], chunks, kv)
+        written = self._write([(names[index], index) for index in absent], chunks, kv, is_wanted)
         num_there = absent[written] if written < len(absent) else len(names)
         self._note_use(names[:num_there])
         if begun_at // BUCKET_S != time.time() // BUCKET_S:
@@ -256,13 +283,20 @@ class FileCache:
                 self._touch(name, float("-inf"))
         return num_there
 
-    def _write(self, absent: Sequence[tuple[ChunkName, int]], chunks: NamedChunks, kv: Sequence[TokenTensors]) -> int:
+    def _write(
+        self,
+        absent: Sequence[tuple[ChunkName, int]],
+        chunks: NamedChunks,
+        kv: Sequence[TokenTensors],
+        is_wanted: IsWanted,
+    ) -> int:
         """Write chunks, named with their position in `kv`; returns how many leading ones are in place."""
         file_bytes, tensor_bytes = self._store.file_bytes, self._tensor_bytes
         writers: list[ChunkWriter] = []
         sources = contextlib.ExitStack()  # another cache's tensors among them stay where they are meanwhile
 
         def make(number: int) -> ChunkWriter:
+            _stop_unless(is_wanted)
             name, index = absent[number]
             tensors = self._tensors_of(kv, index)
             addresses = sources.enter_context(held_addresses(tensors, tensor_bytes))
@@ -452,6 +486,12 @@ def _length(name: str, value: Sequence[object]) -> int:
         return len(value)
     except (TypeError, LookupError) as error:
         raise ConfigError(f"{name} must be a sequence, not {type(value).__name__}") from error
+
+
+def _stop_unless(is_wanted: IsWanted) -> None:
+    """Raises `_Unwanted`, which ends a call, once Ctrl-C came to the thread that waits for it."""
+    if not is_wanted():
+        raise _Unwanted
 
 
 def _kind_of(status: os.stat_result) -> tuple[int, int]:
