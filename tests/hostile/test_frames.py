@@ -34,14 +34,14 @@ from tests.support.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
-    ("num_frames", "num_sent"),
+    ("num_frames", "num_sent", "seed"),
     [
-        (8_000, 20_000),
-        pytest.param(100_000, 250_000, marks=pytest.mark.slow),
-        pytest.param(4_000_000, 10_000_000, marks=pytest.mark.soak),
+        (8_000, 20_000, 1),
+        pytest.param(100_000, 250_000, 3, marks=pytest.mark.slow),
+        *[pytest.param(800_000, 2_000_000, seed, marks=pytest.mark.soak) for seed in (11, 13, 15, 17, 19)],
     ],
 )
-def test_mutated_frames_hurt_nobody_else(num_frames: int, num_sent: int) -> None:
+def test_mutated_frames_hurt_nobody_else(num_frames: int, num_sent: int, seed: int) -> None:
     hashes = chain(1, 16)
     with (
         cache_server("--metrics", "127.0.0.1:0", tcp=True) as server,
@@ -51,8 +51,10 @@ def test_mutated_frames_hurt_nobody_else(num_frames: int, num_sent: int) -> None
         local.set(hashes, payloads(hashes))
         assert local.pin(hashes) == 16
         with (
-            actor("send_mutants", address=server.unix, token=None, seed=1, num_frames=num_sent // 2) as near,
-            actor("send_mutants", address=server.tcp, token=server.token, seed=2, num_frames=num_sent // 2) as far,
+            actor("send_mutants", address=server.unix, token=None, seed=seed, num_frames=num_sent // 2) as near,
+            actor(
+                "send_mutants", address=server.tcp, token=server.token, seed=seed + 1, num_frames=num_sent // 2
+            ) as far,
         ):
             num_reads = 0
             while not (near.has_spoken() and far.has_spoken()):
