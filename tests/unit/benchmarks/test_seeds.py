@@ -51,14 +51,9 @@ NAMED = {
     "s4-processes",
 }
 NOT_RUN_YET = {
-    "s0-memory-io",
-    "s0-zmq",
     "s0-server",
     "s0-transfer-in-off",
     "s0-transfer-in-on",
-    "s1-prefills",
-    "s1-swap-out",
-    "s1-swap-in",
     "s3-baseline",
     "s4-file-store",
     "s4-processes",
