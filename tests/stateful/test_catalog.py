@@ -26,7 +26,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, Presence
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemorySpace
-from kvtier.cacheserver.served_client import ServedClient
+from kvtier.cacheserver.served_client import Filling, ServedClient
 from kvtier.errors import TierRefused
 from kvtier.wire.messages import match_end_of
 from tests.support.examples import examples
@@ -62,6 +62,8 @@ class Client:
     is_gone: bool = False
     leases: dict[int, Hold] = field(default_factory=dict)
     reservations: dict[int, Hold] = field(default_factory=dict)
+    filling: list[Hold] = field(default_factory=list)
+    """A reservation for each frame whose bytes are arriving; it may have ended."""
     ended: set[int] = field(default_factory=set)
 
     def uses(self, number: int) -> bool:
@@ -73,7 +75,7 @@ class Client:
 
     @property
     def held_units(self) -> int:
-        return sum(block.size for hold in self.holds for block in hold.blocks)
+        return sum(block.size for hold in {*self.holds, *self.filling} for block in hold.blocks)
 
 
 class CatalogAgainstModel(RuleBasedStateMachine):
@@ -285,17 +287,22 @@ class CatalogAgainstModel(RuleBasedStateMachine):
             assert filled is None
             return multiple()
         assert filled is not None
-        assert filled[1] == hold.blocks[first : first + count]
+        assert filled.blocks == hold.blocks[first : first + count]
         hold.touched_at = self.now_s
-        self.loans.update(filled[1])
-        return filled[1]
+        client.filling.append(hold)
+        self.loans.update(filled.blocks)
+        return client, hold, filled
 
-    @rule(blocks=consumes(filling))
-    def commit_filled(self, blocks: list[Block]) -> None:
-        namespace = Namespace(bytes(32))  # only a disk would ask for it
-        space = MemorySpace(0, self.catalog.tenants.owner, namespace, namespace, "", 4096, 16)
-        assert self.catalog.commit_filled(space, blocks) <= len(blocks)
-        self.loans.subtract(blocks)
+    @rule(fill=consumes(filling), has_arrived=st.booleans())
+    def end_filling(self, fill: tuple[Client, Hold, Filling], has_arrived: bool) -> None:
+        client, hold, filled = fill
+        if has_arrived:
+            assert self.catalog.commit_filled(filled) <= len(filled.blocks)
+        else:
+            self.catalog.give_up_filling(filled)
+        hold.touched_at = self.now_s
+        client.filling.remove(hold)
+        self.loans.subtract(filled.blocks)
 
     @rule(client=clients, data=st.data())
     def close_reservation(self, client: Client, data: st.DataObject) -> None:
@@ -345,7 +352,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
         for client in self.everyone:
             for holds in (client.leases, client.reservations):
                 for number, hold in list(holds.items()):
-                    if not client.is_local and hold.touched_at < self.now_s - LEASE_TIMEOUT_S:
+                    is_late = hold.touched_at < self.now_s - LEASE_TIMEOUT_S and hold not in client.filling
+                    if not client.is_local and is_late:
                         del holds[number]
                         num_late += 1
 

@@ -19,7 +19,7 @@ from kvtier.cacheserver.inventory import Inventory, flags_of
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
 from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
-from kvtier.cacheserver.served_client import Claim, ServedClient
+from kvtier.cacheserver.served_client import Claim, Filling, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
@@ -243,10 +243,6 @@ class Catalog:
             holds.held_units -= sum(block.size for block in blocks)
             self.blocks.free(blocks)
 
-    def give_back(self, blocks: Sequence[Block]) -> None:
-        with self._lock:
-            self.blocks.free(blocks)
-
     def contains(self, space: MemorySpace, hashes: Hashes) -> bytes:
         with self._lock:
             presence, ready = space.index.presence, Presence.READY
@@ -289,10 +285,11 @@ class Catalog:
         total = format_size(self._pool.num_units * SLOT_ALIGN_BYTES)
         return grant, f"all of the server's {total} is leased, pinned or being written"
 
-    def fill(self, client: ServedClient, number: int, first: int, count: int) -> tuple[MemorySpace, list[Block]] | None:
+    def fill(self, client: ServedClient, number: int, first: int, count: int) -> Filling | None:
         """Blocks of a reservation to receive bytes into, with a reference of their own.
 
-        None when the reservation has ended or some of them are committed already.
+        They count as held until `commit_filled` or `give_up_filling`, also when the reservation ends before that. None
+        when it has ended already or some of them are committed.
         """
         with self._lock:
             claim = client.reservations.get(number)
@@ -303,14 +300,19 @@ class Catalog:
                 return None
             claim.touched_at = self._clock()
             self._pool.reference(blocks)
-            return claim.space, blocks
+            return client.begin_filling(claim, blocks)
 
-    def commit_filled(self, space: MemorySpace, blocks: Sequence[Block]) -> int:
+    def commit_filled(self, filling: Filling) -> int:
         """The bytes of blocks from `fill` have arrived. Ends their extra reference."""
         with self._lock:
-            num_committed = self.blocks.commit(space, blocks)
-            self.blocks.free(blocks)
+            num_committed = self.blocks.commit(filling.space, filling.blocks)
+            self._end_filling(filling)
             return num_committed
+
+    def give_up_filling(self, filling: Filling) -> None:
+        """The bytes of blocks from `fill` will not come."""
+        with self._lock:
+            self._end_filling(filling)
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:
         """A local client has written these blocks of its reservation itself; None when it has ended."""
@@ -365,7 +367,7 @@ class Catalog:
                 if client.is_local:
                     continue
                 for claims in (client.leases, client.reservations):
-                    for number in [number for number, claim in claims.items() if claim.touched_at < late]:
+                    for number in [number for number, claim in claims.items() if claim.is_late(late)]:
                         self._end_claim(client, claims, number)
                         num_ended += 1
             self._namespaces.forget_unused(self._disk.spaces())
@@ -387,6 +389,11 @@ class Catalog:
             self._disk.order(claim.space, claim.blocks)
         self.blocks.free(claim.blocks)
         self._namespaces.forget_if_empty(claim.space)
+
+    def _end_filling(self, filling: Filling) -> None:
+        filling.claim.touched_at = self._clock()
+        self.blocks.free(filling.blocks)
+        filling.client.end_filling(filling)
 
     def _end(self, client: ServedClient) -> None:
         for claims in (client.leases, client.reservations):

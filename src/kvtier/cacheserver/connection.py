@@ -24,7 +24,7 @@ from kvtier.cacheserver.catalog import MAX_AT_ONCE
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
-from kvtier.cacheserver.served_client import ServedClient
+from kvtier.cacheserver.served_client import Filling, ServedClient
 from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant
 from kvtier.errors import (
     KvtierError,
@@ -80,7 +80,7 @@ class ClientRequests:
         self._number = 0
         self._spaces: dict[int, MemorySpace] = {}
         self._called: dict[int, Namespace] = {}
-        self._filling: tuple[MemorySpace, list[Block]] | None = None
+        self._filling: Filling | None = None
 
     def answer(self, number: int, request: wire.Request) -> None:
         """Carry out the request that came under `number`, and reply to it."""
@@ -113,16 +113,16 @@ class ClientRequests:
             whole, rest = divmod(payload_bytes, len(scratch))
             return [scratch] * whole + [scratch[:rest]]
         self._filling = filling
-        space, blocks = filling
+        space = filling.space
         if payload_bytes != message.count * space.block_bytes:
             raise RemoteProtocolError(
                 f"{payload_bytes} bytes cannot be {message.count} blocks of {space.block_bytes} bytes"
             )
-        return [self._view(block, space) for block in blocks]
+        return [self._view(block, space) for block in filling.blocks]
 
     def close(self) -> None:
         if self._filling is not None:
-            self._catalog.give_back(self._filling[1])
+            self._catalog.give_up_filling(self._filling)
         for space in self._spaces.values():
             self._catalog.close(space)
         self._catalog.leave(self._client)
@@ -283,9 +283,8 @@ class ClientRequests:
         filling, self._filling = self._filling, None
         if filling is None:
             return self._committed(None)
-        space, blocks = filling
-        committed = self._committed(self._catalog.commit_filled(space, blocks))
-        self._spend(len(blocks) * space.block_bytes)
+        committed = self._committed(self._catalog.commit_filled(filling))
+        self._spend(len(filling.blocks) * filling.space.block_bytes)
         return committed
 
     def _committed(self, num_committed: int | None) -> wire.Counted:

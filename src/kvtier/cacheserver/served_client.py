@@ -19,12 +19,25 @@ _MAX_ENDED_NUMBERS = 4096
 
 @dataclass(slots=True)
 class Claim:
-    """One lease or reservation."""
+    """One lease or reservation. Bytes for some of its blocks are arriving in `num_fills` frames.
+
+    A reservation that `has_ended` meanwhile counts as held until the last of those frames is over.
+    """
 
     blocks: list[Block]
     space: MemorySpace
     touched_at: float
     num_ready: int = 0
+    num_fills: int = 0
+    has_ended: bool = False
+
+    @property
+    def num_units(self) -> int:
+        return len(self.blocks) * self.space.index.block_units
+
+    def is_late(self, touched_before: float) -> bool:
+        """Nothing was heard of it since; a frame that arrives has a pace to keep, and is a sign."""
+        return self.touched_at < touched_before and not self.num_fills
 
     def part(self, first: int, count: int) -> list[Block]:
         if first + count > len(self.blocks):
@@ -67,7 +80,7 @@ class ServedClient:
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
         """Make a claim; False when its end came first, so that it has to be ended at once."""
         claims[number] = claim
-        self._hold(len(claim.blocks) * claim.space.index.block_units)
+        self._hold(claim.num_units)
         if number in self.ended_numbers:
             del self.ended_numbers[number]
             return False
@@ -77,13 +90,40 @@ class ServedClient:
         """End a claim; the caller frees its blocks."""
         claim = claims.pop(number, None)
         if claim is not None:
-            self._hold(-len(claim.blocks) * claim.space.index.block_units)
+            claim.has_ended = True
+            if not claim.num_fills:
+                self._hold(-claim.num_units)
         else:
             self.ended_numbers[number] = None
             if len(self.ended_numbers) > _MAX_ENDED_NUMBERS:
                 del self.ended_numbers[next(iter(self.ended_numbers))]
         return claim
 
+    def begin_filling(self, claim: Claim, blocks: list[Block]) -> Filling:
+        """The caller references `blocks` of the claim, until `end_filling`."""
+        claim.num_fills += 1
+        return Filling(self, claim, blocks)
+
+    def end_filling(self, filling: Filling) -> None:
+        """The caller frees its blocks."""
+        claim = filling.claim
+        claim.num_fills -= 1
+        if claim.has_ended and not claim.num_fills:
+            self._hold(-claim.num_units)
+
     def _hold(self, num_units: int) -> None:
         self.held_units += num_units
         self.tenant.holds.held_units += num_units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """Blocks of a client's reservation while their bytes arrive."""
+
+    client: ServedClient
+    claim: Claim
+    blocks: list[Block]
+
+    @property
+    def space(self) -> MemorySpace:
+        return self.claim.space

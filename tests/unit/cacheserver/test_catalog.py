@@ -219,10 +219,14 @@ def test_a_reservation_that_is_being_filled_lives_on(
     clock.now_s = 50.0
     filled = catalog.fill(remote, 1, 0, 1)
     assert filled is not None
-    clock.now_s = 100.0
+    clock.now_s = 200.0
 
     assert catalog.expire() == 0
-    assert catalog.commit_filled(*filled) == 1
+    assert catalog.commit_filled(filled) == 1
+    clock.now_s = 250.0
+    assert catalog.expire() == 0
+    clock.now_s = 300.0
+    assert catalog.expire() == 1
 
 
 def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
@@ -233,8 +237,38 @@ def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
     assert filled is not None
     catalog.end(remote)
 
-    assert catalog.commit_filled(*filled) == 1
+    assert catalog.commit_filled(filled) == 1
     assert catalog.contains(space, names("a", "b")) == b"\1\0"
+
+
+@pytest.mark.parametrize("end", ["expire", "close", "end"])
+def test_what_is_being_filled_is_held_until_its_bytes_have_come(
+    catalog: Catalog, space: MemorySpace, remote: ServedClient, clock: Clock, end: str
+) -> None:
+    """Else a client that fills slowly holds more than it may, and its tenant what is another's."""
+    grant, _ = catalog.reserve(remote, 1, space, names(*"abcdef"))
+    assert len(grant.blocks) == 6  # all it may hold
+    filled = catalog.fill(remote, 1, 0, 6)
+    assert filled is not None
+
+    clock.now_s = 1000.0
+    if end == "expire":
+        catalog.expire()
+    elif end == "close":
+        catalog.close_reservation(remote, 1)
+    else:
+        catalog.end(remote)
+    holds = catalog.tenants.owner.holds
+    assert holds.held_units == remote.held_units == 6
+    if end == "end":
+        catalog.give_up_filling(filled)
+    else:
+        assert not catalog.reserve(remote, 2, space, names("g", "h"))[0].blocks
+        assert catalog.commit_filled(filled) == 6
+        catalog.close_reservation(remote, 1)
+        assert len(catalog.reserve(remote, 3, space, names("g", "h"))[0].blocks) == 2
+        catalog.end(remote)
+    assert holds.held_units == remote.held_units == 0
 
 
 def test_what_is_not_committed_is_given_back_with_its_reservation(
