@@ -74,7 +74,8 @@ class Catalog:
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
         self._lease_timeout_s = lease_timeout_s
         self._clock = clock
-        self._clients: dict[tuple[str, bytes], ServedClient] = {}
+        self._clients: dict[tuple[Tenant, bytes], ServedClient] = {}
+        """By the tenant itself: one whose role has changed is another of the same name."""
         self.inventory = Inventory(
             self._lock,
             self._pool,
@@ -94,10 +95,10 @@ class Catalog:
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
-            client = self._clients.get((tenant.name, client_id))
+            client = self._clients.get((tenant, client_id))
             if client is None:
                 client = ServedClient(client_id, tenant, pid, self._held_units_per_client)
-                self._clients[tenant.name, client_id] = client
+                self._clients[tenant, client_id] = client
             elif client.pid != pid:
                 raise TierRefused("this client's id belongs to another process; connect anew after a fork")
             client.num_connections += 1
@@ -400,6 +401,6 @@ class Catalog:
             for number in list(claims):
                 self._end_claim(client, claims, number)
         client.is_gone = True
-        key = client.tenant.name, client.id
+        key = client.tenant, client.id
         if self._clients.get(key) is client:
             del self._clients[key]

@@ -19,6 +19,7 @@ from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.persistence import NoDisk
 from kvtier.cacheserver.served_client import ServedClient
+from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 from kvtier.stores.disk import DiskStore, StoredBlock
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY, LISTED_PENDING, LISTED_PINNED
@@ -92,6 +93,20 @@ def test_a_client_is_one_holder_whatever_its_connections(catalog: Catalog, local
 def test_a_forked_child_cannot_use_its_parents_id(catalog: Catalog, local: ServedClient) -> None:
     with pytest.raises(TierRefused, match="connect anew after a fork"):
         catalog.join(local.id, LOCAL_PID + 1)
+
+
+def test_a_client_of_an_admin_of_before_has_the_rights_of_its_tenant_of_now(catalog: Catalog) -> None:
+    """A tenant whose role changes is another tenant of the same name; its old connections may be open yet."""
+    admin, demoted = Tenant("ops", sees_all=True), Tenant("ops")
+    before = catalog.join(b"a client".ljust(16), None, admin)
+
+    now = catalog.join(before.id, None, demoted)
+
+    assert (before.tenant, now.tenant) == (admin, demoted)
+    catalog.leave(now)
+    assert (before.is_gone, now.is_gone) == (False, True)
+    catalog.leave(before)
+    assert catalog.inventory.levels()["clients"] == 0
 
 
 def test_a_remote_client_is_gone_with_its_last_connection(
