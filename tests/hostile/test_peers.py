@@ -24,7 +24,7 @@ from kvtier.errors import TierError, TierRefused
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.transport.address import TcpAddress, UnixAddress
 from kvtier.wire import messages as wire
-from kvtier.wire.frames import encode_frame
+from kvtier.wire.frames import MAX_BODY_BYTES, encode_frame
 from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
@@ -255,6 +255,39 @@ def test_a_frame_that_drips_ends_its_connection() -> None:
             return False
 
         wait_until(is_cut, "the connection has ended")
+
+
+def test_bodies_that_never_end_take_little_memory() -> None:
+    with cache_server(tcp=True, memory="16MiB") as server:
+        before = server.resident_bytes()
+        promised = encode_frame(1, bytes(MAX_BODY_BYTES))[:-1]
+
+        def promise(sock: socket.socket) -> None:
+            handshaken(sock, server.token)
+            sock.settimeout(0.5)  # beyond what the server has room for, nothing is read
+            sock.sendall(promised)
+
+        with crowd(server.tcp, 16, promise):
+            assert server.resident_bytes() < before + 10 * MAX_BODY_BYTES
+            assert comes_in(server.tcp, server.token)
+        wait_until(lambda: server.resident_bytes() < before + 5 * MAX_BODY_BYTES, "their memory has come back")
+
+
+def test_idle_connections_keep_nothing_of_large_requests() -> None:
+    with cache_server(tcp=True, memory="16MiB") as server:
+        before = server.resident_bytes()
+
+        def ask(sock: socket.socket) -> None:
+            handshaken(sock, server.token)
+            sock.sendall(encode_frame(1, wire.encode(wire.Open(NAMESPACE, "", BLOCK_BYTES, 16, ""))))
+            opened = receive_message(sock)
+            assert isinstance(opened, wire.Opened)
+            request = wire.MatchRequest(opened.space, bytes(32 * 500_000), 1, False)
+            sock.sendall(encode_frame(2, wire.encode(request)))
+            assert isinstance(receive_message(sock), wire.Matched)
+
+        with crowd(server.tcp, 8, ask):
+            wait_until(lambda: server.resident_bytes() < before + 5 * MAX_BODY_BYTES, "their memory has come back")
 
 
 def test_namespaces_without_number_are_told_page_by_page() -> None:

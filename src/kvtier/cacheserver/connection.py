@@ -401,6 +401,7 @@ class ServedConnection:
                 if frame is None:
                     break
                 requests.answer(frame.request, session.request(frame.message))
+                del frame  # it may be large, and the next one far away
         except TierError as error:
             logger.debug("connection ended: %s", error)
         except RemoteProtocolError as error:
@@ -488,6 +489,7 @@ class ServedConnection:
             if pidfd is not None:
                 socket.close(pidfd)
             raise
+        self._stream.bodies = tenant.bodies
         self._requests = ClientRequests(context, client, self._stream, may_write=credential.may_write)
         if pidfd is not None:
             context.watch.watch(client, pidfd)

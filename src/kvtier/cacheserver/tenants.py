@@ -25,6 +25,7 @@ from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.notes import Notes
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size, parse_size
+from kvtier.transport.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ _MAX_CREDENTIALS = 8
 _MAX_NAME_CHARS = 32
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NOTES, _MAX_NOTE_CHARS = 512, 1 << 20
+_MAX_BODIES_BYTES = 64 << 20
 _NO_LIMIT = 1 << 62
 _TAG = "\x1f"
 """Around a tenant's name before that of a namespace on disk. No client's name has it."""
@@ -115,6 +117,8 @@ class Tenant:
         self.disk = Share(name)
         self.holds = Holds()
         self.bandwidth = Bandwidth(None)
+        self.bodies = ByteBudget(_MAX_BODIES_BYTES)
+        """For large requests that arrive or are being answered."""
         self.max_connections: int | None = None
         self.num_connections = 0
         self.credentials: frozenset[Credential] = frozenset()

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from kvtier.errors import RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.latency_guard import give_way
+from kvtier.sizes import format_size
+from kvtier.transport.byte_budget import ByteBudget
 from kvtier.wire.cipher import Seals
 from kvtier.wire.frames import BufferList, Frame, FrameLimits, FrameReader, encode_frame, sealed_frame
 from kvtier.wire.messages import Message, decode, encode
@@ -25,6 +27,7 @@ from kvtier.wire.messages import Message, decode, encode
 _MAX_VECTORS = 512  # well under IOV_MAX
 _MIN_TIMEOUT_S = 0.001
 _SLACK_S = 0.05
+_ROOM_S = 10.0
 _DRAIN_BYTES = 1 << 20
 _SMALL_VIEW_BYTES = 16 << 10
 _CACHED_BYTES = 1024 << 10  # received at once: what is still in the CPU's cache when it is tasted
@@ -49,7 +52,8 @@ class Pace:
 class Stream:
     """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket.
 
-    Once it has a `pace`, whoever takes longer than that for a frame has lost the stream.
+    Once it has a `pace`, whoever takes longer than that for a frame has lost the stream. Once it has a budget for
+    `bodies`, a large body waits for room in it, and gives it back when the next frame is received.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Stream:
     ) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
-        self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste)
+        self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste, self._admit)
         self._timeout_s: float | None = None
         self.pace: Pace | None = None
+        self.bodies: ByteBudget | None = None
+        self._body_bytes = 0
         self._seals: Seals | None = None
         self._frame_at = 0.0
         self._frame_bytes = 0
@@ -151,6 +157,7 @@ class Stream:
     def receive(self, deadline: float | None = None, takes_fds: bool = False) -> Frame[Message]:
         """The next frame. Raises `TierTimeout` past `deadline`, or when one call waited the whole time-out."""
         reader = self._reader
+        self._let_go_of_body()
         while True:
             self._wait_until(deadline)
             want = reader.want()
@@ -178,6 +185,24 @@ class Stream:
             self._frame_at, self._frame_bytes = time.monotonic(), 0
         self._frame_bytes += received
         self.pace.check(self._frame_at, self._frame_bytes)
+
+    def _admit(self, nbytes: int) -> None:
+        """Wait for room for a large body; the peer is not late for that."""
+        if self.bodies is None:
+            return
+        started_at = time.monotonic()
+        if not self.bodies.take(nbytes, _ROOM_S):
+            raise RemoteProtocolError(
+                f"there was no room for a request of {format_size(nbytes)} within {_ROOM_S:.0f} s, "
+                "for other large requests: try again"
+            )
+        self._body_bytes = nbytes
+        self._frame_at += time.monotonic() - started_at
+
+    def _let_go_of_body(self) -> None:
+        if self._body_bytes and self.bodies is not None:
+            self.bodies.give_back(self._body_bytes)
+            self._body_bytes = 0
 
     def is_readable(self) -> bool:
         """Bytes, or the end, are there to be read: on an idle connection a sign that the peer left."""
@@ -211,6 +236,7 @@ class Stream:
 
     def close(self) -> None:
         self._reader.drop()
+        self._let_go_of_body()
         self._sock.close()
         for fd in self.passed_fds:
             os.close(fd)

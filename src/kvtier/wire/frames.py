@@ -39,6 +39,8 @@ HANDSHAKE_LIMITS = FrameLimits(body_bytes=4096, payload_bytes=0)
 MAX_BODY_BYTES = 16 << 20
 MAX_HASHES = MAX_BODY_BYTES // 32 - 32
 """The most hashes one message holds: a prompt of eight million tokens."""
+FIRST_BODY_BYTES = 256 << 10
+"""Memory for the first part of a body; there is more once this much has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,9 @@ class FrameReader(Generic[_Message]):
     Fill the buffers of `want()` in order (``recvmsg_into`` does so without a copy), report the count to `advance()`,
     and get the frame back once all of it has arrived. `place` is called once per payload, with the decoded message,
     and says where its bytes go: views that together hold exactly the payload. `taste` is called with each piece of it
-    as it arrives, in order, and whether it ends a view: a checksum over it finds the bytes in the CPU's cache. Any
-    error means the stream is lost.
+    as it arrives, in order, and whether it ends a view: a checksum over it finds the bytes in the CPU's cache. `admit`
+    is called with the size of a body of more than `FIRST_BODY_BYTES` before memory for the rest is taken. Any error
+    means the stream is lost.
     """
 
     def __init__(
@@ -79,12 +82,16 @@ class FrameReader(Generic[_Message]):
         place: Callable[[int, _Message, int], BufferList],
         limits: FrameLimits,
         taste: Callable[[memoryview, bool], None] = lambda piece, is_end: None,
+        admit: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self.limits = limits
         self._decode = decode
         self._place = place
         self._taste = taste
+        self._admit = admit
         self._raw_header = bytearray(HEADER_BYTES)
+        self._raw_body = self._piece = bytearray()
+        self._frame: Frame[_Message] | None = None
         self._places: list[tuple[memoryview, bool]] = []
         self.seal: Seal | None = None
         """What the frames that arrive from now on were sealed with."""
@@ -99,9 +106,11 @@ class FrameReader(Generic[_Message]):
         return self._stage == self._end_of_header and len(self._left[0]) == HEADER_BYTES
 
     def drop(self) -> None:
-        """Let go of the views that a payload was going into."""
+        """Let go of all memory: the body's, and the views that a payload was going into. The end of the reader."""
         self._left.clear()
         self._places.clear()
+        self._raw_body = self._piece = bytearray()
+        self._frame = None
 
     def advance(self, nbytes: int) -> Frame[_Message] | None:
         left = self._left
@@ -142,17 +151,32 @@ class FrameReader(Generic[_Message]):
             raise RemoteProtocolError("a frame without a body")
         self._request = request
         self._payload_bytes = payload_bytes
-        self._raw_body = bytearray(body_bytes if self.seal is None else body_bytes + TAG_BYTES)
+        self._body_bytes = body_bytes if self.seal is None else body_bytes + TAG_BYTES
+        self._raw_body = bytearray(min(self._body_bytes, FIRST_BODY_BYTES))
         self._stage = self._end_of_body
         self._left = [memoryview(self._raw_body)]
 
+    def _grow_body(self) -> None:
+        """Twice as much as has arrived: a peer that promises a large body does not get its memory for that."""
+        done = len(self._raw_body)
+        if done == FIRST_BODY_BYTES:
+            self._admit(self._body_bytes)
+        grown = bytearray(min(2 * done, self._body_bytes))
+        grown[:done] = self._raw_body
+        self._raw_body = grown
+        self._left = [memoryview(grown)[done:]]
+
     def _end_of_body(self) -> Frame[_Message] | None:
+        if len(self._raw_body) < self._body_bytes:
+            self._grow_body()
+            return None
         body = self._raw_body
         if self.seal is not None:
             body = bytearray(len(body) - TAG_BYTES)
             self.seal.open(self._raw_body, bytes(self._raw_header), memoryview(body))
         message = self._decode(body)
-        self._frame: Frame[_Message] = Frame(self._request, message, self._payload_bytes)
+        self._raw_body = bytearray()
+        self._frame = Frame(self._request, message, self._payload_bytes)
         if not self._payload_bytes:
             return self._end_of_payload()
         views = [view for view in self._place(self._request, message, self._payload_bytes) if len(view)]
@@ -188,6 +212,8 @@ class FrameReader(Generic[_Message]):
         return self._end_of_payload()
 
     def _end_of_payload(self) -> Frame[_Message]:
-        frame = self._frame
+        frame, self._frame = self._frame, None  # an idle connection keeps nothing of its last request
+        self._piece = bytearray()
+        assert frame is not None
         self._start()
         return frame

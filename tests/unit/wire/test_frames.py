@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import RemoteProtocolError
 from kvtier.wire.frames import (
+    FIRST_BODY_BYTES,
     HANDSHAKE_LIMITS,
     HEADER_BYTES,
     MAGIC,
@@ -192,3 +196,74 @@ def test_the_most_hashes_a_message_may_hold_fit_into_a_body() -> None:
     hashes = bytes(32 * MAX_HASHES)
     assert len(encode(MatchRequest(2**63, hashes, 2**63, True))) <= MAX_BODY_BYTES
     assert len(encode(ReserveRequest(2**63, hashes, 2**63))) <= MAX_BODY_BYTES
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+LARGE = FrameLimits(body_bytes=MAX_BODY_BYTES, payload_bytes=256)
+LARGE_BYTES = 16 * FIRST_BODY_BYTES + 1
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+class Text:
+    """A message whose end shows."""
+
+    def __init__(self, body: bytes | bytearray) -> None:
+        self.body = bytes(body)
+
+
+def test_a_large_body_is_whole_however_it_arrives() -> None:
+    body = bytes(range(256)) * (LARGE_BYTES // 256) + b"x"
+    stream = encode_frame(1, body, 3) + b"123" + encode_frame(2, b"next")
+    for step in (len(stream), FIRST_BODY_BYTES, FIRST_BODY_BYTES + HEADER_BYTES, 99_991):
+        receiver = Receiver(LARGE)
+        for first in range(0, len(stream), step):
+            receiver.feed(stream[first : first + step])
+        assert receiver.frames == [Frame(1, body, 3), Frame(2, b"next", 0)]
+
+
+def test_a_body_that_is_only_promised_takes_no_memory(traced: None) -> None:
+    receiver = Receiver(LARGE)
+    receiver.feed(header(body=MAX_BODY_BYTES))
+    receiver.feed(bytes(1000))
+
+    assert tracemalloc.get_traced_memory()[0] < 2 * FIRST_BODY_BYTES
+
+
+def test_a_large_body_is_admitted_once_before_it_takes_memory() -> None:
+    admitted: list[int] = []
+    receiver = Receiver()
+    receiver.reader = FrameReader(bytes, lambda *_: [], LARGE, admit=admitted.append)
+
+    receiver.feed(header(body=LARGE_BYTES) + bytes(FIRST_BODY_BYTES - 1))
+    assert admitted == []
+    receiver.feed(bytes(1))
+    assert admitted == [LARGE_BYTES]
+    receiver.feed(bytes(LARGE_BYTES - FIRST_BODY_BYTES) + encode_frame(2, bytes(FIRST_BODY_BYTES)))
+    assert admitted == [LARGE_BYTES]
+    assert len(receiver.frames) == 2
+
+
+def test_a_reader_that_was_dropped_holds_nothing(traced: None) -> None:
+    receiver = Receiver(LARGE)
+    receiver.feed(encode_frame(1, bytes(LARGE_BYTES))[:-1])
+    receiver.reader.drop()
+
+    assert tracemalloc.get_traced_memory()[0] < FIRST_BODY_BYTES
+
+
+def test_a_reader_holds_nothing_of_a_frame_it_has_handed_over(traced: None) -> None:
+    receiver = Receiver()
+    reader: FrameReader[Text] = FrameReader(Text, lambda *_: [], LARGE)
+    receiver.reader = reader  # type: ignore[assignment]
+    receiver.feed(encode_frame(1, bytes(LARGE_BYTES)))
+    message = weakref.ref(receiver.frames.pop().message)  # type: ignore[type-var]
+
+    assert message() is None
+    assert tracemalloc.get_traced_memory()[0] < FIRST_BODY_BYTES
