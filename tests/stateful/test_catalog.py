@@ -296,10 +296,8 @@ class CatalogAgainstModel(RuleBasedStateMachine):
     @rule(fill=consumes(filling), has_arrived=st.booleans())
     def end_filling(self, fill: tuple[Client, Hold, Filling], has_arrived: bool) -> None:
         client, hold, filled = fill
-        if has_arrived:
-            assert self.catalog.commit_filled(filled) <= len(filled.blocks)
-        else:
-            self.catalog.give_up_filling(filled)
+        num_committed = self.catalog.end_filling(filled, has_arrived=has_arrived)
+        assert num_committed <= len(filled.blocks) * has_arrived
         hold.touched_at = self.now_s
         client.filling.remove(hold)
         self.loans.subtract(filled.blocks)

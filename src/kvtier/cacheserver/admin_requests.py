@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 
-from kvtier.blocks.hashing import join_hashes, split_hashes
+from kvtier.blocks.hashing import BlockHash, join_hashes
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespaces import MemorySpace
+from kvtier.cacheserver.pieces import in_pieces
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.errors import TierRefused, TierTimeout, TierUnavailable
 from kvtier.wire import messages as wire
@@ -29,11 +31,24 @@ class AdminRequests:
         context.disk.refusals.welcome(client)
 
     def on_pin(self, request: wire.PinRequest) -> wire.Counted:
+        space = self._space_of(request.space)
         act = self._catalog.pin if request.keep else self._catalog.unpin
-        return wire.Counted(act(self._space_of(request.space), split_hashes(request.hashes)))
+        num_done = 0
+
+        def do(hashes: list[BlockHash]) -> None:
+            nonlocal num_done
+            try:
+                num_done += act(space, hashes)
+            except TierRefused as error:
+                raise TierRefused(f"after {num_done} others, {error}" if num_done else str(error)) from error
+
+        in_pieces(self._context.bulk, do, request.hashes)
+        return wire.Counted(num_done)
 
     def on_drop(self, request: wire.DropRequest) -> wire.Counted:
-        return wire.Counted(self._catalog.drop(self._space_of(request.space), split_hashes(request.hashes)))
+        space = self._space_of(request.space)
+        dropped = in_pieces(self._context.bulk, lambda hashes: self._catalog.drop(space, hashes), request.hashes)
+        return wire.Counted(sum(dropped))
 
     def on_list(self, request: wire.ListRequest) -> wire.Listed:
         hashes, flags, is_last = self._catalog.inventory.list_blocks(
@@ -43,8 +58,11 @@ class AdminRequests:
 
     def on_verify(self, request: wire.VerifyRequest) -> wire.Contained:
         space = self._space_of(request.space)
+        disk = self._context.disk
         try:
-            return wire.Contained(bytes(self._context.disk.verify(space, split_hashes(request.hashes))))
+            # Each reads from the disk: no other request has to wait for its turn meanwhile.
+            found = in_pieces(nullcontext(), lambda hashes: disk.verify(space, hashes), request.hashes)
+            return wire.Contained(b"".join(map(bytes, found)))
         except TierUnavailable as error:
             raise TierRefused(str(error)) from error
 

@@ -18,6 +18,7 @@ from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock
 from kvtier.cacheserver.inventory import Inventory, flags_of
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
+from kvtier.cacheserver.pieces import PIECE_HASHES
 from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.served_client import Claim, Filling, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
@@ -41,6 +42,17 @@ class LeaseOutcome:
     ended: MatchEnd
     num_ready: int
     num_stored: int = 0
+
+
+def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units: int) -> str:
+    """A sentence if some got no room, of all the `num_units` or of the `max_blocks` that the client might have."""
+    if not grant.num_refused:
+        return ""
+    if len(grant.blocks) == max_blocks:
+        limit = format_size(client.max_held_units * SLOT_ALIGN_BYTES)
+        whose = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
+        return f"this client may hold at most {limit} at once{whose}"
+    return f"all of the server's {format_size(num_units * SLOT_ALIGN_BYTES)} is leased, pinned or being written"
 
 
 class Catalog:
@@ -271,26 +283,38 @@ class Catalog:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> tuple[Grant, str]:
-        """Room for the absent ones of `hashes`, and why some got none."""
+    def reserve(
+        self,
+        client: ServedClient,
+        number: int,
+        space: MemorySpace,
+        hashes: Hashes,
+        *,
+        num_before: int = 0,
+        is_short: bool = False,
+    ) -> tuple[Grant, str]:
+        """Room for the absent ones of `hashes`, and why some got none.
+
+        A reservation may be made in steps: this one adds to the `num_before` blocks that were granted under `number`.
+        When the one before `is_short`, or the reservation has ended meanwhile, no block is granted.
+        """
         with self._lock:
-            max_blocks = client.blocks_left(number, space)
+            claim = client.reservations.get(number) if num_before else None
+            max_blocks = client.blocks_left(number, space) if claim is None else client.room_left(space)
+            if is_short or (num_before and claim is None):
+                max_blocks = 0
             grant = self.blocks.reserve(space, hashes, max_blocks)
-            self._claim(client, client.reservations, number, space, grant.blocks)
-        if not grant.num_refused:
-            return grant, ""
-        if len(grant.blocks) == max_blocks:
-            limit = format_size(self._held_units_per_client * SLOT_ALIGN_BYTES)
-            whose = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
-            return grant, f"this client may hold at most {limit} at once{whose}"
-        total = format_size(self._pool.num_units * SLOT_ALIGN_BYTES)
-        return grant, f"all of the server's {total} is leased, pinned or being written"
+            if claim is None:
+                self._claim(client, client.reservations, number, space, grant.blocks)
+            else:
+                client.extend(claim, grant.blocks)
+        return grant, _why_refused(client, grant, max_blocks, self._pool.num_units)
 
     def fill(self, client: ServedClient, number: int, first: int, count: int) -> Filling | None:
         """Blocks of a reservation to receive bytes into, with a reference of their own.
 
-        They count as held until `commit_filled` or `give_up_filling`, also when the reservation ends before that. None
-        when it has ended already or some of them are committed.
+        They count as held until `end_filling`, also when the reservation ends before that. None when it has ended
+        already or some of them are committed.
         """
         with self._lock:
             claim = client.reservations.get(number)
@@ -303,17 +327,14 @@ class Catalog:
             self._pool.reference(blocks)
             return client.begin_filling(claim, blocks)
 
-    def commit_filled(self, filling: Filling) -> int:
-        """The bytes of blocks from `fill` have arrived. Ends their extra reference."""
+    def end_filling(self, filling: Filling, *, has_arrived: bool = True) -> int:
+        """The bytes of blocks from `fill` have arrived, or will not come. Returns how many blocks became READY."""
         with self._lock:
-            num_committed = self.blocks.commit(filling.space, filling.blocks)
-            self._end_filling(filling)
+            num_committed = self.blocks.commit(filling.space, filling.blocks) if has_arrived else 0
+            filling.claim.touched_at = self._clock()
+            self.blocks.free(filling.blocks)
+            filling.client.end_filling(filling)
             return num_committed
-
-    def give_up_filling(self, filling: Filling) -> None:
-        """The bytes of blocks from `fill` will not come."""
-        with self._lock:
-            self._end_filling(filling)
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:
         """A local client has written these blocks of its reservation itself; None when it has ended."""
@@ -344,14 +365,30 @@ class Catalog:
         with self._lock:
             return max(self._pool.unpin(space.index, hashes), self._disk.pin(space, hashes, keep=False))
 
+    def touch(self, space: MemorySpace, hashes: Hashes) -> None:
+        """Those of `hashes` that are cached become the most recently used, the first of them last to go."""
+        with self._lock:
+            self._pool.touch(list(filter(None, map(space.index.blocks.get, hashes))))
+
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Forget `hashes`, or all of the namespace when there are none, in memory and on disk."""
+        """Forget `hashes`, or all of the namespace when there are none, in memory and on disk.
+
+        Of all, a piece at a time: others are served in between.
+        """
         with self._lock:
             wanted = list(hashes) or list(space.index.blocks)
-            num_dropped = self.blocks.drop(space, wanted)
+        step = len(hashes) or PIECE_HASHES
+        pieces = [wanted[first : first + step] for first in range(0, len(wanted), step)]
+        num_dropped = 0
+        for piece in pieces:
+            with self._lock:
+                num_dropped += self.blocks.drop(space, piece)
+            if piece is not pieces[-1]:
+                time.sleep(_PAUSE_S)
         num_dropped = max(num_dropped, self._disk.drop(space, hashes))
-        with self._lock:
-            self.blocks.store_again(space, wanted)
+        for piece in pieces:
+            with self._lock:
+                self.blocks.store_again(space, piece)
         return num_dropped
 
     # --- time ------------------------------------------------------------------------------------------------------
@@ -390,11 +427,6 @@ class Catalog:
             self._disk.order(claim.space, claim.blocks)
         self.blocks.free(claim.blocks)
         self._namespaces.forget_if_empty(claim.space)
-
-    def _end_filling(self, filling: Filling) -> None:
-        filling.claim.touched_at = self._clock()
-        self.blocks.free(filling.blocks)
-        filling.client.end_filling(filling)
 
     def _end(self, client: ServedClient) -> None:
         for claims in (client.leases, client.reservations):

@@ -18,12 +18,13 @@ from typing import Any, get_args
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.pool import Block
+from kvtier.blocks.pool import Block, Grant
 from kvtier.cacheserver.admin_requests import AdminRequests
 from kvtier.cacheserver.catalog import MAX_AT_ONCE
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
+from kvtier.cacheserver.pieces import in_pieces
 from kvtier.cacheserver.served_client import Filling, ServedClient
 from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant
 from kvtier.errors import (
@@ -55,9 +56,8 @@ _LAST_WORDS_S = 0.5
 _MAX_SPACES = 1024
 _MAX_NAME_CHARS = 256
 _MAX_SUSPECTS = 64
-_FEW_HASHES = 1024
-_PIECE_HASHES = 256
-_PIECE_PAUSE_S = 0.0003
+_FEW_RESERVED = 4096
+_PIECE_RESERVED = 1024
 
 
 class ClientRequests:
@@ -122,7 +122,7 @@ class ClientRequests:
 
     def close(self) -> None:
         if self._filling is not None:
-            self._catalog.give_up_filling(self._filling)
+            self._catalog.end_filling(self._filling, has_arrived=False)
         for space in self._spaces.values():
             self._catalog.close(space)
         self._catalog.leave(self._client)
@@ -219,30 +219,34 @@ class ClientRequests:
 
     def on_contains(self, request: wire.ContainsRequest) -> wire.Contained:
         space = self._space(request.space)
-        return wire.Contained(self._in_pieces(lambda hashes: self._catalog.contains(space, hashes), request.hashes))
+        answers = in_pieces(self._context.bulk, lambda hashes: self._catalog.contains(space, hashes), request.hashes)
+        return wire.Contained(b"".join(answers))
 
     def on_suspect(self, request: wire.SuspectRequest) -> wire.Counted:
         """Somebody has written where nobody may, or the network lies: look which it was."""
         space = self._space(request.space)
         num_altered = 0
-        for block_hash in split_hashes(request.hashes)[:_MAX_SUSPECTS]:
-            for block in self._catalog.borrow(space, [block_hash])[0]:
+        for block_hash in split_hashes(request.hashes[: _MAX_SUSPECTS * HASH_BYTES]):
+            for block in self._catalog.borrow(space, [block_hash], tenant=self._tenant)[0]:
                 try:
                     self._catalog.await_blocks([block], _LOAD_S)
                     assert isinstance(block, MemoryBlock)
                     found = checksum_of(space.namespace, block.hash, self._view(block, space))
                     is_altered = block.is_ready and block.checksum not in (None, found) and not space.is_table(block)
                 finally:
-                    self._catalog.return_borrowed([block])
+                    self._catalog.return_borrowed([block], self._tenant)
                 if is_altered:
                     num_altered += self._catalog.blocks.drop_altered([block])
         return wire.Counted(num_altered)
 
     def on_presence(self, request: wire.PresenceRequest) -> wire.Contained:
         namespace = Namespace(request.namespace)
-        return wire.Contained(
-            self._in_pieces(lambda hashes: self._catalog.presence(namespace, hashes, self._tenant), request.hashes)
+        answers = in_pieces(
+            self._context.bulk,
+            lambda hashes: self._catalog.presence(namespace, hashes, self._tenant),
+            request.hashes,
         )
+        return wire.Contained(b"".join(answers))
 
     @contextlib.contextmanager
     def _split(self, joined: bytes) -> Iterator[list[BlockHash]]:
@@ -253,26 +257,41 @@ class ClientRequests:
         with self._context.bulk:
             yield split_hashes(joined)
 
-    def _in_pieces(self, ask: Callable[[list[BlockHash]], bytes], joined: bytes) -> bytes:
-        """What `ask` says of many hashes, a few at a time: others are served in between, and one such at a time."""
-        if len(joined) <= _FEW_HASHES * HASH_BYTES:
-            return ask(split_hashes(joined))
-        step = _PIECE_HASHES * HASH_BYTES
-        answers = []
-        for first in range(0, len(joined), step):
-            with self._context.bulk:
-                answers.append(ask(split_hashes(joined[first : first + step])))
-                time.sleep(_PIECE_PAUSE_S)  # with the lock held: as long as a piece takes, none is asked for
-        return b"".join(answers)
-
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def on_reserve(self, request: wire.ReserveRequest) -> wire.Reserved:
         space = self._space(request.space)
-        with self._split(request.hashes) as hashes:
-            grant, reason = self._catalog.reserve(self._client, request.reservation, space, hashes)
+        grant, reason = self._reserve(space, request.reservation, request.hashes)
         positions, offsets = wire.pack_numbers(grant.positions), _offsets(grant.blocks)
         return wire.Reserved(positions, offsets, grant.num_ready, grant.num_pending, grant.num_refused, reason)
+
+    def _reserve(self, space: MemorySpace, number: int, joined: bytes) -> tuple[Grant, str]:
+        """Room for all of the hashes under one number; for many of them in steps."""
+        if len(joined) <= _FEW_RESERVED * HASH_BYTES:
+            return self._catalog.reserve(self._client, number, space, split_hashes(joined))
+        total, reason, num_hashes = Grant([], [], 0, 0, 0), "", 0
+
+        def reserve(hashes: list[BlockHash]) -> None:
+            nonlocal total, reason, num_hashes
+            grant, why = self._catalog.reserve(
+                self._client, number, space, hashes, num_before=len(total.blocks), is_short=total.num_refused > 0
+            )
+            total = Grant(
+                total.blocks + grant.blocks,
+                total.positions + [num_hashes + position for position in grant.positions],
+                total.num_ready + grant.num_ready,
+                total.num_pending + grant.num_pending,
+                total.num_refused + grant.num_refused,
+            )
+            reason = reason or why
+            num_hashes += len(hashes)
+
+        in_pieces(self._context.bulk, reserve, joined, few=0, step=_PIECE_RESERVED)
+        if total.num_ready:  # a prompt loses its end before its beginning
+            step = _PIECE_RESERVED * HASH_BYTES
+            for first in reversed(range(0, len(joined), step)):
+                self._catalog.touch(space, split_hashes(joined[first : first + step]))
+        return total, reason
 
     def on_commit(self, request: wire.Commit) -> wire.Counted:
         if not self._client.is_local:  # it has written nothing there: the slot holds somebody's old bytes
@@ -283,7 +302,7 @@ class ClientRequests:
         filling, self._filling = self._filling, None
         if filling is None:
             return self._committed(None)
-        committed = self._committed(self._catalog.commit_filled(filling))
+        committed = self._committed(self._catalog.end_filling(filling))
         self._spend(len(filling.blocks) * filling.space.block_bytes)
         return committed
 

@@ -74,6 +74,10 @@ class ServedClient:
             raise TierRefused("this client has said good-bye")
         if number in self.leases or number in self.reservations:
             raise TierRefused(f"number {number} is in use")
+        return self.room_left(space)
+
+    def room_left(self, space: MemorySpace) -> int:
+        """How many more blocks it may hold."""
         left = min(max(0, self.max_held_units - self.held_units), self.tenant.holds.left)
         return left // space.index.block_units
 
@@ -85,6 +89,11 @@ class ServedClient:
             del self.ended_numbers[number]
             return False
         return True
+
+    def extend(self, claim: Claim, blocks: list[Block]) -> None:
+        """More blocks for a claim that was made."""
+        claim.blocks += blocks
+        self._hold(len(blocks) * claim.space.index.block_units)
 
     def take(self, claims: dict[int, Claim], number: int) -> Claim | None:
         """End a claim; the caller frees its blocks."""

@@ -237,7 +237,7 @@ def test_a_reservation_that_is_being_filled_lives_on(
     clock.now_s = 200.0
 
     assert catalog.expire() == 0
-    assert catalog.commit_filled(filled) == 1
+    assert catalog.end_filling(filled) == 1
     clock.now_s = 250.0
     assert catalog.expire() == 0
     clock.now_s = 300.0
@@ -252,7 +252,7 @@ def test_a_block_whose_reservation_ends_while_it_is_filled_still_becomes_ready(
     assert filled is not None
     catalog.end(remote)
 
-    assert catalog.commit_filled(filled) == 1
+    assert catalog.end_filling(filled) == 1
     assert catalog.contains(space, names("a", "b")) == b"\1\0"
 
 
@@ -276,10 +276,10 @@ def test_what_is_being_filled_is_held_until_its_bytes_have_come(
     holds = catalog.tenants.owner.holds
     assert holds.held_units == remote.held_units == 6
     if end == "end":
-        catalog.give_up_filling(filled)
+        catalog.end_filling(filled, has_arrived=False)
     else:
         assert not catalog.reserve(remote, 2, space, names("g", "h"))[0].blocks
-        assert catalog.commit_filled(filled) == 6
+        assert catalog.end_filling(filled) == 6
         catalog.close_reservation(remote, 1)
         assert len(catalog.reserve(remote, 3, space, names("g", "h"))[0].blocks) == 2
         catalog.end(remote)
