@@ -14,8 +14,20 @@ import kvtier
 from kvtier.client.client import SingleClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.wire import messages as wire
+from kvtier.wire.frames import encode_frame
 from kvtier.wire.messages import LISTED_EVICTED, LISTED_MEMORY
-from tests.support.actors import LAYOUT, NAMESPACE, chain, handshaken, open_client, payloads, raw_socket, read_all
+from tests.support.actors import (
+    LAYOUT,
+    NAMESPACE,
+    chain,
+    handshaken,
+    open_client,
+    payloads,
+    raw_socket,
+    read_all,
+    receive_message,
+)
 from tests.support.waiting import CALL_S, wait_until
 
 SLOT_BYTES = 12 << 10
@@ -137,6 +149,26 @@ def test_whoever_may_only_read_changes_nothing(tmp_path: Path) -> None:
             with pytest.raises(TierRefused, match="of the tenant alice may only read"):
                 order()
         assert read_all(alice, HASHES) == payloads(HASHES[:6])
+
+
+def test_whoever_may_only_read_takes_no_name_and_leaves_no_note(tmp_path: Path) -> None:
+    """A reader that comes first, with a wrong block size, keeps no writer out; one with the right size hits."""
+    text = TWO.replace('of alice"', 'of alice"\nread_token = "the secret of carol"')
+    with serving(tmp_path, text) as server, tenant(server, "carol") as carol, raw_socket(server.tcp) as reader:
+        handshaken(reader, "the secret of carol")
+
+        def ask(request: wire.Request) -> wire.Message:
+            reader.sendall(encode_frame(1, wire.encode(request)))
+            return receive_message(reader)
+
+        assert isinstance(ask(wire.Open(NAMESPACE, "forged", 1, 1, '{"salt":"forged"}')), wire.Opened)
+        assert read_all(carol, HASHES) == []
+        with tenant(server, "alice") as alice:
+            assert alice.set(HASHES, payloads(HASHES)) == len(HASHES)
+            assert [found.name for found in alice.namespaces()] != ["forged"]
+        assert read_all(carol, HASHES) == payloads(HASHES)
+        assert isinstance(ask(wire.NoteRequest("id", "forged")), wire.Failure)
+        assert ask(wire.NotedRequest("id")) == wire.Document("")
 
 
 def test_an_admin_sees_and_drops_everybodys(tmp_path: Path) -> None:

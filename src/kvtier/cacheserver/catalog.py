@@ -137,24 +137,33 @@ class Catalog:
         block_tokens: int,
         fields: str = "",
         tenant: Tenant | None = None,
+        *,
+        may_write: bool = True,
     ) -> MemorySpace:
         """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has.
 
-        `fields` is the JSON of what the namespace covers, for people to look at; empty if unknown.
+        `fields` is the JSON of what the namespace covers, for people to look at; empty if unknown. What a client says
+        that may not write changes nothing for others.
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
             namespace = self._own(tenant, called)
+            stored = self._disk.stored_space(namespace)
             if tenant.sees_all:  # the namespace may be somebody else's
-                stored_name = self._disk.name_of(namespace)
-                tenant = self.tenants.owner if stored_name is None else self.tenants.owner_of(stored_name)
-            return self._namespaces.open(tenant, namespace, called, name, block_bytes, block_tokens, fields)
+                tenant = self.tenants.owner if stored is None else self.tenants.owner_of(stored.name)
+            may_make = may_write
+            if not may_write and stored is not None and len(stored.index) and stored.block_bytes == block_bytes:
+                may_make, fields = True, ""
+                name, block_tokens = split_tagged(stored.name)[1], stored.block_tokens
+            return self._namespaces.open(
+                tenant, namespace, called, name, block_bytes, block_tokens, fields, may_make=may_make
+            )
 
     def _own(self, tenant: Tenant, called: Namespace) -> Namespace:
         """What the server keeps under the name that `tenant` has for it, or that `spaces` showed to it."""
         if not tenant.sees_all:
-            stored_name = self._disk.name_of(called)
-            if stored_name is not None and split_tagged(stored_name)[0] == tenant.name:
+            stored = self._disk.stored_space(called)
+            if stored is not None and split_tagged(stored.name)[0] == tenant.name:
                 return called
         return tenant.own(called)
 

@@ -143,6 +143,7 @@ class ClientRequests:
             request.block_tokens,
             request.fields,
             self._tenant,
+            may_write=self._may_write,
         )
         self._called[space.number] = Namespace(request.namespace)
         if space.number in self._spaces:
@@ -338,7 +339,7 @@ def _operation(kind: type[wire.Request]) -> tuple[str, Callable[[ClientRequests,
 _OPERATIONS = {kind: _operation(kind) for kind in get_args(wire.Request)}
 """By message: its name in the metrics, and the method that carries it out."""
 
-_WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "drop", "verify", "flush"))
+_WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "drop", "verify", "flush", "note"))
 """What a tenant that only reads may not ask for."""
 
 

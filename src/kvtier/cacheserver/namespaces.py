@@ -40,6 +40,7 @@ class MemorySpace:
     """One namespace's blocks in memory. `num_users` connections have it open.
 
     `namespace` is what the server calls it, and `called` what its tenant does; `stored_name` is what the disk is told.
+    One that `is_awaited` was named by clients that may only read: the disk hears nothing of it.
     """
 
     def __init__(
@@ -62,6 +63,14 @@ class MemorySpace:
         self.block_tokens = block_tokens
         self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES, tenant.memory, hash(namespace))
         self.num_users = 0
+        self.is_awaited = False
+
+    def begin(self, name: str, block_tokens: int) -> None:
+        """A client that may write uses what others have waited for; what it says of the namespace holds."""
+        self.name = name
+        self.stored_name = self.tenant.tagged(name)
+        self.block_tokens = block_tokens
+        self.is_awaited = False
 
     def is_table(self, block: Block) -> bool:
         """It is no prompt's block, but one that processes of this host write to all the time (`vineyard/recency`).
@@ -72,12 +81,17 @@ class MemorySpace:
 
 
 class Namespaces:
-    """Every namespace that is in use or has blocks in memory. A number is never given twice."""
+    """Every namespace that is in use or has blocks in memory. A number is never given twice.
+
+    A namespace that only readers have named is not among them: it has no blocks, and nobody else sees it. They get its
+    blocks once a client that may write has opened it with the block size that they said.
+    """
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self._numbers = itertools.count(1)
         self._spaces: dict[Namespace, MemorySpace] = {}
+        self._awaited: dict[tuple[Namespace, int], MemorySpace] = {}
         self.descriptions = NamespaceDescriptions()
 
     def __len__(self) -> int:
@@ -98,30 +112,48 @@ class Namespaces:
         block_bytes: int,
         block_tokens: int,
         fields: str,
+        *,
+        may_make: bool = True,
     ) -> MemorySpace:
         """The space that is kept under `namespace`, and is `tenant`'s if it is new."""
         space = self._spaces.get(namespace)
         if space is None:
-            if slot_bytes_of(block_bytes) > self._memory_bytes:
-                raise TierRefused(
-                    f"a block of {format_size(block_bytes)} does not fit into this server's "
-                    f"{format_size(self._memory_bytes)}"
-                )
-            number = next(self._numbers)
-            space = MemorySpace(number, tenant, namespace, called, name, block_bytes, block_tokens)
-            self._spaces[namespace] = space
+            space = self._awaited.get((namespace, block_bytes))
+            if space is None:
+                space = self._make(tenant, namespace, called, name, block_bytes, block_tokens)
+            if may_make:
+                self._awaited.pop((namespace, block_bytes), None)
+                space.begin(name, block_tokens)
+                self._spaces[namespace] = space
+            else:
+                space.is_awaited = True
+                self._awaited[namespace, block_bytes] = space
         if space.block_bytes != block_bytes:
             raise TierRefused(
                 f"namespace {namespace.hex()[:12]} ({space.name or 'unnamed'}) has blocks of {space.block_bytes} "
                 f"bytes here; this client says {block_bytes}"
             )
         space.num_users += 1
-        if fields:
+        if fields and may_make:
             self.descriptions.keep(namespace, fields)
         return space
 
+    def _make(
+        self, tenant: Tenant, namespace: Namespace, called: Namespace, name: str, block_bytes: int, block_tokens: int
+    ) -> MemorySpace:
+        if slot_bytes_of(block_bytes) > self._memory_bytes:
+            raise TierRefused(
+                f"a block of {format_size(block_bytes)} does not fit into this server's "
+                f"{format_size(self._memory_bytes)}"
+            )
+        return MemorySpace(next(self._numbers), tenant, namespace, called, name, block_bytes, block_tokens)
+
     def forget_if_empty(self, space: MemorySpace) -> None:
-        if not space.num_users and not len(space.index) and self._spaces.get(space.namespace) is space:
+        if space.num_users or len(space.index):
+            return
+        if space.is_awaited:
+            self._awaited.pop((space.namespace, space.block_bytes), None)
+        elif self._spaces.get(space.namespace) is space:
             del self._spaces[space.namespace]
 
     def forget_unused(self, stored: Sequence[StoreSpace]) -> None:

@@ -150,11 +150,10 @@ class Persistence:
         act = DiskStore.pin if keep else DiskStore.unpin
         return 0 if found is None else act(*found, hashes)
 
-    def name_of(self, namespace: Namespace) -> str | None:
-        """What the disk was told to call a namespace that has blocks on it."""
+    def stored_space(self, namespace: Namespace) -> StoreSpace | None:
+        """What the disk was told of a namespace that has, or may have, blocks on it."""
         store = self._store.current
-        space = None if store is None else store.find(namespace)
-        return None if space is None else space.name
+        return None if store is None else store.find(namespace)
 
     def blocks(self, space: MemorySpace) -> list[tuple[BlockHash, bool]]:
         """Hashes of what is stored, and whether each is pinned."""
@@ -306,7 +305,7 @@ class NoDisk:
     def blocks(self, space: MemorySpace) -> list[tuple[BlockHash, bool]]:
         return []
 
-    def name_of(self, namespace: Namespace) -> str | None:
+    def stored_space(self, namespace: Namespace) -> StoreSpace | None:
         return None
 
     def spaces(self) -> list[StoreSpace]:

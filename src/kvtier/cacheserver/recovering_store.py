@@ -46,7 +46,9 @@ class RecoveringStore:
         self.current = self._opened()
 
     def space_of(self, store: DiskStore, space: MemorySpace) -> StoreSpace | None:
-        """The namespace on disk; None when it has blocks of another size there."""
+        """The namespace on disk; None when it has blocks of another size there, or nobody may write to it."""
+        if space.is_awaited:
+            return None
         try:
             return store.open(space.namespace, space.stored_name, space.block_bytes, space.block_tokens)
         except TierRefused as error:

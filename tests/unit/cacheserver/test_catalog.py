@@ -490,6 +490,26 @@ def test_what_a_namespace_covers_is_known_as_long_as_the_namespace(catalog: Cata
     assert [each["fields"] for each in catalog.inventory.spaces_with_fields()] == [None]
 
 
+def test_what_a_reader_says_of_a_namespace_binds_nobody(catalog: Catalog, local: ServedClient) -> None:
+    wrong = catalog.open(NAMESPACE, "a reader's", 1, 1, '{"salt":"forged"}', may_write=False)
+    right = catalog.open(NAMESPACE, "a reader's", 4096, 1, '{"salt":"forged"}', may_write=False)
+    assert catalog.inventory.spaces() == []
+
+    space = catalog.open(NAMESPACE, "model", 4096, 16)
+
+    assert [(each["name"], each["block_tokens"]) for each in catalog.inventory.spaces()] == [("model", 16)]
+    assert [each["fields"] for each in catalog.inventory.spaces_with_fields()] == [None]
+    store(catalog, space, "a")
+    assert [catalog.contains(each, names("a")) for each in (wrong, right, space)] == [b"\0", b"\1", b"\1"]
+    with pytest.raises(TierRefused, match="this client says 1"):
+        catalog.open(NAMESPACE, "a reader's", 1, 1, may_write=False)
+    for each in (wrong, right, space):
+        catalog.close(each)
+    catalog.drop(space, [])
+    catalog.expire()
+    assert catalog.open(NAMESPACE, "model", 8192, 16).block_bytes == 8192
+
+
 def test_a_listing_in_parts_is_whole_and_says_when_it_ends(catalog, space, local):
     hashes = [BlockHash(bytes([number]) * 32) for number in range(5)]
     catalog.reserve(local, 1, space, hashes)
