@@ -7,6 +7,7 @@ own connection ends.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import socket
 import ssl
@@ -378,6 +379,8 @@ class ServedConnection:
         self._context = context
         self.is_unix = sock.family == socket.AF_UNIX
         self._peer = "a process of this host" if self.is_unix else _shown(sock)
+        self.address = "" if self.is_unix else _network_of(sock)
+        self._is_unwanted = threading.Event()
         self._on_end = on_end
         # TLS takes several messages: they are exchanged later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -401,9 +404,11 @@ class ServedConnection:
 
     def stop_receiving(self) -> None:
         """Take no more requests; the one under way is answered."""
+        self._is_unwanted.set()
         self._stream.stop_receiving()
 
     def shut_down(self) -> None:
+        self._is_unwanted.set()
         self._stream.shut_down()
 
     def join(self, timeout_s: float) -> None:
@@ -470,7 +475,7 @@ class ServedConnection:
             context.metrics.refusals.labels(kind="refused").inc()
             context.log.warning("refused", "%s refused: %s", self._peer, error)
             if not self.is_unix:
-                context.is_stopping.wait(_WRONG_TOKEN_S)
+                self._is_unwanted.wait(_WRONG_TOKEN_S)  # its thread ends once another stranger has its place
             self._say_last(wire.Failure("refused", str(error)))
             raise
         self._stream.set_limits(session.limits)
@@ -553,6 +558,16 @@ def _shown(sock: socket.socket) -> str:
     """The address of a TCP peer, for people."""
     host, port = sock.getpeername()[:2]
     return f"{host}:{port}"
+
+
+def _network_of(sock: socket.socket) -> str:
+    """The address of a TCP peer's host; whoever has one IPv6 address has all of its /64."""
+    address = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _certified_names(sock: ssl.SSLSocket) -> list[str]:

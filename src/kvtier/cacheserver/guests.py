@@ -1,7 +1,8 @@
 """Who is connected: how many may be at once, strangers apart from clients, so that none shuts out another.
 
 A stranger is a peer that has not yet shown who it is. Strangers have a small share of their own, over TCP and on this
-host each; TCP clients leave a part of all places to processes of this host; a tenant has no more than its own.
+host each, and one that arrives when it is full takes the place of the oldest at the address that has the most; TCP
+clients leave a part of all places to processes of this host; a tenant has no more than its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,16 +19,20 @@ from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
 MAX_TCP_STRANGERS = 32
-_SHORTEST_S = 1.0
-"""For which a stranger keeps its place, however many come after it."""
+_SHORTEST_S = {True: 1.0, False: 0.05}
+"""For which a stranger on this host, or over TCP, keeps its place, however many come after it from its own address.
+
+A handshake takes a few milliseconds. Longer, and one address that connects all the time would keep all places taken.
+"""
 _LAST_WORDS_S = 0.5
 _MAX_LEAVING = 64
 
 
 class Guest(Protocol):
-    """A connection."""
+    """A connection. `address` is that of its peer's host, or of its network; empty on this host."""
 
     is_unix: bool
+    address: str
 
     def shut_down(self) -> None: ...
 
@@ -64,17 +69,22 @@ class Guests:
     def arrive(self, guest: Guest) -> str | None:
         """A stranger is there. Returns a sentence if there is no place for it.
 
-        One that has been silent for a while makes room for it: whoever means well is done in an instant.
+        One that has been silent for a while makes room for it: whoever means well is done in an instant. One at an
+        address with more strangers than this one's makes room at once.
         """
         with self._lock:
             now = self._clock()
             limit = self._max_strangers[guest.is_unix]
             others = [other for other in self._strangers if other.is_unix == guest.is_unix]
             if len(others) >= limit:
-                if now - self._strangers[others[0]] < _SHORTEST_S:
+                counts = Counter(other.address for other in others)
+                most = max(counts.values())
+                oldest = next(other for other in others if counts[other.address] == most)
+                is_crowd = most > counts[guest.address] + 1
+                if not is_crowd and now - self._strangers[oldest] < _SHORTEST_S[guest.is_unix]:
                     return f"{limit} connections have not said yet who they are, which is the limit: try again"
-                del self._strangers[others[0]]
-                others[0].shut_down()
+                del self._strangers[oldest]
+                oldest.shut_down()
             sentence = self._why_full(guest)
             if sentence is None:
                 self._strangers[guest] = now
