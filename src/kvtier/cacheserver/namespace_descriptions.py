@@ -5,7 +5,7 @@ Under the catalog's lock. A client may say anything here: it is kept within boun
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 
 import msgspec
@@ -14,34 +14,48 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.errors import TierRefused
 
 _MAX_CHARS = 1 << 20
+_MAX_TENANT_CHARS = 128 << 10
 _MAX_DEPTH = 16
 
 
 class NamespaceDescriptions:
-    """JSON by namespace, at most `max_chars` of it; the namespace that was named longest ago goes first."""
+    """JSON by namespace: at most `max_chars` of the server's owner's namespaces, and `max_tenant_chars` of a tenant's.
 
-    def __init__(self, max_chars: int = _MAX_CHARS) -> None:
+    Over that, the namespace of the same tenant that was named longest ago goes first.
+    """
+
+    def __init__(self, max_chars: int = _MAX_CHARS, max_tenant_chars: int = _MAX_TENANT_CHARS) -> None:
         self._max_chars = max_chars
-        self._texts: OrderedDict[Namespace, str] = OrderedDict()
-        self._num_chars = 0
+        self._max_tenant_chars = max_tenant_chars
+        self._texts: dict[str, OrderedDict[Namespace, str]] = {}
+        self._num_chars: Counter[str] = Counter()
+        self._tenant_of: dict[Namespace, str] = {}
 
-    def keep(self, namespace: Namespace, text: str) -> None:
-        """The first word on a namespace stands."""
-        if namespace in self._texts:
-            self._texts.move_to_end(namespace)
+    def keep(self, namespace: Namespace, text: str, tenant: str = "") -> None:
+        """Of the tenant of that name, the owner by default. The first word on a namespace stands."""
+        if namespace in self._tenant_of:
+            self._texts[self._tenant_of[namespace]].move_to_end(namespace)
             return
-        self._texts[namespace] = text
-        self._num_chars += len(text)
-        while self._num_chars > self._max_chars:
-            self._num_chars -= len(self._texts.popitem(last=False)[1])
+        texts = self._texts.setdefault(tenant, OrderedDict())
+        texts[namespace] = text
+        self._tenant_of[namespace] = tenant
+        self._num_chars[tenant] += len(text)
+        while self._num_chars[tenant] > (self._max_tenant_chars if tenant else self._max_chars):
+            self._forget(next(iter(texts)))
 
     def get(self, namespace: Namespace) -> dict[str, object] | None:
-        text = self._texts.get(namespace)
-        return None if text is None else read_fields(text)
+        tenant = self._tenant_of.get(namespace)
+        return None if tenant is None else read_fields(self._texts[tenant][namespace])
 
     def forget_all_but(self, namespaces: Collection[Namespace]) -> None:
-        for namespace in [known for known in self._texts if known not in namespaces]:
-            self._num_chars -= len(self._texts.pop(namespace))
+        for namespace in [known for known in self._tenant_of if known not in namespaces]:
+            self._forget(namespace)
+
+    def _forget(self, namespace: Namespace) -> None:
+        tenant = self._tenant_of.pop(namespace)
+        self._num_chars[tenant] -= len(self._texts[tenant].pop(namespace))
+        if not self._texts[tenant]:
+            del self._texts[tenant]
 
 
 def read_fields(text: str) -> dict[str, object]:

@@ -135,7 +135,7 @@ class Namespaces:
             )
         space.num_users += 1
         if fields and may_make:
-            self.descriptions.keep(namespace, fields)
+            self.descriptions.keep(namespace, fields, space.tenant.name)
         return space
 
     def _make(

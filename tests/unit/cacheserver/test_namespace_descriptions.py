@@ -35,6 +35,21 @@ def test_the_bound_holds_and_what_was_named_longest_ago_goes_first() -> None:
     assert [known.get(space(number)) for number in (1, 2, 3)] == [{"a": "b"}, None, {"a": "b"}]
 
 
+def test_no_tenant_takes_the_room_of_another_or_of_the_owner() -> None:
+    known = NamespaceDescriptions(max_chars=20, max_tenant_chars=10)
+    known.keep(space(1), '{"a":"1"}')
+    known.keep(space(2), '{"a":"2"}', "bob")
+    for number in range(10, 20):
+        known.keep(space(number), '{"a":"b"}', "alice")
+    known.keep(space(2), '{"a":"forged"}', "alice")
+
+    assert [known.get(space(number)) for number in (1, 2)] == [{"a": "1"}, {"a": "2"}]
+    assert [known.get(space(number)) for number in (18, 19)] == [None, {"a": "b"}]
+    known.forget_all_but({space(1)})
+    known.keep(space(3), '{"a":"c"}', "alice")
+    assert [known.get(space(number)) for number in (1, 2, 3, 19)] == [{"a": "1"}, None, {"a": "c"}, None]
+
+
 def test_namespaces_that_are_gone_are_forgotten_and_make_room() -> None:
     known = NamespaceDescriptions(max_chars=9)
     known.keep(space(1), '{"a":"b"}')
