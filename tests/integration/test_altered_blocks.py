@@ -55,6 +55,24 @@ def test_what_was_altered_goes_to_nobody_over_tcp_and_is_dropped() -> None:
         assert read_all(remote, HASHES) == payloads(HASHES)
 
 
+def test_what_was_altered_while_the_disk_is_down_goes_to_nobody(tmp_path: Path) -> None:
+    """The disk's writers would have made the checksums, and do not come to it."""
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "4MiB")
+    with (
+        cache_server(*options),  # it has the folder
+        cache_server(*options, "--disk-optional", tcp=True) as server,
+        open_client(server.unix) as local,
+        open_client(server.tcp, server.token) as remote,
+    ):
+        assert local.stats()["disk_up"] == 0
+        local.set(HASHES, payloads(HASHES))
+        wait_until_sealed(local)
+        alter(server.unix, 2)
+
+        assert read_all(remote, HASHES) in (payloads(HASHES)[:count] for count in range(3))
+        wait_until(lambda: local.stats()["altered_blocks"] == 1)
+
+
 def test_what_came_over_tcp_and_was_altered_goes_to_nobody() -> None:
     with cache_server(tcp=True) as server, open_client(server.tcp, server.token) as remote:
         remote.set(HASHES, payloads(HASHES))

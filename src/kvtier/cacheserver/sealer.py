@@ -3,7 +3,8 @@
 Processes of this host can write to a block after its commit, by mistake: from when it has a checksum, that shows before
 it leaves the host's memory. No client waits for it, nor for the memory's bandwidth: a burst of commits is summed when
 it is over, or after a second, and what is written until then is not noticed. Where the disk's writers get every block
-at once, they make the checksum (`disk_threads`), and there is no sealer.
+at once, they make the checksum (`disk_threads`), and what they have not come to after a second is summed here: the disk
+may be slow, or down.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from kvtier.memory.mapped import MappedArena
 _MAX_QUEUED = 1 << 18
 """Of more blocks, the oldest get their checksum when they are first read."""
 _QUIET_S = 0.02
-_LATEST_S = 1.0
+LATEST_S = 1.0
 
 
 class Sealer:
-    """A thread. It holds no block: the checksum of one that leaves meanwhile is nobody's."""
+    """A thread. It holds no block: the checksum of one that leaves meanwhile is nobody's.
 
-    def __init__(self, arena: MappedArena, clock: Callable[[], float] = time.monotonic) -> None:
+    A burst of commits is over when there was none for `quiet_s`.
+    """
+
+    def __init__(
+        self, arena: MappedArena, clock: Callable[[], float] = time.monotonic, quiet_s: float = _QUIET_S
+    ) -> None:
         self._arena = arena
+        self._quiet_s = quiet_s
         self._clock = clock
         self._queue: deque[tuple[float, MemorySpace, Sequence[Block]]] = deque()
         self._num_queued = 0
@@ -76,7 +83,7 @@ class Sealer:
                 if not self._queue:
                     self._condition.wait()
                     continue
-                wait_s = min(self._queue[-1][0] + _QUIET_S, self._queue[0][0] + _LATEST_S) - self._clock()
+                wait_s = min(self._queue[-1][0] + self._quiet_s, self._queue[0][0] + LATEST_S) - self._clock()
                 if wait_s <= 0:
                     return self._queue.popleft()[1:]
                 self._condition.wait(wait_s)
@@ -93,7 +100,7 @@ class Sealer:
 
 
 class NoSealer:
-    """Where blocks stay in this host's memory, or the disk's writers get each at once; see `Sealer`."""
+    """Where blocks stay in this host's memory; see `Sealer`."""
 
     num_queued = 0
 

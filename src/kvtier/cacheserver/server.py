@@ -20,7 +20,7 @@ from kvtier.cacheserver.metrics_server import MetricsServer
 from kvtier.cacheserver.persistence import NO_DISK, Disk, Persistence
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.recovering_store import RecoveringStore
-from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
+from kvtier.cacheserver.sealer import LATEST_S, NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant, Tenants
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.mapped import MappedArena
@@ -172,9 +172,11 @@ class CacheServer:
 
     def _make_sealer(self) -> Sealer | NoSealer:
         config = self._config
-        writes_at_once = config.folder is not None and config.stores_on == "commit"
-        leaves_memory = config.tcp is not None or config.folder is not None
-        return Sealer(self._arena) if leaves_memory and not writes_at_once else NO_SEALER
+        if config.tcp is None and config.folder is None:
+            return NO_SEALER
+        if config.folder is not None and config.stores_on == "commit":
+            return Sealer(self._arena, quiet_s=LATEST_S)  # the disk's writers come first, as long as they can
+        return Sealer(self._arena)
 
     def _describe(self, asker: Tenant) -> dict[str, object]:
         config = self._config
