@@ -52,6 +52,8 @@ class BlockCipher:
         if len(key) != _KEY_BYTES:
             raise ConfigError(f"an encryption key has {_KEY_BYTES} bytes, not {len(key)}")
         self._key = key
+        self.key_check = hmac.digest(key, b"kvtier disk 1 key check", "sha256")
+        """The same for the same key, and tells nothing of it."""
         self._salt = os.urandom(12)
         self._counts = itertools.count(1)  # a step is atomic
         self._known: dict[bytes, _Derived] = {}

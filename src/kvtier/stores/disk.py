@@ -14,6 +14,7 @@ import contextlib
 import enum
 import errno
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -38,7 +39,7 @@ from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
 from kvtier.stores.records import UNIT_BYTES, BlockRecord
-from kvtier.stores.recovery import Fit, any_sealed, choose, counted_anew, fit, last_counts
+from kvtier.stores.recovery import Fit, any_sealed, choose, counted_anew, fit, last_counts, units_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RECENCY_BATCH = 512
 _SPARE_RECORDS = 1024
 _MAX_SEALED_BYTES = 1 << 30
+_MAX_TRIED = 8
 _FAR_COUNT = 1 << 48  # nobody writes so many blocks; a record that says so must not bring the counts to their end
 
 
@@ -445,9 +447,11 @@ class DiskStore:
     def _of_our_kind(self, found: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
         """Ciphertext alone with a key, and none without one; the others are forgotten.
 
-        Raises `ConfigError` when all is ciphertext and there is no key: that is a mistake, and nothing is lost yet.
+        Raises `ConfigError` when all is ciphertext and there is no key, or another than it was made with: that is a
+        mistake, and nothing is lost yet.
         """
         is_sealing = self._files.cipher is not None
+        self._check_key(found)
         if not is_sealing and not any_sealed(found):
             return found
         ours = {
@@ -468,6 +472,37 @@ class DiskStore:
                     PAYLOADS_NAME,
                 )
         return ours
+
+    def _check_key(self, found: dict[int, BlockRecord]) -> None:
+        """Note in the header which key is in use, once that is certain: ciphertexts of before may be of another."""
+        cipher, records = self._files.cipher, self._records
+        if cipher is None:
+            if not any_sealed(found):
+                records.key_check = b""
+        elif not any_sealed(found) or (not records.key_check and self._opens_any(found, cipher)):
+            records.key_check = cipher.key_check
+        elif records.key_check not in (b"", cipher.key_check):
+            raise ConfigError(
+                f"the blocks in {self.folder} are encrypted with another key: use the key file of before, or an empty "
+                "folder"
+            )
+
+    def _opens_any(self, found: dict[int, BlockRecord], cipher: BlockCipher) -> bool:
+        """Whether one of a few ciphertexts was made with our key."""
+        end = self._payloads.nbytes // UNIT_BYTES
+        sealed = (record for record in found.values() if record.seal and record.start + units_of(record) <= end)
+        return any(self._opens(record, cipher) for record in itertools.islice(sealed, _MAX_TRIED))
+
+    def _opens(self, record: BlockRecord, cipher: BlockCipher) -> bool:
+        space = StoreSpace(record.namespace, "", record.block_bytes, record.block_tokens, None)
+        try:
+            into = memoryview(bytearray(space.block_bytes))
+            with cipher.staged(space.slot_bytes) as staging, staging[: space.slot_bytes] as slot:
+                self._payloads.read([record.start], [slot], space.block_bytes, space.slot_bytes)
+                cipher.open(record.seal, space.about(record.hash), staging, into)
+        except (OSError, MemoryError, NotAuthentic):
+            return False
+        return True
 
     def _shrink(self, plan: Fit) -> dict[int, BlockRecord]:
         """Carry out a plan, so that a crash at any instant loses at most what the plan drops."""

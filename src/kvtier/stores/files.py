@@ -15,6 +15,8 @@ _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 class BlockCipher(Protocol):
     """See `stores/cipher`, which needs a library that others do without."""
 
+    key_check: bytes
+
     def staged(self, slot_bytes: int) -> AbstractContextManager[memoryview]: ...
 
     def seal(self, about: bytes, payload: memoryview, staging: memoryview, slot_bytes: int) -> bytes: ...

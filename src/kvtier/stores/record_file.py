@@ -49,6 +49,8 @@ class RecordFile:
         self.nbytes = files.size(self._fd)
         self.num_missing = 0
         self.has_header = False
+        self.key_check = b""
+        """As the header has it, and as the next header that is written will."""
 
     @property
     def num_records(self) -> int:
@@ -60,6 +62,7 @@ class RecordFile:
         self.has_header = header is not None
         if header is not None:
             self.num_missing = max(0, header.num_records - self.num_records)
+            self.key_check = header.key_check
         found: dict[int, BlockRecord] = {}
         damaged: list[int] = []
         raw = bytearray(min(self.num_records, _PIECE_RECORDS) * RECORD_BYTES)
@@ -130,7 +133,7 @@ class RecordFile:
         return decode_header(bytes(raw[:length]))
 
     def _write_header(self, num_records: int) -> None:
-        self._files.write(self._fd, [encode_header(Header(FORMAT_VERSION, num_records))], 0)
+        self._files.write(self._fd, [encode_header(Header(FORMAT_VERSION, num_records, self.key_check))], 0)
 
     def _write_raw(self, records: Sequence[tuple[int, bytes]]) -> None:
         first = 0

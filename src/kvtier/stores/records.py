@@ -35,6 +35,7 @@ _KNOWN_FLAGS = _PINNED | _SEALED
 HEADER_BYTES = 4096
 _HEADER_MAGIC = b"KVTIERDK"
 _HEADER = struct.Struct("<8sIIQ")
+KEY_CHECK_BYTES = 32
 
 
 class BlockRecord(NamedTuple):
@@ -124,14 +125,16 @@ def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockReco
 
 
 class Header(NamedTuple):
-    """What a record file says of itself."""
+    """What a record file says of itself. `key_check` tells the key of its ciphertexts from others; empty if unknown."""
 
     version: int
     num_records: int
+    key_check: bytes = b""
 
 
 def encode_header(header: Header) -> bytes:
-    body = _HEADER.pack(_HEADER_MAGIC, header.version, UNIT_BYTES, header.num_records).ljust(HEADER_BYTES - 8, b"\0")
+    start = _HEADER.pack(_HEADER_MAGIC, header.version, UNIT_BYTES, header.num_records)
+    body = (start + header.key_check).ljust(HEADER_BYTES - 8, b"\0")
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
@@ -142,4 +145,5 @@ def decode_header(raw: bytes) -> Header | None:
     if struct.unpack_from("<Q", raw, HEADER_BYTES - 8)[0] != xxhash.xxh3_64_intdigest(raw[: HEADER_BYTES - 8]):
         return None
     _, version, _, num_records = _HEADER.unpack_from(raw)
-    return Header(version, num_records)
+    key_check = raw[_HEADER.size : _HEADER.size + KEY_CHECK_BYTES]
+    return Header(version, num_records, key_check if any(key_check) else b"")

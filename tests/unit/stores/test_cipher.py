@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import ConfigError, TierRefused
 from kvtier.stores.cipher import SEAL_BYTES, BlockCipher, SealingFiles, read_key, sealing_files
 from kvtier.stores.files import NotAuthentic
-from kvtier.stores.records import HEADER_BYTES, BlockRecord, decode_records
+from kvtier.stores.records import HEADER_BYTES, BlockRecord, decode_header, decode_records, encode_header
 from tests.support.store_building import (
     DATA_NAME,
     MIB,
@@ -30,6 +30,15 @@ from tests.support.store_building import (
 pytest.importorskip("cryptography")
 _KEY = bytes(range(32))
 _SIZES = [1, 100, UNIT - 1, UNIT, UNIT + 1, 3 * UNIT - 10, 40 * UNIT]
+
+
+def _forget_key(folder: Path) -> None:
+    """Write the header as a kvtier does that knows nothing of keys in it."""
+    with (folder / RECORDS_NAME).open("r+b") as file:
+        header = decode_header(file.read(HEADER_BYTES))
+        assert header is not None
+        file.seek(0)
+        file.write(encode_header(header._replace(key_check=b"")))
 
 
 def _sealing(key: bytes = _KEY) -> SealingFiles:
@@ -109,6 +118,7 @@ def test_a_flipped_bit_a_moved_block_and_another_key_are_not_authentic(tmp_path:
     with opened(tmp_path, files=_sealing()) as store:
         assert read_rightly(store, space_of(store), range(4)) == {2, 3}
         assert store.losses == {"not authentic": 2}
+    _forget_key(tmp_path)  # as a kvtier of before would leave it: another key shows when a block is read
     with opened(tmp_path, files=_sealing(bytes(32))) as store:
         assert read_rightly(store, space_of(store), range(4)) == set()
         assert store.losses == {"not authentic": 2}
@@ -147,6 +157,46 @@ def test_a_store_without_its_key_is_not_opened_and_loses_nothing(tmp_path: Path)
     with opened(tmp_path, files=_sealing()) as store:
         assert read_rightly(store, space_of(store), range(10)) == set(range(10))
         assert store.losses == {}
+
+
+def test_a_store_with_another_key_is_not_opened_and_loses_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, files=_sealing()) as store:
+        write(store, space_of(store), range(10))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"the blocks in {tmp_path} are encrypted with another key"):
+            opened(tmp_path, files=_sealing(bytes(32))).__enter__()
+    with opened(tmp_path, files=_sealing()) as store:
+        assert read_rightly(store, space_of(store), range(10)) == set(range(10))
+        assert store.losses == {}
+        store.drop(space_of(store))
+    with opened(tmp_path, files=_sealing(bytes(32))) as store:  # nothing is left that has the old key
+        write(store, space_of(store), range(10))
+    with pytest.raises(ConfigError, match="another key"):
+        opened(tmp_path, files=_sealing()).__enter__()
+
+
+def test_a_folder_of_before_its_header_told_the_key_is_opened(tmp_path: Path) -> None:
+    """With the right key the header tells it from then on; with another one, it does not tell that."""
+    with opened(tmp_path, files=_sealing()) as store:
+        write(store, space_of(store), range(10))
+    _forget_key(tmp_path)
+    with opened(tmp_path, files=_sealing(bytes(32))):
+        pass
+    with opened(tmp_path, files=_sealing()) as store:
+        assert read_rightly(store, space_of(store), range(10)) == set(range(10))
+    with pytest.raises(ConfigError, match="another key"):
+        opened(tmp_path, files=_sealing(bytes(32))).__enter__()
+
+
+def test_a_header_tells_nothing_of_the_key_and_of_no_key_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "sealed", files=_sealing()) as store:
+        write(store, space_of(store), range(2))
+    assert _KEY not in (tmp_path / "sealed" / RECORDS_NAME).read_bytes()[:HEADER_BYTES]
+    with opened(tmp_path / "plain") as store:
+        write(store, space_of(store), range(2))
+    header = decode_header((tmp_path / "plain" / RECORDS_NAME).read_bytes()[:HEADER_BYTES])
+    assert header is not None
+    assert header.key_check == b""
 
 
 def test_a_smaller_budget_recency_and_pins_work_on_ciphertext(tmp_path: Path) -> None:

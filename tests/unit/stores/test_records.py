@@ -124,7 +124,9 @@ def test_a_wiped_record_is_free_and_noise_is_damaged() -> None:
     assert all(isinstance(record, DamagedRecord) for record in _decode(noise))
 
 
-@pytest.mark.parametrize("header", [Header(1, 0), Header(1, 256), Header(0, 3), Header(77, 2**40)])
+@pytest.mark.parametrize(
+    "header", [Header(1, 0), Header(1, 256), Header(0, 3), Header(77, 2**40), Header(1, 2, bytes(range(32)))]
+)
 def test_a_header_comes_back_as_it_was(header: Header) -> None:
     raw = encode_header(header)
     assert len(raw) == HEADER_BYTES
