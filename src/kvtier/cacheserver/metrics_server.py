@@ -82,10 +82,15 @@ class MetricsServer:
         except OSError:
             time.sleep(0.1)  # no descriptors left, perhaps: later
             return
-        sock.setblocking(False)
         peer = _Peer(sock, time.monotonic() + _PEER_S)
         self._peers[peer] = None
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+        try:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, peer)
+        except Exception as error:  # whatever it is, the next one is served
+            logger.warning("a connection for metrics could not be accepted: %s", error)
+            self._leave(peer)
+            return
         if len(self._peers) > _MAX_PEERS:
             self._leave(next(iter(self._peers)))  # whoever came first has had its time
 
