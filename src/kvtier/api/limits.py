@@ -29,6 +29,17 @@ MAX_TEMPLATE_CHARACTERS = 64 << 10
 CHARACTERS_PER_TOKEN = 1024
 """Text with more characters than this for each token of the model's context is too long, whatever the tokenizer."""
 
+# --- how a request arrives -------------------------------------------------------------------------------------------
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+MAX_PIPELINED = 16
+"""Requests that wait on a connection while one before them is answered."""
+
+NUM_FREE_CHUNKS = 4096
+CHUNK_BYTES = 16
+"""A body may have one chunk for each `CHUNK_BYTES`, and `NUM_FREE_CHUNKS` besides."""
+
 # --- how a body arrives -----------------------------------------------------------------------------------------------
 
 INLINE_BODY_BYTES = 32 << 10
