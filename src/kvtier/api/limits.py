@@ -58,6 +58,12 @@ MAX_OPEN_BODIES = 4096
 OPEN_BODIES_OVER_LARGEST = 4
 """Bodies that arrive hold, together, at most this many times the largest body."""
 
+QUICK_BODY_BYTES = 1 << 20
+"""Bodies up to this size, of which none takes longer than about a tenth of a second, do not wait for larger ones."""
+
+MAX_UNREAD_BODIES_BYTES = 256 << 20
+"""Bodies that have arrived and wait to be read, those up to `QUICK_BODY_BYTES` and the others apart."""
+
 READ_TIMEOUT_S = 20.0
 """For reading a large body, once it has arrived and it is its turn."""
 
