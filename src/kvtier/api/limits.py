@@ -72,6 +72,9 @@ READ_TIMEOUT_S = 20.0
 STREAM_STALL_S = 60.0
 """A stream of which nothing is read for so long is ended."""
 
+MAX_WHOLE_LOGPROBS_BYTES = 32 << 20
+"""Of all logprobs in an answer that is not streamed, in JSON."""
+
 MAX_UNREAD_PIECES = 4096
 """Pieces of the answers to one prompt that wait for a client who reads slowly; 64 for each answer, if that is more."""
 
