@@ -58,6 +58,7 @@ _CHARACTERS_OF_MESSAGE = 32
 """What a template takes for a message, counted in characters of text."""
 
 _FLUSH_S = 2.0
+_ACCEPT_AGAIN_S = 0.5
 
 
 class EngineServer:
@@ -80,6 +81,7 @@ class EngineServer:
         self._lock = threading.Lock()
         self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
+        self._is_closing = threading.Event()
         self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
         self._long_prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-long-prompt")
         self._listener = UnixListener(UnixAddress(socket_path))
@@ -100,6 +102,7 @@ class EngineServer:
     def close(self) -> None:
         """What is under way is broken off."""
         self.is_refusing = True
+        self._is_closing.set()
         with contextlib.suppress(OSError):
             self._listener.sock.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -124,15 +127,24 @@ class EngineServer:
             self._connections.discard(connection)
 
     def _accept(self) -> None:
-        while True:
+        """Until `close`, whatever goes wrong: a process without descriptors or threads may have some again later."""
+        while not self._is_closing.is_set():
             try:
-                sock, _ = self._listener.sock.accept()
-            except OSError:
-                return  # closed
-            connection = _ClientConnection(self, sock)
-            with self._lock:
-                self._connections.add(connection)
+                self._meet(self._listener.sock.accept()[0])
+            except (OSError, RuntimeError) as error:
+                if not self._is_closing.wait(_ACCEPT_AGAIN_S):
+                    logger.warning("a connection could not be accepted: %s", error)
+
+    def _meet(self, sock: socket.socket) -> None:
+        """Raises `RuntimeError` when the process may have no more threads; the connection is then closed."""
+        connection = _ClientConnection(self, sock)
+        with self._lock:
+            self._connections.add(connection)
+        try:
             connection.start()
+        except RuntimeError:
+            self.forget(connection)
+            raise
 
 
 class _ClientConnection:
@@ -152,8 +164,17 @@ class _ClientConnection:
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
 
     def start(self) -> None:
-        self._reading.start()
-        self._writing.start()
+        """Raises `RuntimeError` when a thread cannot be started; the connection is then closed."""
+        try:
+            self._reading.start()
+            self._writing.start()
+        except RuntimeError:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            if self._reading.ident is not None:
+                self._reading.join()
+            self._sock.close()
+            raise
 
     def close(self) -> None:
         """What it is owed is sent, as far as somebody reads it."""

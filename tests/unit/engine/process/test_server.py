@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import struct
@@ -525,3 +526,48 @@ def test_somebody_who_does_not_read_keeps_nobody_from_closing(bench: _Bench) -> 
     bench.client.say("a", _piece("x" * _UNREAD))
 
     bench.close_server()
+
+
+# --- accepting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kvtier-engine-read", "kvtier-engine-write"])
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+    num_failed = 0
+
+    def failing(thread: threading.Thread) -> None:
+        nonlocal num_failed
+        if thread.name == name and num_failed < 2:
+            num_failed += 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as refused:
+            refused.settimeout(LIMIT_S)
+            refused.connect(str(bench.path))
+            assert refused.recv(1) == b""
+
+    bench.submitted(bench.connect(), "later")
+
+
+def test_accepting_outlives_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    errors = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ECONNABORTED, "gone")]
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    bench = _Bench(tmp_path / "e.sock")
+    try:
+        bench.submitted(bench.connect(), "later")
+    finally:
+        bench.close()
+    assert not errors
