@@ -19,6 +19,7 @@ from kvtier.api.engine_connection import Answers, Question
 from kvtier.api.engines import KnownModel
 from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY, MAX_WHOLE_LOGPROBS_BYTES
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, sampled_tokens
+from kvtier.api.prompt_length import prompt_bytes
 from kvtier.api.service import Service
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.process.messages import EncodedPrompt, Prompt, encode_part
@@ -132,7 +133,7 @@ class Generation:
 
     async def whole(self) -> bytes:
         """The body of the response. Raises a `HttpError` or a `KvtierError`."""
-        with self.service.place():
+        with self._place():
             async with self._submitted() as submitted:
                 usage = Usage(sum(answers.prompt_tokens for answers in submitted))
                 found = [WholeAnswer() for _ in submitted for _ in range(self.asked.params.n)]
@@ -155,7 +156,7 @@ class Generation:
 
         What is wrong before that is raised; what goes wrong later is the last chunk.
         """
-        with self.service.place():
+        with self._place():
             async with self._submitted() as submitted:
                 yield b""
                 try:
@@ -177,6 +178,11 @@ class Generation:
                     return
                 if end := self.shape.end(usage):
                     yield end
+
+    def _place(self) -> contextlib.AbstractContextManager[None]:
+        prompts = self.asked.prompts
+        num_answers = len(prompts) * self.asked.params.n
+        return self.service.place(self.tenant, num_answers, sum(map(prompt_bytes, prompts)))
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[Sequence[Answers]]:

@@ -67,6 +67,14 @@ MAX_UNREAD_BODIES_BYTES = 256 << 20
 READ_TIMEOUT_S = 20.0
 """For reading a large body, once it has arrived and it is its turn."""
 
+# --- how much is served ----------------------------------------------------------------------------------------------
+
+ANSWERS_OVER_REQUESTS = 4
+"""Requests that are served have, together, at most this many times as many answers as there may be requests."""
+
+SERVED_PROMPTS_OVER_LARGEST = 2
+"""Their prompts take, together, at most this many times the largest body."""
+
 # --- how an answer leaves ---------------------------------------------------------------------------------------------
 
 STREAM_STALL_S = 60.0

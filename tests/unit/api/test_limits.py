@@ -149,6 +149,11 @@ _EDGES: dict[str, _Bodies] = {
         completion_body("a" * (1024 * MAX_MODEL_LEN)),
         completion_body("a" * (1024 * MAX_MODEL_LEN + 1)),
     ),
+    "prompt of names": (
+        CHAT,
+        {"model": MODEL, "messages": [{"role": "user", "content": "a", "name": "n" * (1024 * MAX_MODEL_LEN - 1)}]},
+        {"model": MODEL, "messages": [{"role": "user", "content": "a", "name": "n" * (1024 * MAX_MODEL_LEN)}]},
+    ),
     "messages": (
         CHAT,
         {"model": MODEL, "messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES},

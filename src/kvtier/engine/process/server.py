@@ -6,6 +6,7 @@ writing thread. Prompts are made from text and chats by a few threads, so that a
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import logging
@@ -53,7 +54,9 @@ from kvtier.transport.listening import UnixListener
 logger = logging.getLogger(__name__)
 
 _NUM_PROMPT_THREADS = 2
-_SHORT_CHARACTERS = 64 << 10
+_SHORT_CHARACTERS = (4 << 10, 64 << 10)
+"""Prompts up to each of these, and longer ones, are made by threads of their own."""
+
 _CHARACTERS_OF_MESSAGE = 32
 """What a template takes for a message, counted in characters of text."""
 
@@ -82,8 +85,9 @@ class EngineServer:
         self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
         self._is_closing = threading.Event()
-        self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
-        self._long_prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-long-prompt")
+        self._prompt_threads = [
+            ThreadPoolExecutor(_NUM_PROMPT_THREADS, f"kvtier-{length}-prompt") for length in ("short", "middle", "long")
+        ]
         self._listener = UnixListener(UnixAddress(socket_path))
         self._accepting = threading.Thread(target=self._accept, name="kvtier-accept-engine", daemon=True)
         self._accepting.start()
@@ -111,16 +115,16 @@ class EngineServer:
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        self._prompt_threads.shutdown()
-        self._long_prompt_threads.shutdown()
+        for threads in self._prompt_threads:
+            threads.shutdown()
 
     def threads_for(self, prompt: Prompt) -> ThreadPoolExecutor:
-        """Those who make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
+        """Those that make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
         if isinstance(prompt, ChatPrompt):
-            num_characters = sum(_CHARACTERS_OF_MESSAGE + len(message.content) for message in prompt.messages)
+            num_characters = sum(_CHARACTERS_OF_MESSAGE + message.num_characters for message in prompt.messages)
         else:
             num_characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
-        return self._prompt_threads if num_characters <= _SHORT_CHARACTERS else self._long_prompt_threads
+        return self._prompt_threads[bisect.bisect_left(_SHORT_CHARACTERS, num_characters)]
 
     def forget(self, connection: _ClientConnection) -> None:
         with self._lock:

@@ -100,9 +100,12 @@ class _Texts:
         self.num_shown = 0
         self.hold = threading.Event()
         self.hold.set()
+        self.hold_long = threading.Event()
+        self.hold_long.set()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert self.hold.wait(LIMIT_S)
+        assert len(text) == 1 or self.hold_long.wait(LIMIT_S)
         return [1] * add_special_tokens + [ord(character) for character in text]
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]) -> list[int]:
@@ -194,6 +197,7 @@ class _Bench:
 
     def close(self) -> None:
         self.texts.hold.set()
+        self.texts.hold_long.set()
         self.close_server()
         for peer in self._peers:
             peer.close()
@@ -526,6 +530,35 @@ def test_somebody_who_does_not_read_keeps_nobody_from_closing(bench: _Bench) -> 
     bench.client.say("a", _piece("x" * _UNREAD))
 
     bench.close_server()
+
+
+# --- long prompts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        TextPrompt("a" * 5_000),
+        TextPrompt("a" * 63_000),
+        ChatPrompt([ChatMessage("user", "a" * 63_000)]),
+        ChatPrompt([ChatMessage("user", "a", name="n" * 63_000)]),
+        ChatPrompt([ChatMessage("user", "")] * 2000),
+    ],
+    ids=["text", "long text", "chat", "name", "messages"],
+)
+def test_a_short_prompt_does_not_wait_for_long_ones(bench: _Bench, long: Prompt) -> None:
+    bench.texts.hold_long.clear()
+    peer = bench.connect()
+    for number in range(101, 165):
+        peer.send(_submit(number, f"{number}", long))
+    peer.send(_submit(1, "short", TextPrompt("a")))
+
+    wait_until(lambda: "short" in bench.client.prompts)
+    assert set(bench.client.prompts) == {"short"}
+
+
+def test_a_prompt_of_a_page_does_not_wait_for_one_of_a_book(bench: _Bench) -> None:
+    assert bench.server.threads_for(TextPrompt("a" * 60_000)) is not bench.server.threads_for(TextPrompt("a" * 70_000))
 
 
 # --- accepting --------------------------------------------------------------------------------------------------------
