@@ -18,16 +18,17 @@ class Tenant:
 
     name: str
     salt: str = ""
+    reads_metrics: bool = False
 
 
-_EVERYBODY = Tenant("")
+_EVERYBODY = Tenant("", reads_metrics=True)
 
 
 class Access:
     """With keys, only their holders are served."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = [(one.key.encode(), Tenant(one.name, _salt_of_key(one))) for one in keys]
+        self._keys = [(one.key.encode(), Tenant(one.name, _salt_of_key(one), one.metrics)) for one in keys]
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for a request without a key that is known."""

@@ -1,6 +1,9 @@
-"""One client's connection, with limits that uvicorn's own parser lacks: how long a request's head may be and may take.
+"""One client's connection, with limits that uvicorn's own parser lacks: how long a request's head may be and may take,
+how many chunks a body may have, and how many requests may wait for an answer.
 
-Between requests uvicorn's keep-alive timer holds, and bodies are limited by who reads them.
+The parser calls back for each header, chunk and request of what was read, and the event loop serves nobody meanwhile:
+the limits bound how often. Between requests uvicorn's keep-alive timer holds, and the size of a body is limited by the
+application that reads it.
 """
 
 from __future__ import annotations
@@ -8,16 +11,28 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kvtier.api.limits import CHUNK_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_FREE_CHUNKS
 from kvtier.api.streaming import ABORT
 
-MAX_HEAD_BYTES = 64 << 10
 _HEADER_EXTRA_BYTES = len(": \r\n")
+_PARSED_AT_ONCE_BYTES = 32 << 10
+"""After so much of what was read the limits are looked at again."""
+
+_TOO_MANY_CHUNKS = f"the body comes in too many small chunks: send chunks of at least {CHUNK_BYTES} bytes"
+_TOO_MANY_REQUESTS = f"more than {MAX_PIPELINED} requests wait on this connection: wait for their answers"
+
+_refuse_request = PlainTextResponse(_TOO_MANY_REQUESTS, 429, {"connection": "close"})
 
 
 class ClientConnection(HttpToolsProtocol):
-    """Answers a head of more than `MAX_HEAD_BYTES` with 431, and closes what sends no whole head in its time."""
+    """Answers a head that is too long with 431, a body in too many chunks with 400 and a request too many with 429.
+
+    The connection is then closed, as is one that sends no whole head in its time. Requests that came before the one too
+    many are answered first.
+    """
 
     head_timeout_s = 30.0
 
@@ -25,6 +40,9 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of the head that is coming, or of trailers: whatever is not a body
         self._head_timer: asyncio.TimerHandle | None = None
+        self._pieces: list[bytes] = []  # of the body, as the parser found them; the application gets them in one
+        self._spare_chunks = 0  # further chunks that the body may have
+        self._takes_no_more = False  # one request too many came: nothing behind it is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,32 +53,71 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self.transport.is_closing():
+        if len(data) <= _PARSED_AT_ONCE_BYTES:
+            self._parse(data)
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
+        whole = memoryview(data)
+        for start in range(0, len(data), _PARSED_AT_ONCE_BYTES):
+            if self.transport.is_closing():
+                return
+            self._parse(whole[start : start + _PARSED_AT_ONCE_BYTES])
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        if self._takes_no_more:
+            self.flow.pause_reading()
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)  # type: ignore[arg-type]  # the parser takes any buffer
+        self._pass_body_on()
+        if self.transport.is_closing() or self._takes_no_more:
+            return
+        if self._spare_chunks < 0:
+            self._refuse_chunks()
+        elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            self._head_bytes = MAX_HEAD_BYTES + 1
+            raise ValueError("the head has too many headers")  # ends the parsing, which calls `send_400_response`
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         extra_bytes = _HEADER_EXTRA_BYTES * len(self.headers)
         self._head_bytes = len(self.url) + extra_bytes + sum(len(name) + len(value) for name, value in self.headers)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the head is too long")  # ends the parsing, which calls `send_400_response`
+            raise ValueError("the head is too long")
         self._head_bytes = 0
+        self._spare_chunks = NUM_FREE_CHUNKS
         self._stop_timer()
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+        if len(self.pipeline) < MAX_PIPELINED:
+            super().on_headers_complete()
+            return
+        self.app = _refuse_request  # of this request, when it is its turn
         super().on_headers_complete()
+        self._takes_no_more = True
+        raise ValueError("too many requests wait")
 
     def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        super().on_body(body)
+        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
+        self._pass_body_on()
         self._head_bytes = 0
         super().on_message_complete()
+
+    def _pass_body_on(self) -> None:
+        """Chunks that came apart, each in a read of its own, cost no more than any other reads: those are free."""
+        if not self._pieces:
+            return
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._spare_chunks += len(body) // CHUNK_BYTES - len(self._pieces) + 1
+        self._pieces.clear()
+        self._head_bytes = 0
+        super().on_body(body)
 
     def timeout_keep_alive_handler(self) -> None:
         """Also of one who has not read its last answer: closing would wait for that."""
@@ -70,10 +127,19 @@ class ClientConnection(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
+        if self._takes_no_more:
+            return  # its answer comes after those to the requests before it
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         else:
             super().send_400_response(msg)
+
+    def _refuse_chunks(self) -> None:
+        """An answer that is under way, to this request or to one before it, is broken off: no other can follow it."""
+        if self.pipeline or self.cycle.response_started:
+            self.transport.close()
+        else:
+            super().send_400_response(_TOO_MANY_CHUNKS)
 
     def _refuse_head(self) -> None:
         self.transport.write(STATUS_LINE[431] + b"content-length: 0\r\nconnection: close\r\n\r\n")

@@ -14,13 +14,14 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Who may ask; `name` is for logs and metrics.
 
     A key shares blocks with keys of the same `salt`. Without a salt it shares with none, or, with `share`, with all
-    keys that have it too.
+    keys that have it too. With `metrics` it reads what the server counts, of all keys.
     """
 
     name: str
     key: str
     salt: str = ""
     share: bool = False
+    metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.salt and self.share:

@@ -17,17 +17,20 @@ import msgspec
 from kvtier.api.access import Tenant, salt_of
 from kvtier.api.engine_connection import Answers, Question
 from kvtier.api.engines import KnownModel
-from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY
-from kvtier.api.logprobs import SampledToken, sampled_tokens
+from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY, MAX_WHOLE_LOGPROBS_BYTES
+from kvtier.api.logprobs import EncodedLogprobs, SampledToken, sampled_tokens
+from kvtier.api.prompt_length import prompt_bytes
 from kvtier.api.service import Service
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.process.messages import EncodedPrompt, Prompt, encode_part
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.errors import AnswerFailed, EngineStopped
+from kvtier.errors import AnswerFailed, EngineStopped, InvalidParameter
+from kvtier.sizes import format_size
 
 _COMPLETE = ("stop", "length")
 _FAILED = "error"
 _MERGED_AHEAD = 64
+_PIECES_OF_A_TURN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,10 @@ class Usage:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """All that came for one answer. `logprobs` is None when they were not asked for."""
+    """All that came for one answer. `logprobs`, as its shape encodes them, is None when they were not asked for."""
 
     texts: list[str] = field(default_factory=list)
-    logprobs: list[SampledToken] | None = None
+    logprobs: list[EncodedLogprobs] | None = None
     completion: Completion | None = None
 
     @property
@@ -79,13 +82,15 @@ class WholeAnswer:
     def finish_reason(self) -> str | None:
         return None if self.completion is None else self.completion.finish_reason
 
-    def add(self, piece: StreamPiece, logprobs: list[SampledToken] | None) -> None:
+    def add(self, piece: StreamPiece) -> None:
         self.texts.append(piece.text)
-        if logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += logprobs
         self.completion = piece.completion
+        if piece.logprobs is not None and self.logprobs is None:
+            self.logprobs = []
+
+    def add_logprobs(self, encoded: EncodedLogprobs) -> None:
+        assert self.logprobs is not None
+        self.logprobs.append(encoded)
 
 
 class Shape(Protocol):
@@ -106,6 +111,9 @@ class Shape(Protocol):
     def error(self, error: Exception) -> bytes:
         """The end of a stream that failed. Raises `error` if the API says nothing of such errors."""
 
+    def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
+        """Those of a piece of an answer that is not streamed."""
+
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
 
@@ -125,16 +133,22 @@ class Generation:
 
     async def whole(self) -> bytes:
         """The body of the response. Raises a `HttpError` or a `KvtierError`."""
-        with self.service.place():
+        with self._place():
             async with self._submitted() as submitted:
                 usage = Usage(sum(answers.prompt_tokens for answers in submitted))
                 found = [WholeAnswer() for _ in submitted for _ in range(self.asked.params.n)]
+                turns = _Turns()
                 async with contextlib.aclosing(_merged(submitted)) as pieces:
                     async for choice, piece in pieces:
                         answers = submitted[choice // self.asked.params.n]
                         if piece.completion is not None:
                             self._note_end(answers, piece.completion, usage)
-                        found[choice].add(piece, self._logprobs(answers, piece))
+                        found[choice].add(piece)
+                        if logprobs := self._logprobs(answers, piece):
+                            encoded = self.shape.logprobs(choice, logprobs)
+                            found[choice].add_logprobs(encoded)
+                            turns.note(encoded)
+                            await turns.take()
                 return self.shape.whole(found, usage)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -142,11 +156,12 @@ class Generation:
 
         What is wrong before that is raised; what goes wrong later is the last chunk.
         """
-        with self.service.place():
+        with self._place():
             async with self._submitted() as submitted:
                 yield b""
                 try:
                     usage = Usage(sum(answers.prompt_tokens for answers in submitted))
+                    turns = _Turns()
                     async with contextlib.aclosing(_merged(submitted)) as pieces:
                         async for choice, piece in pieces:
                             answers = submitted[choice // self.asked.params.n]
@@ -156,11 +171,18 @@ class Generation:
                             chunk = self.shape.chunk(choice, piece, logprobs, answers.prompt_tokens)
                             if chunk:
                                 yield chunk
+                            if logprobs:
+                                await turns.take()
                 except Exception as error:
                     yield self.shape.error(error)
                     return
                 if end := self.shape.end(usage):
                     yield end
+
+    def _place(self) -> contextlib.AbstractContextManager[None]:
+        prompts = self.asked.prompts
+        num_answers = len(prompts) * self.asked.params.n
+        return self.service.place(self.tenant, num_answers, sum(map(prompt_bytes, prompts)))
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[Sequence[Answers]]:
@@ -198,6 +220,26 @@ class Generation:
         if piece.logprobs is None:
             return None
         return sampled_tokens(piece, answers.token_bytes, self.asked.params.logprobs or 0)
+
+
+class _Turns:
+    """Logprobs take long to shape: now and then others come first, also when further pieces have come."""
+
+    def __init__(self) -> None:
+        self._num_pieces = 0
+        self._num_bytes = 0
+
+    def note(self, encoded: EncodedLogprobs) -> None:
+        """Raises `InvalidParameter` when too much is kept of an answer that is not streamed."""
+        self._num_bytes += sum(map(len, encoded))
+        if self._num_bytes > MAX_WHOLE_LOGPROBS_BYTES:
+            limit = format_size(MAX_WHOLE_LOGPROBS_BYTES)
+            raise InvalidParameter(f"logprobs must take less than {limit} without a stream: ask for fewer, or stream")
+
+    async def take(self) -> None:
+        self._num_pieces += 1
+        if self._num_pieces % _PIECES_OF_A_TURN == 0:
+            await asyncio.sleep(0)
 
 
 def _merged(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:

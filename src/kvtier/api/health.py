@@ -1,4 +1,7 @@
-"""`/health`, `/ready` and `/metrics`: for those who look after the server. They need no API key."""
+"""`/health`, `/ready` and `/metrics`: for those who look after the server.
+
+The first two need no API key. Metrics tell how much each key asks: with keys, only one that may read them is answered.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier.api.engine_connection import EngineConnection
+from kvtier.api.http_error import HttpError
 from kvtier.api.service import Service
 from kvtier.engine.process.messages import MetricFamily
 from kvtier.errors import EngineAway
@@ -40,6 +44,8 @@ def operation_routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         """What this process counts, and what each engine counts, with its name as a label."""
+        if not service.access.tenant(request).reads_metrics:
+            raise HttpError(403, "this API key may not read metrics: give it metrics: true", "no_metrics")
         connections = service.engines.connections
         families = await asyncio.gather(*(connection.metrics() for connection in connections))
         found = [(connection.name, own) for connection, own in zip(connections, families, strict=True)]

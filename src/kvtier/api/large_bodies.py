@@ -1,7 +1,8 @@
 """Processes that read large bodies for the HTTP server. One event loop.
 
 A parser holds the interpreter while it works: in a thread of this process it would hold up every stream. The processes
-are started when the first large body comes, and end with the server.
+are started when the first large body comes, and end with the server. Bodies of megabytes have processes of their own:
+a long prompt does not wait for them.
 """
 
 from __future__ import annotations
@@ -13,63 +14,110 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier.api.body_messages import LENGTH_BYTES, BodyReply, ReadBody, decode_reply, framed, length_of
-from kvtier.api.http_error import HttpError
-from kvtier.api.limits import READ_TIMEOUT_S
+from kvtier.api.http_error import HttpError, unavailable
+from kvtier.api.limits import MAX_UNREAD_BODIES_BYTES, QUICK_BODY_BYTES, READ_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2
+"""For bodies of megabytes; as many for others."""
+
 _STREAM_LIMIT_BYTES = 1 << 20
 _END_S = 5.0
+_LOOK_S = 0.01
 _IDLE_S = 300.0
 """A process that has nothing to read for so long ends. The next large body waits half a second for another one."""
 
 
 class LargeBodies:
-    """`read` from any task; `close` once nothing is read any more."""
+    """`read` from any task; `close` once nobody reads any more."""
 
     timeout_s = READ_TIMEOUT_S
     idle_s = _IDLE_S
 
     def __init__(self) -> None:
-        self._ending: set[asyncio.Future[None]] = set()
-        self._idle: list[_Process] = []
-        self._places = asyncio.Semaphore(_NUM_PROCESSES)
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self._quick = _Readers()
+        self._slow = _Readers()
 
     async def read(self, question: ReadBody, pieces: Sequence[bytes]) -> BodyReply:
-        """Raises a `HttpError` if it takes too long, or if the process dies of it."""
-        async with self._places:
-            process = self._idle.pop() if self._idle else _Process()
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    reply = await process.read(question, pieces)
-            except TimeoutError as error:
-                await process.kill()
-                raise HttpError(413, "the body takes too long to read", "body_too_large") from error
-            except (OSError, asyncio.IncompleteReadError) as error:
-                logger.warning("a process died while it read a body of %d bytes", question.num_bytes)
-                await process.kill()
-                raise HttpError(413, "the body cannot be read", "body_too_large") from error
-            except BaseException:  # whoever asked is gone: what comes next on its socket is not for the next one
-                await process.kill()
-                raise
-            self._idle.append(process)
-            asyncio.get_running_loop().call_later(self.idle_s, self._end_if_idle, process, process.num_read)
-            return reply
+        """Raises a `HttpError` if too many others wait, if it takes too long, or if the process dies of it.
 
-    def _end_if_idle(self, process: _Process, num_read: int) -> None:
-        if process in self._idle and process.num_read == num_read:
-            self._idle.remove(process)
-            ending = asyncio.ensure_future(process.close())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+        When the caller is cancelled, a quick body is read nevertheless: another process would take longer to start.
+        """
+        is_quick = question.num_bytes <= QUICK_BODY_BYTES
+        readers = self._quick if is_quick else self._slow
+        await readers.wait(question.num_bytes)
+        reading = asyncio.ensure_future(self._read(readers, question, pieces))
+        self._keep(reading)
+        reading.add_done_callback(lambda _: readers.places.release())
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            if not is_quick:
+                reading.cancel()
+            raise
+
+    async def _read(self, readers: _Readers, question: ReadBody, pieces: Sequence[bytes]) -> BodyReply:
+        process = readers.idle.pop() if readers.idle else _Process()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                reply = await process.read(question, pieces)
+        except TimeoutError as error:
+            await process.kill()
+            raise HttpError(413, "the body takes too long to read", "body_too_large") from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            logger.warning("a process died while it read a body of %d bytes", question.num_bytes)
+            await process.kill()
+            raise HttpError(413, "the body cannot be read", "body_too_large") from error
+        except BaseException:  # the client is gone: what comes next on its socket is not for the next one
+            await process.kill()
+            raise
+        readers.idle.append(process)
+        asyncio.get_running_loop().call_later(self.idle_s, self._end_if_idle, readers, process, process.num_read)
+        return reply
+
+    def _end_if_idle(self, readers: _Readers, process: _Process, num_read: int) -> None:
+        if process in readers.idle and process.num_read == num_read:
+            readers.idle.remove(process)
+            self._keep(asyncio.ensure_future(process.close()))
+
+    def _keep(self, work: asyncio.Future[Any]) -> None:
+        self._under_way.add(work)
+        work.add_done_callback(self._forget)
+
+    def _forget(self, work: asyncio.Future[Any]) -> None:
+        self._under_way.discard(work)
+        if not work.cancelled():
+            work.exception()  # the client that it was for may be gone
 
     async def close(self) -> None:
-        await asyncio.gather(*self._ending)
-        while self._idle:
-            await self._idle.pop().close()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        for readers in (self._quick, self._slow):
+            while readers.idle:
+                await readers.idle.pop().close()
+
+
+class _Readers:
+    """Processes for bodies of one kind, and the bodies that wait for one."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Process] = []
+        self.places = asyncio.Semaphore(_NUM_PROCESSES)
+        self._waiting_bytes = 0
+
+    async def wait(self, num_bytes: int) -> None:
+        """Take a place. Raises a `HttpError` when those that wait hold too much memory."""
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > MAX_UNREAD_BODIES_BYTES:
+            raise unavailable("the large bodies that wait to be read take all of the memory for them")
+        self._waiting_bytes += num_bytes
+        try:
+            await self.places.acquire()
+        finally:
+            self._waiting_bytes -= num_bytes
 
 
 class _Process:
@@ -108,8 +156,8 @@ class _Process:
             writer.transport.abort()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        deadline = asyncio.get_running_loop().time() + _END_S
+        while self._process.poll() is None:
+            if asyncio.get_running_loop().time() > deadline:
+                self._process.kill()
+            await asyncio.sleep(_LOOK_S)

@@ -29,6 +29,17 @@ MAX_TEMPLATE_CHARACTERS = 64 << 10
 CHARACTERS_PER_TOKEN = 1024
 """Text with more characters than this for each token of the model's context is too long, whatever the tokenizer."""
 
+# --- how a request arrives -------------------------------------------------------------------------------------------
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+MAX_PIPELINED = 16
+"""Requests that wait on a connection while one before them is answered."""
+
+NUM_FREE_CHUNKS = 4096
+CHUNK_BYTES = 16
+"""A body may have one chunk for each `CHUNK_BYTES`, and `NUM_FREE_CHUNKS` besides."""
+
 # --- how a body arrives -----------------------------------------------------------------------------------------------
 
 INLINE_BODY_BYTES = 32 << 10
@@ -47,13 +58,30 @@ MAX_OPEN_BODIES = 4096
 OPEN_BODIES_OVER_LARGEST = 4
 """Bodies that arrive hold, together, at most this many times the largest body."""
 
+QUICK_BODY_BYTES = 1 << 20
+"""Bodies up to this size, of which none takes longer than about a tenth of a second, do not wait for larger ones."""
+
+MAX_UNREAD_BODIES_BYTES = 256 << 20
+"""Bodies that have arrived and wait to be read, those up to `QUICK_BODY_BYTES` and the others apart."""
+
 READ_TIMEOUT_S = 20.0
 """For reading a large body, once it has arrived and it is its turn."""
+
+# --- how much is served ----------------------------------------------------------------------------------------------
+
+ANSWERS_OVER_REQUESTS = 4
+"""Requests that are served have, together, at most this many times as many answers as there may be requests."""
+
+SERVED_PROMPTS_OVER_LARGEST = 2
+"""Their prompts take, together, at most this many times the largest body."""
 
 # --- how an answer leaves ---------------------------------------------------------------------------------------------
 
 STREAM_STALL_S = 60.0
 """A stream of which nothing is read for so long is ended."""
+
+MAX_WHOLE_LOGPROBS_BYTES = 32 << 20
+"""Of all logprobs in an answer that is not streamed, in JSON."""
 
 MAX_UNREAD_PIECES = 4096
 """Pieces of the answers to one prompt that wait for a client who reads slowly; 64 for each answer, if that is more."""

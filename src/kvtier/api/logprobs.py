@@ -1,8 +1,12 @@
-"""Log-probabilities of sampled tokens, in the shape that OpenAI's chats and Ollama's answers share."""
+"""Log-probabilities of sampled tokens, in the shape that OpenAI's chats and Ollama's answers share.
+
+An answer that is not streamed keeps them in JSON, piece by piece: a million objects would hold up the event loop when
+they are encoded at its end, and the garbage collector until then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -10,6 +14,12 @@ from kvtier.engine.answer import StreamPiece
 
 _LEAST_LOGPROB = -9999.0
 """What OpenAI says of a token that cannot come: JSON has no infinity."""
+
+
+EncodedLogprobs = tuple[bytes, ...]
+"""Of a piece of an answer: one or several lists in JSON, without their brackets."""
+
+_encode = msgspec.json.Encoder().encode
 
 
 class LikelyToken(msgspec.Struct):
@@ -40,3 +50,13 @@ def sampled_tokens(piece: StreamPiece, token_bytes: Mapping[int, bytes], num_top
             SampledToken(*fields(token_id, found[token_id]), [LikelyToken(*fields(*one)) for one in likeliest])
         )
     return sampled
+
+
+def encode_items(values: Sequence[object]) -> bytes:
+    """A list in JSON, without its brackets."""
+    return _encode(values)[1:-1]
+
+
+def joined(pieces: Sequence[EncodedLogprobs], number: int = 0) -> msgspec.Raw:
+    """The whole list of that number."""
+    return msgspec.Raw(b"[" + b",".join([piece[number] for piece in pieces]) + b"]")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from kvtier.api.engines import Engines
 from kvtier.api.http_error import HttpError, unavailable
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.open_bodies import OpenBodies
+from kvtier.api.places import Places
 from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
@@ -29,15 +29,16 @@ class Service:
     engines: Engines
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     is_draining: bool = False
-    num_requests: int = 0
     started_at: float = field(default_factory=time.time)
     access: Access = field(init=False)
     open_bodies: OpenBodies = field(init=False)
+    places: Places = field(init=False)
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
 
     def __post_init__(self) -> None:
         self.access = Access(self.config.keys)
+        self.places = Places(self.config)
         self.open_bodies = OpenBodies(self.config.max_body_bytes)
 
     async def close(self) -> None:
@@ -57,18 +58,16 @@ class Service:
         self.metrics.wrong_keys.inc()
         return await self.wrong_keys.slow_down("" if request.client is None else request.client.host, error)
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
+    @property
+    def num_requests(self) -> int:
+        """Requests for answers that are being served."""
+        return self.places.num_requests
+
+    def place(self, tenant: Tenant, num_answers: int, prompt_bytes: int) -> AbstractContextManager[None]:
         """A scope for one request for answers. Raises a `HttpError` when the server is full, or about to stop."""
         if self.is_draining:
             raise unavailable("the server is stopping")
-        if self.num_requests >= self.config.max_requests:
-            raise unavailable(f"{self.num_requests} requests are being served, which is the limit")
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
+        return self.places.take(tenant.name, num_answers, prompt_bytes)
 
     def count(self, name: str, tenant: Tenant, prompt_tokens: int, completion: Completion) -> None:
         """An answer of the model `name` is complete."""

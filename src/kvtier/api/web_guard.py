@@ -54,7 +54,7 @@ class WebRules:
     ) -> WebRules:
         """A server that listens on the network is called by the machine's names, too.
 
-        Any name will do where a key is needed: a page has none.
+        Any name will do where keys are needed: a page has none, and what needs no key then tells nothing.
         """
         names = {"localhost", *(host.lower() for host in listens_on)}
         if not all(_is_loopback(host) for host in listens_on):

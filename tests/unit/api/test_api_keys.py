@@ -34,6 +34,7 @@ _KEYS = (
     ApiKey(name="di", key="key-d", salt="team"),
     ApiKey(name="ed", key="key-e", share=True),
     ApiKey(name="flo", key="key-f", share=True),
+    ApiKey(name="meg", key="key-m", metrics=True),
 )
 
 
@@ -52,10 +53,10 @@ def test_keys_share_blocks_only_if_the_file_says_so(engine: FakeEngine) -> None:
             with http_client(server, key=key.key) as client:
                 assert client.post(COMPLETIONS, json=completion_body()).status_code == 200
 
-    ann, bob, cy, di, ed, flo = (submit.salt for submit in engine.submits)
+    ann, bob, cy, di, ed, flo, meg = (submit.salt for submit in engine.submits)
     assert cy == di
     assert ed == flo == ""
-    assert len({ann, bob, cy, ed}) == 4
+    assert len({ann, bob, cy, ed, meg}) == 5
 
 
 def test_no_cache_salt_of_one_key_is_the_salt_of_another() -> None:
@@ -84,6 +85,7 @@ def test_metrics_name_the_keys_of_the_file_and_no_others(engine: FakeEngine) -> 
             client.post(COMPLETIONS, json=completion_body("one two three"))
         with http_client(server, key="no-such-key") as client:
             client.post(COMPLETIONS, json=completion_body())
+        with http_client(server, key="key-m") as client:
             metrics = client.get("/metrics").text
 
     assert 'kvtier_api_key_requests_total{key="ann"} 1.0' in metrics
@@ -91,6 +93,30 @@ def test_metrics_name_the_keys_of_the_file_and_no_others(engine: FakeEngine) -> 
     assert "kvtier_api_wrong_keys_total 1.0" in metrics
     assert "no-such-key" not in metrics
     assert "key-a" not in metrics
+
+
+@pytest.mark.parametrize("api", ["openai", "ollama"])
+@pytest.mark.parametrize("host", ["localhost", "rebound.evil.example:8000"])
+def test_with_keys_metrics_need_one_that_may_read_them(engine: FakeEngine, api: str, host: str) -> None:
+    with running(api, config_of(engine, keys=_KEYS)) as server:
+        answers = {}
+        for key in (None, "no-such-key", "key-a", "key-m"):
+            with http_client(server, key=key) as client:
+                answers[key] = client.get("/metrics", headers={"host": host})
+
+    statuses = {key: answer.status_code for key, answer in answers.items()}
+    assert statuses == {None: 401, "no-such-key": 401, "key-a": 403, "key-m": 200}
+    assert all("kvtier_api_" not in answers[key].text for key in (None, "no-such-key", "key-a"))
+    assert "this API key may not read metrics" in answers["key-a"].text
+    assert "kvtier_api_wrong_keys_total 1.0" in answers["key-m"].text
+
+
+@pytest.mark.parametrize("api", ["openai", "ollama"])
+def test_with_keys_no_path_but_a_sign_of_life_is_open(engine: FakeEngine, api: str) -> None:
+    with running(api, config_of(engine, keys=_KEYS)) as server, http_client(server) as client:
+        for path in ("/metrics", "/v1/models", "/api/tags", "/api/ps", "/api/version"):
+            assert client.get(path).status_code in (401, 404), path
+        assert [client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
 # --- wrong keys -------------------------------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvtier.api.client_connection import MAX_HEAD_BYTES, ClientConnection
+from kvtier.api.client_connection import ClientConnection
+from kvtier.api.limits import CHUNK_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_FREE_CHUNKS
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.server import raise_file_limit
+from kvtier.engine.process.messages import ChatPrompt
 from tests.support.fake_engine import FakeEngine, Running, config_of, fake_engine, http_client, running
 from tests.support.openai_asking import CHAT, chat_body, raw_post, receive_until
 from tests.support.waiting import LIMIT_S
@@ -71,10 +74,11 @@ def test_a_head_up_to_the_limit_is_answered_and_so_is_a_large_body_behind_it(ser
         _GET + b"x-long: " + b"x" * MAX_HEAD_BYTES,
         _GET + b"x-long: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n",
         _GET + b"x-many: x\r\n" * (MAX_HEAD_BYTES // 8),
+        _GET + b"x: y\r\n" * (MAX_HEADERS + 2),
         b"GET /" + b"x" * 2 * MAX_HEAD_BYTES,
         b"\r\n" * MAX_HEAD_BYTES,
     ],
-    ids=["unfinished", "finished", "many headers", "a long path", "empty lines"],
+    ids=["unfinished", "finished", "many long headers", "many headers", "a long path", "empty lines"],
 )
 def test_a_longer_head_is_431_and_the_connection_is_closed(server: Running, head: bytes) -> None:
     with connected(server) as connection:
@@ -94,6 +98,105 @@ def test_trailers_are_no_way_around_the_limit(server: Running) -> None:
         connection.sendall(head)
         with pytest.raises(ConnectionError):
             connection.sendall(b"x" * 1024 * MAX_HEAD_BYTES)
+
+
+# --- many small pieces ------------------------------------------------------------------------------------------------
+
+_CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+
+
+def in_chunks(body: bytes, num_bytes: int) -> bytes:
+    pieces = [body[start : start + num_bytes] for start in range(0, len(body), num_bytes)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[1] * NUM_FREE_CHUNKS, [CHUNK_BYTES] * 20_000, [4096] * 64, [100_000] * 4],
+    ids=["a few of a byte", "many small ones", "some KiB", "large ones"],
+)
+def test_a_body_may_come_in_chunks(server: Running, engine: FakeEngine, sizes: list[int]) -> None:
+    text = "x" * (sum(sizes) - 200)
+    body = msgspec.json.encode(chat_body(text))
+    with connected(server) as connection:
+        connection.sendall(_CHUNKED + in_chunks(body, sizes[0]) + b"0\r\n\r\n")
+        answer = receive_until(connection, b'"usage"')
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert isinstance(engine.last.prompt, ChatPrompt)
+    assert engine.last.prompt.messages[0].content == text
+
+
+def test_a_client_that_sends_each_piece_as_it_has_it_is_served(server: Running) -> None:
+    body = msgspec.json.encode(chat_body("x" * 5000))
+    with http_client(server) as client:
+        answer = client.post(CHAT, content=(body[start : start + 3] for start in range(0, len(body), 3)))
+
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [b"1\r\n \r\n" * 200_000, b"2;why=not\r\n  \r\n" * 100_000, in_chunks(b" " * 1_000_000, 7)],
+    ids=["of a byte", "with extensions", "of seven bytes"],
+)
+def test_a_body_in_too_many_small_chunks_is_refused_with_a_sentence(
+    server: Running, monkeypatch: pytest.MonkeyPatch, chunks: bytes
+) -> None:
+    num_passed_on = 0
+    on_body = ClientConnection.on_body
+
+    def counting(connection: ClientConnection, body: bytes) -> None:
+        nonlocal num_passed_on
+        num_passed_on += 1
+        on_body(connection, body)
+
+    monkeypatch.setattr(ClientConnection, "on_body", counting)
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(_CHUNKED + chunks)
+        answer = rest_of(connection)
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"the body comes in too many small chunks: send chunks of at least 16 bytes")
+    assert num_passed_on < 20_000  # most were never looked at
+    with http_client(server) as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_chunks_behind_an_answer_close_the_connection(server: Running) -> None:
+    with connected(server) as connection:
+        connection.sendall(_CHUNKED.replace(CHAT.encode(), b"/nowhere"))
+        answer = receive_until(connection, b"unknown_url")
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"1\r\n \r\n" * 200_000)
+        answer += rest_of(connection)
+
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_few_requests_may_follow_each_other_without_waiting(server: Running) -> None:
+    for _ in range(2):
+        with connected(server) as connection:
+            connection.sendall((_GET + b"\r\n") * (MAX_PIPELINED + 1))
+            received = b""
+            while received.count(b'{"status":"ok"}') < MAX_PIPELINED + 1:
+                received += connection.recv(65536)
+            connection.sendall(_GET + b"\r\n")
+
+            assert receive_until(connection, b'{"status":"ok"}').startswith(b"HTTP/1.1 200 ")
+
+
+def test_more_requests_than_that_are_refused_once_those_before_them_are_answered(server: Running) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall((_GET + b"\r\n") * 5000)
+        answers = rest_of(connection).split(b"HTTP/1.1 ")[1:]
+
+    assert [answer[:3] for answer in answers] == [b"200"] * (MAX_PIPELINED + 1) + [b"429"]
+    assert answers[-1].endswith(b"more than 16 requests wait on this connection: wait for their answers")
+    with http_client(server) as client:
+        assert client.get("/health").status_code == 200
 
 
 # --- slow ones --------------------------------------------------------------------------------------------------------

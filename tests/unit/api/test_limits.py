@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.api import generation
 from kvtier.api.engine_connection import Answers
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.limits import (
@@ -27,6 +31,7 @@ from kvtier.api.limits import (
     MAX_TEMPLATE_VALUES,
     MAX_UNREAD_PIECES,
 )
+from kvtier.api.logprobs import SampledToken
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.streaming import StreamedAnswer
 from kvtier.engine.process.messages import Submit
@@ -46,12 +51,13 @@ from tests.support.fake_engine import (
     Step,
     accepted,
     config_of,
+    ending,
     fake_engine,
     http_client,
     running,
     said,
 )
-from tests.support.openai_asking import CHAT, COMPLETIONS, chat_body, completion_body, raw_post
+from tests.support.openai_asking import CHAT, COMPLETIONS, body_for, chat_body, completion_body, raw_post
 from tests.support.waiting import LIMIT_S, wait_until
 
 _MAX_BODY_BYTES = 4 << 20
@@ -142,6 +148,11 @@ _EDGES: dict[str, _Bodies] = {
         COMPLETIONS,
         completion_body("a" * (1024 * MAX_MODEL_LEN)),
         completion_body("a" * (1024 * MAX_MODEL_LEN + 1)),
+    ),
+    "prompt of names": (
+        CHAT,
+        {"model": MODEL, "messages": [{"role": "user", "content": "a", "name": "n" * (1024 * MAX_MODEL_LEN - 1)}]},
+        {"model": MODEL, "messages": [{"role": "user", "content": "a", "name": "n" * (1024 * MAX_MODEL_LEN)}]},
     ),
     "messages": (
         CHAT,
@@ -358,6 +369,94 @@ def _is_answered(connection: socket.socket) -> bool:
         return connection.recv(65536).startswith(b"HTTP/1.1 408 ")
     except TimeoutError:
         return False
+
+
+# --- logprobs of whole answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_logprobs_of_a_whole_answer_are_not_kept_as_objects(
+    engine: FakeEngine, server: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    held = threading.Event()
+
+    def script(submit: Submit) -> Iterator[Step]:
+        yield accepted(submit)
+        for _ in range(300):
+            yield said(submit, "word ")
+        yield held
+        yield said(submit, "end", completion=ending("stop", 301))
+
+    num_shaped = 0
+    shape = generation.sampled_tokens
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_shaped
+        num_shaped += 1
+        return shape(*args)
+
+    monkeypatch.setattr(engine, "script", script)
+    monkeypatch.setattr(generation, "sampled_tokens", counting)
+    fields = {"logprobs": 20} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 20}
+    with http_client(server) as client, ThreadPoolExecutor(1, "kvtier-test") as pool:
+        try:
+            asked = pool.submit(client.post, path, json=body_for(path, max_tokens=None, **fields))
+            wait_until(lambda: num_shaped == 300)
+            num_kept = sum(isinstance(one, SampledToken) for one in gc.get_objects())
+        finally:
+            held.set()
+        [choice] = asked.result().json()["choices"]
+
+    assert num_kept < 20
+    if path == CHAT:
+        assert [one["token"] for one in choice["logprobs"]["content"]] == ["word "] * 300 + ["end"]
+        assert all(len(one["top_logprobs"]) == 20 for one in choice["logprobs"]["content"])
+    else:
+        assert choice["logprobs"]["tokens"] == ["word "] * 300 + ["end"]
+        assert choice["logprobs"]["text_offset"] == [5 * number for number in range(301)]
+        assert all(len(one) == 20 for one in choice["logprobs"]["top_logprobs"])
+        assert len(choice["logprobs"]["token_logprobs"]) == 301
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_others_have_their_turn_while_logprobs_are_shaped(
+    engine: FakeEngine, server: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    in_a_row = longest = 0
+    shape = generation.sampled_tokens
+
+    def next_turn() -> None:
+        nonlocal in_a_row
+        in_a_row = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal in_a_row, longest
+        if not in_a_row:
+            asyncio.get_running_loop().call_soon(next_turn)
+        in_a_row += 1
+        longest = max(longest, in_a_row)
+        return shape(*args)
+
+    monkeypatch.setattr(generation, "sampled_tokens", counting)
+    with http_client(server) as client:
+        body = completion_body("one two", logprobs=20, n=MAX_CHOICES, stream=is_streamed)
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+
+    assert 1 <= longest <= 20
+
+
+def test_logprobs_of_a_whole_answer_have_a_bound(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_WHOLE_LOGPROBS_BYTES", 2000)
+    with http_client(server) as client:
+        served = client.post(COMPLETIONS, json=completion_body("one two", logprobs=20))
+        refused = client.post(COMPLETIONS, json=completion_body("one " * 20, logprobs=20, max_tokens=20))
+        streamed = client.post(COMPLETIONS, json=completion_body("one " * 20, logprobs=20, max_tokens=20, stream=True))
+
+    assert served.status_code == streamed.status_code == 200
+    assert streamed.text.endswith("[DONE]\n\n")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "logprobs"
+    assert refused.json()["error"]["message"].startswith("logprobs must take less than ")
 
 
 # --- streams that are not read ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvtier.api.generation import Usage, WholeAnswer
-from kvtier.api.logprobs import SampledToken
+from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
 from kvtier.api.ollama.requests import LoadModel
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.errors import KvtierError
@@ -36,7 +36,7 @@ class _Line(msgspec.Struct, kw_only=True):
     created_at: datetime
     response: str | UnsetType = UNSET
     message: _Message | UnsetType = UNSET
-    logprobs: Sequence[SampledToken] | UnsetType = UNSET
+    logprobs: Sequence[SampledToken] | msgspec.Raw | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -89,12 +89,15 @@ class _OllamaShape(ABC):
         logger.error("request %s failed", self._request_id, exc_info=error)
         return error_body(INTERNAL_ERROR) + b"\n"
 
+    def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
+        return (encode_items(tokens),)
+
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
         [answer] = answers
         assert answer.completion is not None
         line = self.line(answer.text)
         if answer.logprobs:
-            line.logprobs = answer.logprobs
+            line.logprobs = joined(answer.logprobs)
         return _encode(self._ended(line, answer.completion, usage.prompt_tokens))
 
     def broken_off(self, reason: str | None) -> str:

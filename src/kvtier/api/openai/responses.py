@@ -13,7 +13,7 @@ import msgspec
 
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
-from kvtier.api.logprobs import SampledToken
+from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
 from kvtier.engine.answer import StreamPiece
 from kvtier.errors import KvtierError
 
@@ -102,7 +102,7 @@ def _usage_shape(usage: Usage) -> _UsageShape:
 
 
 class _ChatLogprobs(msgspec.Struct):
-    content: Sequence[SampledToken]
+    content: Sequence[SampledToken] | msgspec.Raw
     refusal: None = None
 
 
@@ -155,7 +155,11 @@ class ChatShape(_OpenAiShape):
 
     def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
         message = _ChatMessage("assistant", answer.text)
-        return _ChatChoice(index, message, _chat_logprobs(answer.logprobs), answer.finish_reason)
+        logprobs = None if answer.logprobs is None else _ChatLogprobs(joined(answer.logprobs))
+        return _ChatChoice(index, message, logprobs, answer.finish_reason)
+
+    def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
+        return (encode_items(tokens),)
 
 
 def _chat_logprobs(tokens: Sequence[SampledToken] | None) -> _ChatLogprobs | None:
@@ -172,10 +176,19 @@ class _TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class _WholeTextLogprobs(msgspec.Struct):
+    """The same, encoded."""
+
+    tokens: msgspec.Raw
+    token_logprobs: msgspec.Raw
+    top_logprobs: msgspec.Raw
+    text_offset: msgspec.Raw
+
+
 class _TextChoice(msgspec.Struct):
     index: int
     text: str
-    logprobs: _TextLogprobs | None = None
+    logprobs: _TextLogprobs | _WholeTextLogprobs | None = None
     finish_reason: str | None = None
 
 
@@ -192,15 +205,25 @@ class CompletionShape(_OpenAiShape):
         if not piece.text and not logprobs and piece.completion is None:
             return b""
         reason = None if piece.completion is None else piece.completion.finish_reason
-        return self._event(_TextChoice(choice, piece.text, self._logprobs(choice, logprobs), reason))
+        shaped = None if logprobs is None else self._shaped(choice, logprobs)
+        return self._event(_TextChoice(choice, piece.text, shaped, reason))
 
     def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
-        return _TextChoice(index, answer.text, self._logprobs(index, answer.logprobs), answer.finish_reason)
+        pieces = answer.logprobs
+        logprobs = None if pieces is None else _WholeTextLogprobs(*(joined(pieces, number) for number in range(4)))
+        return _TextChoice(index, answer.text, logprobs, answer.finish_reason)
 
-    def _logprobs(self, choice: int, tokens: Sequence[SampledToken] | None) -> _TextLogprobs | None:
+    def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
+        shaped = self._shaped(choice, tokens)
+        return (
+            encode_items(shaped.tokens),
+            encode_items(shaped.token_logprobs),
+            encode_items(shaped.top_logprobs),
+            encode_items(shaped.text_offset),
+        )
+
+    def _shaped(self, choice: int, tokens: Sequence[SampledToken]) -> _TextLogprobs:
         """The likeliest tokens with the sampled one among them; offsets are into the answer's text."""
-        if tokens is None:
-            return None
         shaped = _TextLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
         for sampled in tokens:

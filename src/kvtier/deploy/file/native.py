@@ -238,6 +238,8 @@ class ApiKeySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Keys with the same salt share blocks. Without a salt, a key shares blocks with no other key."""
     share: bool = False
     """Share blocks with all keys that have this, too: each can tell from timing what the others have asked."""
+    metrics: bool = False
+    """Read `/metrics`, which tell how much each key asks: for Prometheus. Other keys cannot."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

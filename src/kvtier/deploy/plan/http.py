@@ -71,7 +71,15 @@ def _keys(http: HttpSection, origin: Origin) -> tuple[ApiKey, ...]:
         if any(secret == other.key for other in keys):
             raise origin.wrong(place, f"the API key {section.name!r} is the same as another one", about="key")
         try:
-            keys.append(ApiKey(name=section.name, key=secret or "", salt=section.salt, share=section.share))
+            keys.append(
+                ApiKey(
+                    name=section.name,
+                    key=secret or "",
+                    salt=section.salt,
+                    share=section.share,
+                    metrics=section.metrics,
+                )
+            )
         except ConfigError as error:
             raise origin.wrong(place, str(error)) from error
     return tuple(keys)

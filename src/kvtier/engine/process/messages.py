@@ -47,6 +47,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
     name: str | None = None
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.content) + len(self.name or "")
+
 
 class ChatPrompt(_Message, frozen=True, tag="chat"):
     """A conversation for the model's chat template; `template_values` are further names for it, plain JSON values."""

@@ -6,6 +6,7 @@ writing thread. Prompts are made from text and chats by a few threads, so that a
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import logging
@@ -53,11 +54,14 @@ from kvtier.transport.listening import UnixListener
 logger = logging.getLogger(__name__)
 
 _NUM_PROMPT_THREADS = 2
-_SHORT_CHARACTERS = 64 << 10
+_SHORT_CHARACTERS = (4 << 10, 64 << 10)
+"""Prompts up to each of these, and longer ones, are made by threads of their own."""
+
 _CHARACTERS_OF_MESSAGE = 32
 """What a template takes for a message, counted in characters of text."""
 
 _FLUSH_S = 2.0
+_ACCEPT_AGAIN_S = 0.5
 
 
 class EngineServer:
@@ -80,8 +84,10 @@ class EngineServer:
         self._lock = threading.Lock()
         self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
-        self._prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-prompt")
-        self._long_prompt_threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, "kvtier-long-prompt")
+        self._is_closing = threading.Event()
+        self._prompt_threads = [
+            ThreadPoolExecutor(_NUM_PROMPT_THREADS, f"kvtier-{length}-prompt") for length in ("short", "middle", "long")
+        ]
         self._listener = UnixListener(UnixAddress(socket_path))
         self._accepting = threading.Thread(target=self._accept, name="kvtier-accept-engine", daemon=True)
         self._accepting.start()
@@ -100,6 +106,7 @@ class EngineServer:
     def close(self) -> None:
         """What is under way is broken off."""
         self.is_refusing = True
+        self._is_closing.set()
         with contextlib.suppress(OSError):
             self._listener.sock.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -108,31 +115,40 @@ class EngineServer:
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        self._prompt_threads.shutdown()
-        self._long_prompt_threads.shutdown()
+        for threads in self._prompt_threads:
+            threads.shutdown()
 
     def threads_for(self, prompt: Prompt) -> ThreadPoolExecutor:
-        """Those who make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
+        """Those that make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
         if isinstance(prompt, ChatPrompt):
-            num_characters = sum(_CHARACTERS_OF_MESSAGE + len(message.content) for message in prompt.messages)
+            num_characters = sum(_CHARACTERS_OF_MESSAGE + message.num_characters for message in prompt.messages)
         else:
             num_characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
-        return self._prompt_threads if num_characters <= _SHORT_CHARACTERS else self._long_prompt_threads
+        return self._prompt_threads[bisect.bisect_left(_SHORT_CHARACTERS, num_characters)]
 
     def forget(self, connection: _ClientConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
     def _accept(self) -> None:
-        while True:
+        """Until `close`, whatever goes wrong: a process without descriptors or threads may have some again later."""
+        while not self._is_closing.is_set():
             try:
-                sock, _ = self._listener.sock.accept()
-            except OSError:
-                return  # closed
-            connection = _ClientConnection(self, sock)
-            with self._lock:
-                self._connections.add(connection)
+                self._meet(self._listener.sock.accept()[0])
+            except (OSError, RuntimeError) as error:
+                if not self._is_closing.wait(_ACCEPT_AGAIN_S):
+                    logger.warning("a connection could not be accepted: %s", error)
+
+    def _meet(self, sock: socket.socket) -> None:
+        """Raises `RuntimeError` when the process may have no more threads; the connection is then closed."""
+        connection = _ClientConnection(self, sock)
+        with self._lock:
+            self._connections.add(connection)
+        try:
             connection.start()
+        except RuntimeError:
+            self.forget(connection)
+            raise
 
 
 class _ClientConnection:
@@ -152,8 +168,17 @@ class _ClientConnection:
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
 
     def start(self) -> None:
-        self._reading.start()
-        self._writing.start()
+        """Raises `RuntimeError` when a thread cannot be started; the connection is then closed."""
+        try:
+            self._reading.start()
+            self._writing.start()
+        except RuntimeError:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            if self._reading.ident is not None:
+                self._reading.join()
+            self._sock.close()
+            raise
 
     def close(self) -> None:
         """What it is owed is sent, as far as somebody reads it."""

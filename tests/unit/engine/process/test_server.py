@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import struct
@@ -99,9 +100,12 @@ class _Texts:
         self.num_shown = 0
         self.hold = threading.Event()
         self.hold.set()
+        self.hold_long = threading.Event()
+        self.hold_long.set()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert self.hold.wait(LIMIT_S)
+        assert len(text) == 1 or self.hold_long.wait(LIMIT_S)
         return [1] * add_special_tokens + [ord(character) for character in text]
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]) -> list[int]:
@@ -193,6 +197,7 @@ class _Bench:
 
     def close(self) -> None:
         self.texts.hold.set()
+        self.texts.hold_long.set()
         self.close_server()
         for peer in self._peers:
             peer.close()
@@ -525,3 +530,77 @@ def test_somebody_who_does_not_read_keeps_nobody_from_closing(bench: _Bench) -> 
     bench.client.say("a", _piece("x" * _UNREAD))
 
     bench.close_server()
+
+
+# --- long prompts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        TextPrompt("a" * 5_000),
+        TextPrompt("a" * 63_000),
+        ChatPrompt([ChatMessage("user", "a" * 63_000)]),
+        ChatPrompt([ChatMessage("user", "a", name="n" * 63_000)]),
+        ChatPrompt([ChatMessage("user", "")] * 2000),
+    ],
+    ids=["text", "long text", "chat", "name", "messages"],
+)
+def test_a_short_prompt_does_not_wait_for_long_ones(bench: _Bench, long: Prompt) -> None:
+    bench.texts.hold_long.clear()
+    peer = bench.connect()
+    for number in range(101, 165):
+        peer.send(_submit(number, f"{number}", long))
+    peer.send(_submit(1, "short", TextPrompt("a")))
+
+    wait_until(lambda: "short" in bench.client.prompts)
+    assert set(bench.client.prompts) == {"short"}
+
+
+def test_a_prompt_of_a_page_does_not_wait_for_one_of_a_book(bench: _Bench) -> None:
+    assert bench.server.threads_for(TextPrompt("a" * 60_000)) is not bench.server.threads_for(TextPrompt("a" * 70_000))
+
+
+# --- accepting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kvtier-engine-read", "kvtier-engine-write"])
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+    num_failed = 0
+
+    def failing(thread: threading.Thread) -> None:
+        nonlocal num_failed
+        if thread.name == name and num_failed < 2:
+            num_failed += 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as refused:
+            refused.settimeout(LIMIT_S)
+            refused.connect(str(bench.path))
+            assert refused.recv(1) == b""
+
+    bench.submitted(bench.connect(), "later")
+
+
+def test_accepting_outlives_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    errors = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ECONNABORTED, "gone")]
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    bench = _Bench(tmp_path / "e.sock")
+    try:
+        bench.submitted(bench.connect(), "later")
+    finally:
+        bench.close()
+    assert not errors
