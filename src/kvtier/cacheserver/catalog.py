@@ -417,7 +417,7 @@ class Catalog:
                     for number in [number for number, claim in claims.items() if claim.is_late(late)]:
                         self._end_claim(client, claims, number)
                         num_ended += 1
-            self._namespaces.forget_unused(self._disk.spaces())
+            self._namespaces.forget_unused(self._disk.stored_space)
             return num_ended
 
     # --- private, under the lock -----------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockPool
+from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.served_client import ServedClient
@@ -60,21 +62,23 @@ class Inventory:
         with self._lock:
             pool = self._pool
             clients = self._clients
-            return {
+            spaces = list(self._namespaces)
+            levels = {
                 **self._disk.levels(),
                 "memory_bytes": pool.num_units * SLOT_ALIGN_BYTES,
                 "used_bytes": (pool.num_units - pool.free_units) * SLOT_ALIGN_BYTES,
                 "free_bytes": pool.free_units * SLOT_ALIGN_BYTES,
                 "held_bytes": pool.referenced_units * SLOT_ALIGN_BYTES,
                 "pinned_bytes": pool.pinned_units * SLOT_ALIGN_BYTES,
-                "blocks": sum(len(space.index) for space in self._namespaces),
-                "namespaces": len(self._namespaces),
+                "namespaces": len(spaces),
                 "clients": len(clients),
                 "leases": sum(len(client.leases) for client in clients),
                 "reservations": sum(len(client.reservations) for client in clients),
                 "evicted_blocks": pool.num_evicted,
                 "altered_blocks": self._num_altered(),
             }
+        levels["blocks"] = sum(len(space.index) for space in spaces)  # there may be very many: others go on meanwhile
+        return levels
 
     def levels_of(self, tenant: Tenant) -> dict[str, float]:
         """What one tenant has, and may have."""
@@ -100,16 +104,19 @@ class Inventory:
     def spaces(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
         """Namespaces in memory or on disk that `asker` may see, from a place on, for people."""
         with self._lock:
-            asker = self._tenants.owner if asker is None else asker
-            return list(self._namespaces.describe(self._disk.spaces(), asker, first, MAX_DESCRIBED).values())
+            return list(self._page(asker, first).values())
 
     def spaces_with_fields(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
         """As `spaces`, each with what its namespace covers, or None if unknown."""
         with self._lock:
-            asker = self._tenants.owner if asker is None else asker
-            found = self._namespaces.describe(self._disk.spaces(), asker, first, MAX_DESCRIBED)
-            fields = self._namespaces.descriptions
-            return [{**each, "fields": fields.get(namespace)} for namespace, each in found.items()]
+            get = self._namespaces.descriptions.get
+            found = [(each, get(namespace)) for namespace, each in self._page(asker, first).items()]
+        return [{**each, "fields": None if text is None else read_fields(text)} for each, text in found]
+
+    def _page(self, asker: Tenant | None, first: int) -> dict[Namespace, dict[str, object]]:
+        """Under the lock."""
+        asker = self._tenants.owner if asker is None else asker
+        return self._namespaces.describe(self._disk.spaces, self._disk.stored_space, asker, first, MAX_DESCRIBED)
 
 
 def flags_of(block: Block | None) -> int:

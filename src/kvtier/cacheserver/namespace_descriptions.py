@@ -6,7 +6,7 @@ Under the catalog's lock. A client may say anything here: it is kept within boun
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,6 +30,7 @@ class NamespaceDescriptions:
         self._texts: dict[str, OrderedDict[Namespace, str]] = {}
         self._num_chars: Counter[str] = Counter()
         self._tenant_of: dict[Namespace, str] = {}
+        self._to_check: list[Namespace] = []
 
     def keep(self, namespace: Namespace, text: str, tenant: str = "") -> None:
         """Of the tenant of that name, the owner by default. The first word on a namespace stands."""
@@ -43,13 +44,19 @@ class NamespaceDescriptions:
         while self._num_chars[tenant] > (self._max_tenant_chars if tenant else self._max_chars):
             self._forget(next(iter(texts)))
 
-    def get(self, namespace: Namespace) -> dict[str, object] | None:
+    def get(self, namespace: Namespace) -> str | None:
+        """For `read_fields`."""
         tenant = self._tenant_of.get(namespace)
-        return None if tenant is None else read_fields(self._texts[tenant][namespace])
+        return None if tenant is None else self._texts[tenant][namespace]
 
-    def forget_all_but(self, namespaces: Collection[Namespace]) -> None:
-        for namespace in [known for known in self._tenant_of if known not in namespaces]:
-            self._forget(namespace)
+    def forget_unless(self, is_known: Callable[[Namespace], bool], max_checked: int) -> None:
+        """Forget namespaces that are gone; at most `max_checked` are looked at, and all of them after some calls."""
+        if not self._to_check:
+            self._to_check = list(self._tenant_of)
+        for namespace in self._to_check[-max_checked:]:
+            if namespace in self._tenant_of and not is_known(namespace):
+                self._forget(namespace)
+        del self._to_check[-max_checked:]
 
     def _forget(self, namespace: Namespace) -> None:
         tenant = self._tenant_of.pop(namespace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
@@ -17,6 +17,12 @@ from kvtier.sizes import format_size
 from kvtier.stores.disk import StoreSpace
 
 Hashes: TypeAlias = Sequence[BlockHash]
+StoredSpace: TypeAlias = Callable[[Namespace], StoreSpace | None]
+"""What the disk has of a namespace."""
+
+MAX_NAMESPACES = 1 << 17
+MAX_TENANT_NAMESPACES = 1 << 13
+SWEPT_AT_ONCE = 1024
 
 
 class MemoryBlock(Block):
@@ -91,6 +97,8 @@ class Namespaces:
         self._memory_bytes = memory_bytes
         self._numbers = itertools.count(1)
         self._spaces: dict[Namespace, MemorySpace] = {}
+        self._of_tenant: dict[Tenant, dict[Namespace, MemorySpace]] = {}
+        self._to_sweep: list[MemorySpace] = []
         self._awaited: dict[tuple[Namespace, int], MemorySpace] = {}
         self.descriptions = NamespaceDescriptions()
 
@@ -125,6 +133,7 @@ class Namespaces:
                 self._awaited.pop((namespace, block_bytes), None)
                 space.begin(name, block_tokens)
                 self._spaces[namespace] = space
+                self._of_tenant.setdefault(space.tenant, {})[namespace] = space
             else:
                 space.is_awaited = True
                 self._awaited[namespace, block_bytes] = space
@@ -146,6 +155,9 @@ class Namespaces:
                 f"a block of {format_size(block_bytes)} does not fit into this server's "
                 f"{format_size(self._memory_bytes)}"
             )
+        limit = MAX_TENANT_NAMESPACES if tenant.name else MAX_NAMESPACES
+        if len(self._of_tenant.get(tenant, ())) >= limit:
+            raise TierRefused(f"{limit} namespaces are in use or have blocks in memory, which is the limit")
         return MemorySpace(next(self._numbers), tenant, namespace, called, name, block_bytes, block_tokens)
 
     def forget_if_empty(self, space: MemorySpace) -> None:
@@ -155,31 +167,52 @@ class Namespaces:
             self._awaited.pop((space.namespace, space.block_bytes), None)
         elif self._spaces.get(space.namespace) is space:
             del self._spaces[space.namespace]
+            of_tenant = self._of_tenant[space.tenant]
+            del of_tenant[space.namespace]
+            if not of_tenant:
+                del self._of_tenant[space.tenant]
 
-    def forget_unused(self, stored: Sequence[StoreSpace]) -> None:
-        """Forget what is neither in memory, nor in use, nor among the `stored`."""
-        for space in list(self._spaces.values()):
+    def forget_unused(self, stored_space: StoredSpace) -> None:
+        """Forget what is neither in memory, nor in use, nor stored: a part at a time, all of it after some calls."""
+        if not self._to_sweep:
+            self._to_sweep = list(self._spaces.values())
+        for space in self._to_sweep[-SWEPT_AT_ONCE:]:
             self.forget_if_empty(space)
-        self.descriptions.forget_all_but({*self._spaces, *(space.namespace for space in stored)})
+        del self._to_sweep[-SWEPT_AT_ONCE:]
+
+        def is_known(namespace: Namespace) -> bool:
+            return namespace in self._spaces or _num_stored(stored_space(namespace)) > 0
+
+        self.descriptions.forget_unless(is_known, SWEPT_AT_ONCE)
 
     def describe(
-        self, stored: Sequence[StoreSpace], asker: Tenant, first: int, count: int
+        self,
+        stored: Callable[[], Iterable[StoreSpace]],
+        stored_space: StoredSpace,
+        asker: Tenant,
+        first: int,
+        count: int,
     ) -> dict[Namespace, dict[str, object]]:
         """The namespaces in memory or among the `stored` that `asker` may see, at most `count` from `first` on."""
-        there: dict[Namespace, MemorySpace | None] = {
-            space.namespace: space for space in self if asker.sees_all or space.tenant is asker
+        own = self._spaces if asker.sees_all else self._of_tenant.get(asker, {})
+        page = {
+            space.namespace: _described(space, stored_space(space.namespace), asker)
+            for space in itertools.islice(own.values(), first, first + count)
         }
-        on_disk = {
-            space.namespace: space
-            for space in stored
-            if asker.sees_all or space.namespace in there or split_tagged(space.name)[0] == asker.name
-        }
-        for namespace in on_disk:
-            there.setdefault(namespace, None)
-        return {
-            namespace: _described(space, on_disk.get(namespace), asker)
-            for namespace, space in itertools.islice(there.items(), first, first + count)
-        }
+        if len(page) < count:
+            others = (
+                space
+                for space in stored()
+                if space.namespace not in own and (asker.sees_all or split_tagged(space.name)[0] == asker.name)
+            )
+            skipped = max(0, first - len(own))
+            for space in itertools.islice(others, skipped, skipped + count - len(page)):
+                page[space.namespace] = _described(None, space, asker)
+        return page
+
+
+def _num_stored(stored: StoreSpace | None) -> int:
+    return 0 if stored is None else len(stored.index)
 
 
 def _described(space: MemorySpace | None, stored: StoreSpace | None, asker: Tenant) -> dict[str, object]:
@@ -197,5 +230,5 @@ def _described(space: MemorySpace | None, stored: StoreSpace | None, asker: Tena
         "blocks": num_blocks,
         "used_bytes": num_blocks * slot_bytes_of(known.block_bytes),
         "connections": 0 if space is None else space.num_users,
-        "disk_blocks": 0 if stored is None else len(stored.index),
+        "disk_blocks": _num_stored(stored),
     }
