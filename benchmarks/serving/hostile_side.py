@@ -10,6 +10,7 @@ import json
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -117,6 +118,52 @@ def _read(openai: int, ollama: int) -> None:
                 time.sleep(3600)
 
 
+def _flood(port: int, begin: bytes, again: bytes) -> None:
+    """Send without waiting for anything; from the beginning whenever the server hangs up."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as sock:
+            sock.sendall(begin)
+            while True:
+                sock.sendall(again)
+
+
+def _chunks(openai: int, ollama: int) -> None:
+    head = f"POST {_COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    _flood(openai, head.encode(), b"1\r\n \r\n" * 200_000)
+
+
+def _pipelined(openai: int, ollama: int) -> None:
+    _flood(openai, b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)
+
+
+def _logprobs(openai: int, ollama: int) -> None:
+    body = _openai(_COMPLETIONS, prompt=[[5]] * 64, max_tokens=300, logprobs=20, ignore_eos=True)
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", openai), _TIMEOUT_S) as sock:
+            sock.sendall(body.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+            while sock.recv(1 << 20):
+                pass
+
+
+def _several_lists(openai: int, ollama: int) -> None:
+    request = _request(_COMPLETIONS, b'{"model":"model","prompt":"a","stop":[' + b"[]," * 20_000_000 + b"[]]}")
+    threads = [threading.Thread(target=_again_and_again, args=(openai, request), daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _leaving(openai: int, ollama: int) -> None:
+    """Bodies just large enough for another process, whose sender is gone before they are read."""
+    request = _openai(_COMPLETIONS, prompt="a" * 33_000)
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", openai), _TIMEOUT_S) as sock:
+            sock.sendall(request)
+            time.sleep(0.002)
+        time.sleep(0.01)
+
+
 ATTACKS: Mapping[str, Callable[[int, int], None]] = {
     "min_tokens of 2**63": _huge_numbers,
     "keep_alive of 30 kB": _long_duration,
@@ -125,10 +172,18 @@ ATTACKS: Mapping[str, Callable[[int, int], None]] = {
     "a template name of 4 MB": _template_names,
     "60 MB of empty lists": _lists,
     "10 MB of long numbers": _numbers,
+    "six times 60 MB of empty lists": _several_lists,
+    "33 kB whose sender leaves": _leaving,
+    "chunks of a byte": _chunks,
+    "3000 requests at once": _pipelined,
     "300 bodies that drip": _drips,
+    "64 answers with logprobs": _logprobs,
     "16 streams not read": _unread,
     "the same streams, read": _read,
 }
+
+ENGINE_WORK = ("64 answers with logprobs", "16 streams not read", "the same streams, read")
+"""What an engine computes for these is a client's good right: of other answers they take their share."""
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
     python -m benchmarks.serving.test_hostile --quick
 
-The deployment has a tiny model on the CPU. The well-behaved client asks for 4 tokens and for `/health`, which the HTTP
-process answers by itself, in turn, one request after the other. `http_peak_MiB` is that process's memory.
+The deployment has a tiny model on the CPU. The well-behaved client asks for 4 tokens, for 4 tokens with a body of
+40 kB, which is read in another process, and for `/health`, which the HTTP process answers by itself, in turn, one
+request after the other. `http_peak_MiB` is that process's memory. The bars: an attack at most doubles the p99 of either
+answer, and `/health` takes no more than 20 ms. Attacks that are work for the engine have the latter only.
 """
 
 from __future__ import annotations
@@ -21,20 +23,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.harness import Result, console, make_parser, print_table
-from benchmarks.serving.hostile_side import ATTACKS
+from benchmarks.harness import Result, console, finish, make_parser, print_table
+from benchmarks.serving.hostile_side import ATTACKS, ENGINE_WORK
 from examples.use_remote_KV_cache.deployment import Deployment
 from kvtier.testing.tiny_models import save_tiny_model
 
 _HTTP_PART = b"kvtier.deploy.run.part\0http\0"
 _TIMEOUT_S = 60.0
 _RECOVERY_S = 60.0
+_HEALTH_BAR = "<= 20"
+_RATIO_BAR = "<= 2"
 _BODY = json.dumps({"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+_LONG_BODY = _BODY + " " * 40_000
 
 
 @dataclass
 class _Latencies:
     seconds: list[float] = field(default_factory=list)
+    long_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
     num_failed: int = 0
     peak_bytes: int = 0
@@ -42,10 +48,12 @@ class _Latencies:
     def row(self, name: str) -> dict[str, object]:
         return {
             "beside": name,
-            "requests": len(self.seconds),
+            "requests": len(self.seconds) + len(self.long_s),
             "failed": self.num_failed,
             "p50_ms": round(1000 * share(self.seconds, 0.5), 1),
             "p99_ms": round(1000 * share(self.seconds, 0.99), 1),
+            "long_p50_ms": round(1000 * share(self.long_s, 0.5), 1),
+            "long_p99_ms": round(1000 * share(self.long_s, 0.99), 1),
             "health_p50_ms": round(1000 * share(self.health_s, 0.5), 2),
             "health_p99_ms": round(1000 * share(self.health_s, 0.99), 1),
             "http_peak_MiB": self.peak_bytes >> 20,
@@ -62,10 +70,23 @@ def main() -> int:
     arguments = parser.parse_args()
     seconds = 6.0 if arguments.quick else 20.0
     with tempfile.TemporaryDirectory(prefix="kvtier-hostile-") as scratch:
-        rows, figures = _measure(Path(scratch), arguments.attack or list(ATTACKS), seconds)
+        attacks = arguments.attack or list(ATTACKS)
+        rows, figures = _measure(Path(scratch), attacks, seconds)
     print_table("one well-behaved client beside one hostile client", rows)
-    Result("serving.test_hostile", {"seconds": seconds}, rows, figures).write(arguments.json)
-    return 0
+    return finish(Result("serving.test_hostile", {"seconds": seconds}, rows, figures), _bars(attacks), arguments.json)
+
+
+def _bars(attacks: list[str]) -> dict[str, str]:
+    bars: dict[str, str] = {}
+    for name in attacks:
+        if name not in ENGINE_WORK:
+            bars |= {_figure("p99_ratio", name): _RATIO_BAR, _figure("long_p99_ratio", name): _RATIO_BAR}
+        bars[_figure("health_p99_ms", name)] = _HEALTH_BAR
+    return bars
+
+
+def _figure(what: str, attack: str) -> str:
+    return f"{what}_beside_{attack.replace(' ', '_')}"
 
 
 def _measure(scratch: Path, attacks: list[str], seconds: float) -> tuple[list[dict[str, object]], dict[str, float]]:
@@ -81,7 +102,10 @@ def _measure(scratch: Path, attacks: list[str], seconds: float) -> tuple[list[di
                 time.sleep(1.0)
                 beside = _ask(openai, seconds)
             rows.append(beside.row(name))
-            figures[f"p99_ms_beside_{name.replace(' ', '_')}"] = 1000 * share(beside.seconds, 0.99)
+            figures[_figure("p99_ms", name)] = 1000 * share(beside.seconds, 0.99)
+            figures[_figure("p99_ratio", name)] = share(beside.seconds, 0.99) / share(alone.seconds, 0.99)
+            figures[_figure("long_p99_ratio", name)] = share(beside.long_s, 0.99) / share(alone.long_s, 0.99)
+            figures[_figure("health_p99_ms", name)] = 1000 * share(beside.health_s, 0.99)
             _recover(openai)
     return rows, figures
 
@@ -120,11 +144,12 @@ def _ask(port: int, seconds: float) -> _Latencies:
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # its peak begins anew
     while time.perf_counter() < ends_at:
-        started_at = time.perf_counter()
-        if not _is_answered(port):
-            found.num_failed += 1
-            time.sleep(0.01)
-        found.seconds.append(time.perf_counter() - started_at)
+        for body, seconds_of in ((_BODY, found.seconds), (_LONG_BODY, found.long_s)):
+            started_at = time.perf_counter()
+            if not _is_answered(port, body=body):
+                found.num_failed += 1
+                time.sleep(0.01)
+            seconds_of.append(time.perf_counter() - started_at)
         started_at = time.perf_counter()
         _is_answered(port, "/health")
         found.health_s.append(time.perf_counter() - started_at)
@@ -132,13 +157,13 @@ def _ask(port: int, seconds: float) -> _Latencies:
     return found
 
 
-def _is_answered(port: int, path: str = "/v1/completions") -> bool:
+def _is_answered(port: int, path: str = "/v1/completions", body: str = _BODY) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:
         if path == "/health":
             connection.request("GET", path)
         else:
-            connection.request("POST", path, _BODY, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status == 200 and bool(response.read())
     except (OSError, http.client.HTTPException):
