@@ -31,6 +31,7 @@ from tests.support.serving import (
 _OTHER = "other"
 _ENGINES = ["tiny-0", "tiny-1"]
 _KEY, _PARTNER, _STRANGER = "key-of-one", "key-of-another", "key-of-a-third"
+_METRICS_KEY = "key-of-prometheus"
 _TEXT = """\
 models:
   - model: tiny
@@ -47,6 +48,7 @@ _API_KEYS = [
     {"name": "one", "key": _KEY, "salt": "of both"},
     {"name": "another", "key": _PARTNER, "salt": "of both"},
     {"name": "a third", "key": _STRANGER, "salt": "of its own"},
+    {"name": "prometheus", "key": _METRICS_KEY, "metrics": True},
 ]
 _TOKENS = list(range(10, 110))
 
@@ -68,7 +70,7 @@ def deployment(shared: DeploymentProcess) -> DeploymentProcess:
 
 
 def _metrics(deployment: DeploymentProcess) -> dict[str, Metric]:
-    with client_of(deployment) as client:
+    with client_of(deployment, key=_METRICS_KEY) as client:
         text = client.get("/metrics").text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
