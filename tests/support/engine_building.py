@@ -190,10 +190,10 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_requests or bool(self._under_way)
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 1) -> Request:
+    def submit(self, prompt: Sequence[int], max_tokens: int = 1, *, client: str = "") -> Request:
         room = self.max_model_len - len(prompt)
         assert room > 0, "the engine refuses such a prompt"
-        request = Request(str(len(self.requests)), prompt, _GREEDY, max_tokens=min(max_tokens, room))
+        request = Request(str(len(self.requests)), prompt, _GREEDY, max_tokens=min(max_tokens, room), client=client)
         self.requests.append(request)
         self.scheduler.add(request)
         return request

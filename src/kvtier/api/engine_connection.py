@@ -71,7 +71,8 @@ DEFAULT_PATIENCE = Patience()
 class Question:
     """A prompt for an engine, with the encoded `SamplingParams` of its `num_answers` answers.
 
-    `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal.
+    `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal. Clients take
+    turns at an engine.
     """
 
     prompt: Prompt | EncodedPrompt
@@ -79,6 +80,7 @@ class Question:
     num_answers: int
     request_id: str
     salt: str = ""
+    client: str = ""
 
 
 class Answers:
@@ -181,7 +183,9 @@ class EngineConnection:
         async with self._sending:  # in order, and one after the other: each waits until the one before has left
             await self._drain()
             encoded = prompt.encoded if isinstance(prompt, EncodedPrompt) else msgspec.Raw(encode_part(prompt))
-            self._send(EncodedSubmit(number, question.request_id, encoded, question.params, question.salt))
+            self._send(
+                EncodedSubmit(number, question.request_id, encoded, question.params, question.salt, question.client)
+            )
         self._answers[number] = answers
         try:
             await answers.accepted()

@@ -190,12 +190,14 @@ class Generation:
         asked, engines = self.asked, self.service.engines
         salt, params = salt_of(self.tenant, asked.cache_salt), msgspec.Raw(encode_part(asked.params))
         model = engines.find(asked.model.name)
+        client = f"key {self.tenant.name}" if self.tenant.name else f"request {self.request_id}"
         places = asyncio.Semaphore(MAX_SUBMITS_UNDER_WAY)
 
         async def submit(number: int, prompt: Prompt | EncodedPrompt) -> Answers:
             request_id = self.request_id if len(asked.prompts) == 1 else f"{self.request_id}-{number}"
             async with places:
-                return await engines.submit(model, Question(prompt, params, asked.params.n, request_id, salt))
+                question = Question(prompt, params, asked.params.n, request_id, salt, client)
+                return await engines.submit(model, question)
 
         submitting = [asyncio.ensure_future(submit(number, prompt)) for number, prompt in enumerate(asked.prompts)]
         try:

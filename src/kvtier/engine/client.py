@@ -105,6 +105,7 @@ class _Arrival:
     prompt: Sequence[int] | RequestError
     params: SamplingParams
     salt: str
+    client: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class EngineClient:
         *,
         request_id: str | None = None,
         salt: str = "",
+        client: str = "",
         sink: None = None,
     ) -> AnswerStream: ...
 
@@ -167,6 +169,7 @@ class EngineClient:
         *,
         request_id: str | None = None,
         salt: str = "",
+        client: str = "",
         sink: PieceSink,
     ) -> Submission: ...
 
@@ -177,10 +180,12 @@ class EngineClient:
         *,
         request_id: str | None = None,
         salt: str = "",
+        client: str = "",
         sink: PieceSink | None = None,
     ) -> Submission:
         """Queue a prompt; text is encoded here, in the caller's thread. Prompts share blocks if their `salt` is equal.
 
+        Where many wait, clients take turns: `client` is whoever asked; without one each request is a client.
         What is wrong with it comes as the stream's error, or as news to the sink: a `RequestError`, by the engine's
         thread like everything else; a sink may hear of the request before this returns. Raises `EngineStopped` when
         the engine has failed or was closed.
@@ -201,7 +206,7 @@ class EngineClient:
             if self._failure is not None or self._is_closed:
                 raise EngineStopped(str(self._failure or "the engine was closed"))
             self._num_requests += 1
-            self._inbox.put(_Arrival(submission, sink, tokens, params, salt))
+            self._inbox.put(_Arrival(submission, sink, tokens, params, salt, client))
         self._engine.wake()
         return submission
 
@@ -316,7 +321,7 @@ class EngineClient:
         try:
             if isinstance(arrival.prompt, RequestError):
                 raise arrival.prompt
-            requests = self._engine.add(request_id, arrival.prompt, arrival.params, arrival.salt)
+            requests = self._engine.add(request_id, arrival.prompt, arrival.params, arrival.salt, client=arrival.client)
         except (RequestError, EngineStopped) as error:
             self._put(arrival.sink, [(request_id, error)])
             self._note_over()

@@ -135,9 +135,11 @@ class Engine:
         return self.prompts.encode(text)
 
     def add(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = ""
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = "", client: str = ""
     ) -> list[Request]:
         """Take in a prompt; one request for each of its `n` answers. It shares blocks with those of the same `salt`.
+
+        Prompts of one `client` wait for each other, and no longer than need be for those of others.
 
         Raises a `RequestError` with one sentence when it cannot be served. Whatever is raised, nothing changes.
         """
@@ -175,6 +177,7 @@ class Engine:
                     index=index,
                     group=request_id,
                     salt=salt,
+                    client=client,
                 )
                 stream = self.prompts.text_stream(skip_special_tokens=params.skip_special_tokens)
                 text = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)

@@ -34,7 +34,7 @@ class Trial:
     def _runs(self, request: Request) -> bool:
         try:
             # Without the tiers: a prompt that is looked for there would wait.
-            self._scheduler.waiting.append(request)
+            self._scheduler.waiting.join(request)
             is_sampled = False
             while not is_sampled:
                 step = self._scheduler.schedule()

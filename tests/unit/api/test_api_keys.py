@@ -59,6 +59,26 @@ def test_keys_share_blocks_only_if_the_file_says_so(engine: FakeEngine) -> None:
     assert len({ann, bob, cy, ed, meg}) == 5
 
 
+def test_a_key_is_one_client_of_an_engine(engine: FakeEngine) -> None:
+    with running("openai", config_of(engine, keys=_KEYS)) as server:
+        for key in (_KEYS[0], _KEYS[1], _KEYS[0]):
+            with http_client(server, key=key.key) as client:
+                assert client.post(COMPLETIONS, json=completion_body()).status_code == 200
+
+    ann, bob, again = (submit.client for submit in engine.submits)
+    assert ann == again != bob
+
+
+def test_without_keys_the_prompts_of_a_request_are_of_one_client(engine: FakeEngine) -> None:
+    with running("openai", config_of(engine)) as server, http_client(server) as client:
+        for _ in range(2):
+            assert client.post(COMPLETIONS, json=completion_body(prompt=["a", "b"])).status_code == 200
+
+    first, second = ({submit.client for submit in engine.submits[begin : begin + 2]} for begin in (0, 2))
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
 def test_no_cache_salt_of_one_key_is_the_salt_of_another() -> None:
     tenants = [tenant for _, tenant in Access(_KEYS)._keys]
     given = ["", "x", "\0key bob", "3:x", *(tenant.salt for tenant in tenants)]

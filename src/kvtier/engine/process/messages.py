@@ -73,13 +73,17 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
 
 class Submit(_Message, frozen=True, tag="submit"):
-    """Answer a prompt. `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal."""
+    """Answer a prompt. `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal.
+
+    Where many wait, clients take turns: `client` is whoever asked.
+    """
 
     number: int
     request_id: str
     prompt: Prompt
     params: SamplingParams
     salt: str = ""
+    client: str = ""
 
 
 class EncodedSubmit(_Message, frozen=True, tag="submit"):
@@ -90,6 +94,7 @@ class EncodedSubmit(_Message, frozen=True, tag="submit"):
     prompt: msgspec.Raw
     params: msgspec.Raw
     salt: str = ""
+    client: str = ""
 
 
 class Abort(_Message, frozen=True, tag="abort"):

@@ -262,7 +262,12 @@ class _ClientConnection:
         try:
             tokens = _tokens(server.prompts, request.prompt)
             submission = server.client.submit(
-                tokens, request.params, request_id=request.request_id, salt=request.salt, sink=self
+                tokens,
+                request.params,
+                request_id=request.request_id,
+                salt=request.salt,
+                client=request.client,
+                sink=self,
             )
         except KvtierError as error:
             self._outbox.put([(request.request_id, error)])

@@ -87,6 +87,7 @@ class Request:
     __slots__ = (
         "blocks",
         "cached_tokens",
+        "client",
         "finish_reason",
         "group",
         "id",
@@ -97,6 +98,7 @@ class Request:
         "num_in_flight",
         "num_preemptions",
         "params",
+        "place",
         "prefetch",
         "prompt_tokens",
         "salt",
@@ -117,17 +119,22 @@ class Request:
         index: int = 0,
         group: str = "",
         salt: str = "",
+        client: str = "",
         arrived_at: float | None = None,
     ) -> None:
         """`max_tokens` is how many may be sampled; `index` numbers the answers to one prompt of the group `group`.
 
-        Requests share blocks if their `salt` is equal.
+        Requests share blocks if their `salt` is equal. Clients take turns where several have requests that wait:
+        `client` is whoever asked, or the request's own group.
         """
         # As large as it is, since scheduler, block managers, sampler and answers read one record of a prompt.
         self.id = request_id
         self.index = index
         self.group = group or request_id
         self.salt = salt
+        self.client = client or self.group
+        self.place = 0
+        """In the line of those that wait."""
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
         self.params = params

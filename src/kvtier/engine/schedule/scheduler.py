@@ -1,20 +1,19 @@
 """Decides what each step computes: continuous batching, chunked prefill beside decodes, preemption. No torch.
 
-First come, first served. Running requests go first, then waiting ones are admitted while tokens, places and blocks
-last. A request that waits for a block which another is computing lets others pass. When blocks run out, the request
-that came last gives its blocks back and starts over later, from what is still cached. With tiers below the device, a
-request first waits, beside the others, for what they have of its prompt: its `Prefetch` says when it may be computed.
-The engine's thread owns it.
+Running requests go first, then waiting ones are admitted while tokens, places and blocks last: first come, first
+served, and clients by turns. A request that waits for a block which another is computing lets others pass. When blocks
+run out, the request that came last gives its blocks back and starts over later, from what is still cached. With tiers
+below the device, a request first waits, beside the others, for what they have of its prompt: its `Prefetch` says when
+it may be computed. The engine's thread owns it.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from kvtier.engine.schedule.block_manager import BlockManager
 from kvtier.engine.schedule.prompt_blocks import RequestBlocks
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.step import Step, StepRow
+from kvtier.engine.schedule.waiting_line import WaitingLine
 from kvtier.transfer.load import LoadPlan
 from kvtier.transfer.prefetch import READY, WAIT, State, Verdict
 from kvtier.transfer.transfer import NoTransfer, Transfer
@@ -36,7 +35,7 @@ class Scheduler:
         self._transfer = transfer
         self.max_num_requests = max_num_requests
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingLine()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.at: Request | None = None
@@ -55,7 +54,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.prefetch = self._transfer.begin(RequestBlocks(request, self.blocks))
-        self.waiting.append(request)
+        self.waiting.join(request)
 
     def note_taken_in(self, seconds: float) -> None:
         """How long it took the engine's thread to take in what was added; the next step has less time for matching."""
@@ -280,6 +279,7 @@ class Scheduler:
         if not isinstance(verdict, LoadPlan):
             prefetch.settle()
         request.status = Status.RUNNING
+        self.waiting.note_admitted(request)
         request.slot = self._free_slots.pop()
         self.running.append(request)
         if not request.was_admitted:

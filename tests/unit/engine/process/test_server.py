@@ -81,7 +81,7 @@ class _FakeClient:
         self._sinks: dict[str, PieceSink] = {}
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: str, sink: PieceSink
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: str, client: str, sink: PieceSink
     ) -> Submission:
         if self.failure is not None:
             raise self.failure

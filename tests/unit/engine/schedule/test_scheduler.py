@@ -80,6 +80,19 @@ def test_no_more_requests_run_than_allowed(manager: BlockManagerName) -> None:
 
 
 @every_manager
+def test_a_client_does_not_wait_for_all_that_another_has_asked(manager: BlockManagerName) -> None:
+    engine = SimulatedEngine(manager, max_num_requests=1)
+    many = [engine.submit(prompt_of(5, seed=seed), 6, client="many") for seed in range(6)]
+    engine.step()
+    one = engine.submit(prompt_of(5, seed=9), 6, client="one")
+
+    engine.run()
+
+    begins = [first_step_of(engine, request) for request in (many[0], one, *many[1:])]
+    assert begins == sorted(begins)
+
+
+@every_manager
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks(manager: BlockManagerName) -> None:
     engine = SimulatedEngine(manager, chunk=8)
     short = engine.submit(endless_prompt(3, 20), 20)
