@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvtier.blocks.share import Share
+from kvtier.cacheserver.later_drops import LaterDrops
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 from kvtier.errors import KvtierError, TierRefused, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
@@ -39,7 +40,7 @@ class RecoveringStore:
         self._share_of = share_of
         self._failed: DiskStore | None = None
         self._losses_before: Counter[str] = Counter()
-        self._drops: list[tuple[MemorySpace, Hashes | None]] = []
+        self._drops = LaterDrops()
 
     def open(self) -> None:
         """Raises `ConfigError` when the folder cannot be used and `OSError` when the device fails."""
@@ -95,7 +96,7 @@ class RecoveringStore:
 
     def _drop_later(self, space: MemorySpace, hashes: Hashes | None) -> None:
         with self.condition:
-            self._drops.append((space, hashes))
+            self._drops.add(space, hashes)
 
     def fail(self, store: DiskStore, error: Exception) -> None:
         """The disk does not work, or what we do with it is wrong: go on without it, and try again later."""
@@ -169,7 +170,7 @@ class RecoveringStore:
     def _drop_outstanding(self, store: DiskStore) -> None:
         """Drop what was to be while the store was down, before anything on it can be seen; if that fails, close it."""
         with self.condition:
-            drops, self._drops = self._drops, []
+            drops = self._drops.take()
         try:
             for space, hashes in drops:
                 stored_space = self.space_of(store, space)
@@ -177,7 +178,8 @@ class RecoveringStore:
                     store.drop(stored_space, hashes)
         except Exception:
             with self.condition:
-                self._drops = drops + self._drops
+                for space, hashes in drops:
+                    self._drops.add(space, hashes)
             store.close()
             raise
 
