@@ -28,8 +28,10 @@ from kvtier.api.openai.routes import OpenAiApplication
 from kvtier.api.service import Service
 from kvtier.api.web_guard import OLLAMA_ORIGINS, WebRules
 from kvtier.errors import ConfigError
+from kvtier.observe.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
+_uvicorn_logger = logging.getLogger("uvicorn.error")
 
 _APPLICATIONS: Mapping[str, type[Application]] = {"openai": OpenAiApplication, "ollama": OllamaApplication}
 _KEEP_ALIVE_S = 75
@@ -42,6 +44,7 @@ def serve_http(
 ) -> None:
     """Serve the API of each listener ("openai" or "ollama") on its socket. Returns after SIGTERM or SIGINT."""
     raise_file_limit()
+    _uvicorn_logger.addFilter(LogLimit(_uvicorn_logger).filter)  # a line for each broken request is a flood
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listeners, is_ready))
 
@@ -89,6 +92,7 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
         uvicorn.Config(
             app,
             http=_http_protocol(),
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,

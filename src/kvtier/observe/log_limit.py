@@ -26,13 +26,32 @@ class LogLimit:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def warning(self, subject: str, message: str, *args: object) -> None:
+        held_back = self._held_back(subject)
+        if held_back is None:
+            return
+        if held_back:
+            message += self._told(held_back)
+        self._logger.warning(message, *args)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """For `Logger.addFilter`: warnings of code that is not ours, one for each of its messages."""
+        if record.levelno != logging.WARNING:
+            return True
+        held_back = self._held_back(str(record.msg))
+        if held_back:
+            record.msg = f"{record.msg}{self._told(held_back)}"
+        return held_back is not None
+
+    def _held_back(self, subject: str) -> int | None:
+        """How many since the last line; None when it is not time for another."""
         now = self._clock()
         with self._lock:
             last_at, held_back = self._seen.get(subject, (float("-inf"), 0))
             if now - last_at < self._interval_s:
                 self._seen[subject] = (last_at, held_back + 1)
-                return
+                return None
             self._seen[subject] = (now, 0)
-        if held_back:
-            message += f" ({held_back} like it in the last {self._interval_s:.0f} s)"
-        self._logger.warning(message, *args)
+        return held_back
+
+    def _told(self, held_back: int) -> str:
+        return f" ({held_back} like it in the last {self._interval_s:.0f} s)"

@@ -81,3 +81,20 @@ def test_a_count_starts_anew_once_it_was_told(limit: LogLimit, clock: Clock, cap
         limit.warning("a", "failed")
 
     assert caplog.messages[-1] == "failed"
+
+
+def test_as_a_filter_it_holds_back_warnings_that_repeat(
+    limit: LogLimit, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = logging.getLogger("kvtier.test.theirs")
+    theirs.addFilter(limit.filter)
+    try:
+        for _ in range(3):
+            theirs.warning("invalid request")
+            theirs.error("failed")
+        clock.now_s += 61
+        theirs.warning("invalid request")
+    finally:
+        theirs.removeFilter(limit.filter)
+
+    assert caplog.messages == ["invalid request", *["failed"] * 3, "invalid request (2 like it in the last 60 s)"]
