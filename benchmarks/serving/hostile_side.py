@@ -155,8 +155,11 @@ def _several_lists(openai: int, ollama: int) -> None:
 
 
 def _leaving(openai: int, ollama: int) -> None:
-    """Bodies just large enough for another process, whose sender is gone before they are read."""
-    request = _openai(_COMPLETIONS, prompt="a" * 33_000)
+    """Bodies just large enough for another process, whose sender is gone before they are read.
+
+    Nothing in them is work for the engine, which would make tokens of a long prompt.
+    """
+    request = _request(_COMPLETIONS, b'{"model":"model","prompt":{}}' + b" " * 33_000)
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", openai), _TIMEOUT_S) as sock:
             sock.sendall(request)

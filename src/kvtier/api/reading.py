@@ -9,7 +9,6 @@ made of a body it gives back encoded: the HTTP server passes prompts on without 
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import socket
 import sys
@@ -41,6 +40,7 @@ from kvtier.api.ollama import requests as ollama_requests
 from kvtier.api.openai import requests as openai_requests
 from kvtier.engine.process.messages import EncodedPrompt, encode_part
 from kvtier.errors import KvtierError
+from kvtier.priority import step_back
 
 _Read = Callable[[JsonBody, ModelCatalog], GenerationRequest | ollama_requests.LoadModel]
 
@@ -52,7 +52,7 @@ KINDS: Mapping[str, _Read] = {
 }
 
 _MAX_MEMORY_BYTES = 4 << 30
-_NICENESS = 10
+_NICENESS = 15
 """Where processors are few, engines and streams come first."""
 
 
@@ -96,7 +96,7 @@ def _refused(error: HttpError) -> BodyRefused:
 
 
 def main(arguments: Sequence[str]) -> None:
-    os.nice(_NICENESS)
+    step_back(_NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
