@@ -160,7 +160,8 @@ def work(job: Mapping[str, object]) -> int:
         _work_raw(root, number, other, source, target)
         return 0
     config = FileCacheConfig(chunk_size=CHUNK_TOKENS, root=str(root))
-    capacity = (int(str(job["count"])) + 1) * num_chunks * CHUNK_TOKENS
+    # Room for all twice: a chunk that was just written counts as announced, too, until its writer is done.
+    capacity = 2 * (int(str(job["count"])) + 1) * num_chunks * CHUNK_TOKENS
     cache = KVCache(config, tensor_bytes=LARGE.tensor_bytes, cache_capacity=capacity, layer=LARGE.layer)
     with closing(cache):
         num_tokens = num_chunks * CHUNK_TOKENS

@@ -58,7 +58,10 @@ class _Found:
 
 @dataclass
 class _Announcements:
-    """What the living writers of chunks of our size have announced, and the largest of their bounds."""
+    """What the living writers of chunks of our size have announced, and the largest of their bounds.
+
+    One that has announced nothing counts: many may begin at once, and what each holds in advance is a share.
+    """
 
     bound_bytes: int
     nbytes: int = 0
@@ -204,7 +207,9 @@ class ChunkRoom:
     def _grow(self, nbytes: int, keep: Callable[[], Collection[str]]) -> None:
         """Announce until `nbytes` are spare or the bound has no more to give. The lock is held."""
         unit = self._store.file_bytes
-        nbytes = min(nbytes, self._announcements(self._now()).bound_bytes)
+        announced = self._announcements(self._now())
+        self._num_writers = max(1, announced.num_writers)
+        nbytes = min(nbytes, announced.bound_bytes)
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(random.uniform(0, _RETRY_S * attempt))
@@ -318,7 +323,7 @@ class ChunkRoom:
             if len(numbers) == 2 and numbers[0] == str(self._store.file_bytes) and numbers[1].isdecimal():
                 announced.bound_bytes = max(announced.bound_bytes, int(numbers[1]))
                 announced.nbytes += status.st_size
-                announced.num_writers += status.st_size > 0
+                announced.num_writers += 1
         for path, status, owner in temps:  # part of what their owners have announced
             if owner not in living:
                 self._is_left_behind(path, status, owner, now)
