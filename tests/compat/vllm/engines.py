@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import random
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -300,3 +301,14 @@ def wait_until_stored(
 def _root(known: KnownNamespace, cache_salt: str) -> Namespace:
     """Where the hashes of a request begin: the salt is written as kvtier's own API writes it."""
     return salted_root(known.namespace, f"0:{cache_salt}" if cache_salt else "")
+
+
+def add_noise(path: Path) -> None:
+    """Bytes here and there: many blocks are hit, some are not. Padding between blocks has no checksum."""
+    rng = random.Random(0)
+    nbytes = path.stat().st_size
+    assert nbytes > 0, "nothing is on disk"
+    with path.open("r+b") as file:
+        for _ in range(max(64, nbytes // 10_000)):
+            file.seek(rng.randrange(nbytes - 64))
+            file.write(rng.randbytes(64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ from vllm import LLM
 
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.compat.vllm.engines import (
+    add_noise,
     answers_without_cache,
     ask,
     ask_one,
@@ -263,7 +263,7 @@ def test_noise_in_the_disk_store_is_caught_and_computed_again(tmp_path: Path, ex
     options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
     with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
         _store_all(llm, server)
-    _add_noise(tmp_path / "cache" / "blocks.kvtier")
+    add_noise(tmp_path / "cache" / "blocks.kvtier")
 
     with cache_server(*options, folder=tmp_path) as server, engine(model_folder(), server.unix) as llm:
         answers = [ask_one(llm, prompt) for prompt in _PROMPTS]
@@ -284,14 +284,3 @@ def _store_all(llm: LLM, server: ServerProcess) -> None:
     for prompt in _PROMPTS:
         wait_until_stored(server.unix, prompt)
     forget_prefixes(llm)
-
-
-def _add_noise(path: Path) -> None:
-    """Bytes here and there: many blocks are hit, some are not. Padding between blocks has no checksum."""
-    rng = random.Random(0)
-    nbytes = path.stat().st_size
-    assert nbytes > 0, "nothing is on disk"
-    with path.open("r+b") as file:
-        for _ in range(max(64, nbytes // 10_000)):
-            file.seek(rng.randrange(nbytes - 64))
-            file.write(rng.randbytes(64))

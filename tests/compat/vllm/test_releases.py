@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
 import logging
+from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import kvtier.plugins.vllm as plugin
@@ -56,6 +61,57 @@ def test_saves_are_asked_for_in_steps_that_compute_nothing_since_0_31() -> None:
 def test_what_is_over_is_told_as_results_since_0_30() -> None:
     assert hasattr(base, "KVConnectorTransferResults") == (_RELEASE >= (0, 30))
     assert compat.KVConnectorTransferResults({"a"}, {"b"}, set()).finished_recving == {"b"}
+
+
+def test_a_tiers_jobs_have_chunks_since_0_30() -> None:
+    job_type = getattr(tiering, "TransferJob", None) or tiering.JobMetadata
+    names = {one.name for one in dataclasses.fields(job_type)}
+
+    assert ("chunk_ids" in names) == (_RELEASE >= (0, 30))
+    assert ("block_ids" in names) == (_RELEASE < (0, 30))
+    assert compat.rows_of(SimpleNamespace(chunk_ids=[3, 4])) == [3, 4]
+    assert compat.rows_of(SimpleNamespace(block_ids=[3, 4])) == [3, 4]
+
+
+def test_tiers_are_made_with_a_detector_of_backpressure_since_0_31() -> None:
+    named = {"offloading_spec": None, "backpressure_detector": None, "unheard_of": None}
+    known = compat.known_arguments(tiering.SecondaryTierManager.__init__, named)
+
+    assert set(known) == {"offloading_spec", *(["backpressure_detector"] if _RELEASE >= (0, 31) else [])}
+
+
+def test_results_and_events_have_the_fields_that_this_release_knows() -> None:
+    result = compat.made_with_known(tiering.JobResult, {"job_id": 1, "success": True, "unheard_of": 2})
+    removed = compat.made_with_known(BlockRemoved, {"block_hashes": [b"a"], "medium": "CPU", "unheard_of": 2})
+
+    assert (result.job_id, result.success) == (1, True)
+    assert (removed.block_hashes, removed.medium) == ([b"a"], "CPU")
+
+
+def test_an_engines_config_is_its_specs_or_that_of_the_callers_who_have_this_very_spec() -> None:
+    def made_for(spec: object, vllm_config: str, kv_cache_config: str) -> object:
+        return asked(tier_spec) if spec is not None else None
+
+    def asked(offloading_spec: object) -> object:
+        return compat.configs_of(offloading_spec)
+
+    tier_spec = object()
+
+    assert compat.configs_of(SimpleNamespace(vllm_config="a", kv_cache_config="b")) == ("a", "b")
+    assert made_for(tier_spec, "a", "b") == ("a", "b")
+    assert made_for(object(), "a", "b") is None
+    assert asked(tier_spec) is None
+
+
+@pytest.mark.parametrize(("seed", "is_set"), [("0", True), (None, hasattr(kv_cache_utils, "resolve_none_hash_seed"))])
+def test_hashes_are_the_same_in_every_process_or_need_a_seed(
+    seed: str | None, is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+
+    assert compat.has_stable_hashes() is is_set
 
 
 @pytest.mark.parametrize(

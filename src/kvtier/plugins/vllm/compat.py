@@ -1,19 +1,30 @@
-"""What differs between the releases of vLLM that the connector works with.
+"""What differs between the releases of vLLM that the connector and the tier work with.
 
 | needed | since | before that |
 |---|---|---|
 | `CacheHitSource` | 0.32 | nobody asks where hits come from |
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
+| a tier's `backpressure_detector` | 0.31 | tiers are made without |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
+| `chunk_ids` of a tier's job | 0.30 | `block_ids` |
+
+Without a number, for it is asked of the release itself: whether hashes begin with the same seed in every process; the
+media, and the fields that events and the results of a tier's jobs have; whether a tier is told the engine's config.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload import base as kv_offload
 
 from kvtier.plugins.vllm.releases import release_of
 
@@ -43,4 +54,81 @@ else:
 SAVES_IN_IDLE_STEPS = release_of(vllm.__version__) >= (0, 31)
 """vLLM asks for saves in steps that compute nothing, too."""
 
-__all__ = ["CacheHitSource", "KVConnectorTransferResults", "SAVES_IN_IDLE_STEPS"]
+TIER_MEDIUM = kv_offload.Medium.STORAGE if hasattr(kv_offload, "Medium") else None
+
+_T = TypeVar("_T")
+
+
+def has_stable_hashes() -> bool:
+    """vLLM's cryptographic hashes are the same in every process; if not, `PYTHONHASHSEED` has to be set."""
+    return hasattr(kv_cache_utils, "resolve_none_hash_seed") or os.getenv("PYTHONHASHSEED") is not None
+
+
+def configs_of(spec: Any) -> tuple[Any, Any] | None:
+    """The engine's config and that of its KV cache, for which vLLM made this spec of its offloading.
+
+    Where the spec has them not, those of the callers have them that vLLM made the tier in: only one that has this very
+    spec is believed. None when there is none.
+    """
+    if hasattr(spec, "vllm_config") and hasattr(spec, "kv_cache_config"):
+        return spec.vllm_config, spec.kv_cache_config
+    frame = inspect.currentframe()
+    while frame is not None:
+        names = frame.f_locals
+        if names.get("spec") is spec and "vllm_config" in names and "kv_cache_config" in names:
+            return names["vllm_config"], names["kv_cache_config"]
+        frame = frame.f_back
+    return None
+
+
+def blocks_per_page(spec: Any) -> int:
+    """How many of vLLM's blocks its offloading moves as one."""
+    return int(spec.blocks_per_chunk if hasattr(spec, "blocks_per_chunk") else spec.block_size_factor)
+
+
+def rows_of(job: Any) -> list[int]:
+    """Where a job's pages are in the memory of vLLM's own offloading."""
+    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(row) for row in rows]
+
+
+def made_with_known(maker: type[_T], named: Mapping[str, Any]) -> _T:
+    """An object with those of its fields that this release has."""
+    known = getattr(maker, "__struct_fields__", None) or [one.name for one in fields(maker)]  # type: ignore[arg-type]
+    return maker(**{name: value for name, value in named.items() if name in known})
+
+
+def known_arguments(call: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `named` that `call` has parameters for."""
+    known = inspect.signature(call).parameters
+    return {name: value for name, value in named.items() if name in known}
+
+
+def event_extra_keys(keys: Sequence[tuple[Any, ...] | None]) -> Any:
+    """What sets blocks apart beside their tokens, as events tell it: where hashes name the kind of each, without."""
+    if hasattr(kv_cache_utils, "to_event_extra_keys"):
+        return kv_cache_utils.to_event_extra_keys(keys)
+    return list(keys)
+
+
+def kind_of(spec: Any) -> str | None:
+    """What events call this kind of KV cache."""
+    if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
+        return None
+    return str(kv_cache_interface.get_kv_cache_spec_kind(spec).value)
+
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorTransferResults",
+    "SAVES_IN_IDLE_STEPS",
+    "TIER_MEDIUM",
+    "blocks_per_page",
+    "configs_of",
+    "event_extra_keys",
+    "has_stable_hashes",
+    "kind_of",
+    "known_arguments",
+    "made_with_known",
+    "rows_of",
+]

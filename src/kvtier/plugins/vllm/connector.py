@@ -6,10 +6,12 @@ Where an engine's KV cannot be kept (hybrid models, packed KV), the connector sa
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,15 +31,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvtier.client.client import SingleClient
-from kvtier.client.connecting import connect
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.compat import SAVES_IN_IDLE_STEPS, CacheHitSource, KVConnectorTransferResults
-from kvtier.plugins.vllm.identity import Identity, identity_of, why_not
+from kvtier.plugins.vllm.events import server_events
+from kvtier.plugins.vllm.identity import identity_of, why_not
 from kvtier.plugins.vllm.plan import StepPlan
 from kvtier.plugins.vllm.scheduling import SchedulerSide
-from kvtier.plugins.vllm.settings import ConnectorSettings, read_settings
+from kvtier.plugins.vllm.server_client import client_of
+from kvtier.plugins.vllm.settings import read_settings
 from kvtier.plugins.vllm.statistics import KvtierPromMetrics, KvtierStats
 from kvtier.plugins.vllm.working import WorkerSide
 
@@ -69,7 +71,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         settings.check_room_for(identity.layout)
         self._server = settings.embedded_server()
         try:
-            client = _connect(settings, identity, self._server)
+            client = client_of(settings, identity, self._server)
         except BaseException:
             self.shutdown()
             raise
@@ -87,7 +89,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm)
+            events = server_events(vllm_config, kv_cache_config, client, identity.page_tokens)
+            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
 
@@ -137,6 +140,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler is not None and self._scheduler.finish(request), None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else self._scheduler.reset()
@@ -222,24 +228,3 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)
         return plan
-
-
-def _connect(settings: ConnectorSettings, identity: Identity, server: EmbeddedServer | None) -> SingleClient:
-    """Of the server that the settings name, or else of `server`, which is started if it does not run."""
-    if server is not None:
-        server.ensure()
-    address = settings.server if server is None else server.address
-    assert address is not None
-    return connect(
-        address,
-        layout=identity.layout,
-        namespace=identity.fields,
-        name=identity.name,
-        token=settings.token(),
-        secret=settings.secret(),
-        ca_file=settings.ca_file,
-        certificate=settings.certificate,
-        key=settings.key,
-        timeout_s=settings.timeout_s,
-        must_answer=False,
-    )

@@ -83,7 +83,6 @@ def identity_of(
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     assert isinstance(spec, FullAttentionSpec)
-    folder = _folder(str(model_config.model), model_config.revision, vllm_config.load_config.download_dir)
     layout = KvLayout(
         layers=len(group.layer_names),
         kv_heads=max(model_config.get_total_num_kv_heads(), spec.num_kv_heads),
@@ -91,17 +90,30 @@ def identity_of(
         dtype=str(spec.dtype).removeprefix("torch."),
         block_tokens=BLOCK_TOKENS,
     )
-    fields = NamespaceFields(
+    fields = fields_of(vllm_config, layout, len(group.layer_names), salt, kind)
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, num_ranks, name_of(vllm_config))
+
+
+def fields_of(
+    vllm_config: VllmConfig, layout: KvLayout, num_layers: int, salt: str, kind: IdentityKind
+) -> NamespaceFields:
+    """Whose blocks of `layout` are, for a model with KV in `num_layers`. Raises `ConfigError` as `identity_of`."""
+    model_config = vllm_config.model_config
+    folder = _folder(str(model_config.model), model_config.revision, vllm_config.load_config.download_dir)
+    return NamespaceFields(
         layout=layout,
         weights=_weights(vllm_config, folder, kind),
-        model_config=_model_identity(vllm_config, folder, len(group.layer_names)),
+        model_config=_model_identity(vllm_config, folder, num_layers),
         quantization=_quantization(vllm_config),
         compute_dtype=str(model_config.dtype).removeprefix("torch."),
         salt=salt,
     )
-    name = str(model_config.model).rstrip("/").rsplit("/", 1)[-1]
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, num_ranks, name)
+
+
+def name_of(vllm_config: VllmConfig) -> str:
+    """What people call the model."""
+    return str(vllm_config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
 
 
 class RequestSalts:

@@ -12,10 +12,19 @@ class OwnCache:
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._pool: BlockPool | None = None
+        self._known_blocks: object = None
 
     def bind(self, pool: BlockPool) -> None:
         if pool.hash_block_size == self._page_tokens:
             self._pool = pool
+            self._known_blocks = pool.cached_block_hash_to_block
+
+    def take_reset(self) -> bool:
+        """Whether vLLM has emptied it since the last call: its blocks are kept elsewhere then."""
+        if self._pool is None:
+            return False
+        before, self._known_blocks = self._known_blocks, self._pool.cached_block_hash_to_block
+        return before is not self._known_blocks
 
     def hashes_of(self, request: Request, num_tokens: int | None = None) -> list[bytes]:
         """vLLM's hashes of all full pages, or of those of the first `num_tokens`; empty where its pages are others."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -25,6 +26,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
 from kvtier.plugins.vllm.compat import CacheHitSource
+from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.explaining import Explainer
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
 from kvtier.plugins.vllm.own_cache import OwnCache
@@ -81,9 +83,11 @@ class SchedulerSide:
         settings: ConnectorSettings,
         chunk_tokens: int,
         hash_algorithm: str,
+        events: ServerEvents | None = None,
     ) -> None:
         """vLLM hashes prompts by `hash_algorithm`, and computes at most `chunk_tokens` in a step."""
         self._client = client
+        self._events = events
         self._namespace = identity.fields.digest()
         self._page_tokens = identity.page_tokens
         self._settings = settings
@@ -284,7 +288,17 @@ class SchedulerSide:
         stats, self._stats = self._stats, CacheStats()
         return stats
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """For routers, with what vLLM tells them itself: that all is cleared when only its own cache was."""
+        if self._events is None:
+            return []
+        if self._own.take_reset():
+            self._events.start_over()
+        return self._events.take()
+
     def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
         self._lookups.close()
         self._tracked.clear()
         self._threads.shutdown()
@@ -348,6 +362,7 @@ class SchedulerSide:
             del self._tracked[request.request_id]
             return True
         tracked.num_saved = lookup.found_end
+        self._note_for_events(tracked, lookup.first, lookup.found_end)
         self._note_stored(tracked, is_asked=not lookup.first and not _is_away(lookup))
         if lookup.end < lookup.found_end:
             self._stats.slower_loads += 1
@@ -358,6 +373,12 @@ class SchedulerSide:
         assert root is not None
         pages = self._own.hashes_of(tracked.request)
         self._known.note_stored(root, pages, tracked.num_saved, is_asked=is_asked)
+
+    def _note_for_events(self, tracked: _Tracked, first: int, end: int) -> None:
+        """The cache has these blocks, or gets them."""
+        if self._events is not None and first < end:
+            pages = self._own.hashes_of(tracked.request)
+            self._events.note(tracked.request, pages, tracked.lookup.hashes, first, end)
 
     def _end_token(self, tracked: _Tracked) -> int:
         """Where the load ends: at a page, and before the last token, which vLLM computes."""
@@ -403,6 +424,7 @@ class SchedulerSide:
             lookup.hashes += block_hashes(lookup.root, tokens, BLOCK_TOKENS, parent=parent)
         pages, first_block = self._pages_of(tracked.pages, first, end)
         saves.append(Save(request.request_id, pages, first_block, lookup.hashes[first:end]))
+        self._note_for_events(tracked, first, end)
         tracked.num_saved = end
         tracked.has_saves = True
         if end * BLOCK_TOKENS <= request.num_prompt_tokens:

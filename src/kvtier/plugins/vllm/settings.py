@@ -1,11 +1,11 @@
-"""What `kv_connector_extra_config` may say, checked when the engine starts."""
+"""What `kv_connector_extra_config` and an entry of `secondary_tiers` may say, checked when the engine starts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -18,9 +18,12 @@ from kvtier.transport.address import parse_address
 
 _DEFAULT_MEMORY = "4GiB"
 _LEAST_BLOCKS = 16
+_MAX_TIMEOUT_S = 3600.0
+
+_Settings = TypeVar("_Settings", bound="ServerSettings")
 
 
-class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`server` is where a cache server listens. For one over TCP are `token_file`, or `certificate` and `key`, by which
     it knows the engine, and `ca_file`, which turns TLS on, or `secret_file`, which encrypts without.
 
@@ -28,10 +31,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     for blocks (4GiB unless given), and over restarts in `folder`, at most `disk` of everything in it. Sizes are bytes,
     or text such as 8GiB.
 
-    Prompts of engines with different `salt` share no blocks. `store` says whether answers are kept too, or prompts
-    only. A scheduler waits at most `match_timeout_s` for what the server has of a prompt, and computes it then. With
-    `always_load`, what is cached is loaded even where computing it looks faster. `identity` "full" tells weights from
-    others by all of their bytes, which are read once, and not by samples.
+    Prompts of engines with different `salt` share no blocks. `identity` "full" tells weights from others by all of
+    their bytes, which are read once, and not by samples.
     """
 
     server: str | None = None
@@ -45,9 +46,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disk: str | int | None = None
     salt: str = ""
     timeout_s: float = 1.0
-    match_timeout_s: float = 0.25
-    store: Literal["all", "prompt"] = "all"
-    always_load: bool = False
     identity: IdentityKind = "sampled"
 
     def __post_init__(self) -> None:
@@ -55,9 +53,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             self._check_budgets()
         else:
             self._check_server()
-        for name in ("timeout_s", "match_timeout_s"):
-            if not 0 < getattr(self, name) < 3600:
-                raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
+        self._check_seconds("timeout_s", self.timeout_s)
 
     def token(self) -> bytes | None:
         return _secret_in("token", self.token_file)
@@ -106,6 +102,25 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def _given(self, *names: str) -> str | None:
         return next((name for name in names if getattr(self, name) is not None), None)
 
+    def _check_seconds(self, name: str, seconds: float) -> None:
+        if not 0 < seconds < _MAX_TIMEOUT_S:
+            raise ConfigError(f"{name} must be a number of seconds, not {seconds}")
+
+
+class ConnectorSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`store` says whether answers are kept too, or prompts only. A scheduler waits at most `match_timeout_s` for what
+    the server has of a prompt, and computes it then. With `always_load`, what is cached is loaded even where computing
+    it looks faster.
+    """
+
+    match_timeout_s: float = 0.25
+    store: Literal["all", "prompt"] = "all"
+    always_load: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_seconds("match_timeout_s", self.match_timeout_s)
+
 
 def _secret_in(what: str, file: str | None) -> bytes | None:
     if file is None:
@@ -118,13 +133,22 @@ def _secret_in(what: str, file: str | None) -> bytes | None:
 
 def read_settings(extra_config: Mapping[str, object]) -> ConnectorSettings:
     """Raises `ConfigError` with one sentence that names the setting."""
+    return _read("kv_connector_extra_config", extra_config, ConnectorSettings)
+
+
+def read_tier_settings(entry: Mapping[str, object]) -> ServerSettings:
+    """As `read_settings`, of what a secondary tier is given beside its `type` and `module_path`."""
+    return _read("secondary_tiers", entry, ServerSettings)
+
+
+def _read(where: str, given: Mapping[str, object], settings_type: type[_Settings]) -> _Settings:
     try:
-        return msgspec.convert(dict(extra_config), ConnectorSettings)
+        return msgspec.convert(dict(given), settings_type)
     except msgspec.ValidationError as error:
-        sentence = f"{error} (known: {', '.join(ConnectorSettings.__struct_fields__)})"
+        sentence = f"{error} (known: {', '.join(settings_type.__struct_fields__)})"
         if isinstance(error.__cause__, ConfigError):  # one of our own sentences
             sentence = str(error.__cause__)
-        raise ConfigError(f"kvtier: kv_connector_extra_config: {sentence}") from error
+        raise ConfigError(f"kvtier: {where}: {sentence}") from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,214 @@
+"""`KvtierTier`: a cache server below vLLM's own offloading, as one of its `secondary_tiers`.
+
+vLLM keeps pages in host memory and asks the tiers below for what it lacks there; everything is called by its
+scheduler's thread and returns at once. What the tier cannot keep for sure it says in one sentence, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvtier.client.client import SingleClient
+from kvtier.errors import ConfigError
+from kvtier.plugins.embedded_server import EmbeddedServer
+from kvtier.plugins.vllm.compat import (
+    TIER_MEDIUM,
+    blocks_per_page,
+    configs_of,
+    has_stable_hashes,
+    known_arguments,
+    made_with_known,
+    rows_of,
+)
+from kvtier.plugins.vllm.page_identity import PageIdentity, page_identity, why_no_pages
+from kvtier.plugins.vllm.releases import Fit, fit_of, refused, tried
+from kvtier.plugins.vllm.server_client import client_of
+from kvtier.plugins.vllm.settings import ServerSettings, read_tier_settings
+from kvtier.transfer.page_jobs import EndedJob, PageJob, PageJobs
+from kvtier.transfer.page_lookups import PageLookups
+
+logger = logging.getLogger("vllm.kvtier")
+"""Under vLLM's own, which is the one that is shown."""
+
+_YIELD_S = 5e-5
+_PATIENCE = 2.0
+"""A request waits as many time-outs of a server for what it has: one call finds pages, another one leases them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The engine's pages and the server's."""
+
+    client: SingleClient
+    jobs: PageJobs
+    lookups: PageLookups
+    memory: memoryview
+    server: EmbeddedServer | None
+
+    def close(self) -> None:
+        self.jobs.close()
+        self.lookups.close()
+        self.client.close()
+        self.memory.release()
+        if self.server is not None:
+            self.server.close()
+
+
+class KvtierTier(SecondaryTierManager):
+    """One engine's. `settings` are what its entry in `secondary_tiers` says beside `type` and `module_path`."""
+
+    medium = TIER_MEDIUM
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Raises `ConfigError` with one sentence for settings that cannot work."""
+        named = {
+            "offloading_spec": offloading_spec,
+            "primary_kv_view": primary_kv_view,
+            "tier_type": tier_type,
+            "backpressure_detector": backpressure_detector,
+        }
+        super().__init__(**known_arguments(SecondaryTierManager.__init__, named))
+        self._pages: _Pages | None = None
+        self._refused: list[EndedJob] = []
+        read = read_tier_settings(settings)
+        try:
+            identity = _identity_of(offloading_spec, primary_kv_view, read)
+        except ConfigError as error:
+            logger.warning("kvtier keeps nothing of vLLM's offloading: %s", error)
+            return
+        read.check_room_for(identity.layout)
+        self._pages = _open(read, identity, primary_kv_view)
+        logger.info("kvtier keeps pages of vLLM's offloading at %s", self._pages.client.address)
+
+    # --- lookups ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        found = False if self._pages is None else self._pages.lookups.find(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any = None) -> None:
+        """While something is awaited, the threads that bring it get the interpreter: vLLM asks again and again."""
+        pages = self._pages
+        if pages is None:
+            return
+        pages.lookups.send()
+        if pages.lookups.is_asking or pages.jobs.is_loading:
+            time.sleep(_YIELD_S)
+
+    def on_request_finished(self, req_context: Any) -> None:
+        if self._pages is not None:
+            self._pages.lookups.forget(req_context.req_id)
+
+    # --- jobs ------------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        job = _job_of(job_metadata)
+        if self._pages is None:
+            self._refused.append(EndedJob(job, False, [False] * len(job.keys), 0.0))
+        else:
+            self._pages.jobs.store(job)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        assert self._pages is not None, "what keeps nothing is asked for nothing"
+        self._pages.jobs.load(_job_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended, self._refused = self._refused, []
+        if self._pages is not None:
+            ended = self._pages.jobs.take_ended()
+            for one in ended:
+                if one.is_load:
+                    self._pages.lookups.note_loaded(one.job.owner, one.missing_keys)
+        return [self._result_of(one) for one in ended]
+
+    def drain_jobs(self) -> None:
+        if self._pages is not None:
+            self._pages.jobs.drain()
+
+    def shutdown(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+
+    def _result_of(self, ended: EndedJob) -> JobResult:
+        arrived = [key for key, there in zip(ended.job.keys, ended.is_there, strict=True) if there]
+        named = {
+            "job_id": ended.job.number,
+            "success": ended.is_done,
+            "successful_keys": tuple(arrived) if ended.is_load and arrived and not ended.is_done else None,
+            "transfer_time": ended.seconds,
+            "transfer_bytes": len(arrived) * self._block_size_bytes,
+        }
+        return made_with_known(JobResult, named)
+
+
+def _job_of(metadata: Any) -> PageJob:
+    return PageJob(
+        number=metadata.job_id,
+        owner=metadata.req_context.req_id,
+        keys=list(metadata.keys),
+        rows=rows_of(metadata),
+    )
+
+
+def _identity_of(spec: Any, memory: memoryview, settings: ServerSettings) -> PageIdentity:
+    """Whose the pages are. Raises `ConfigError` when that is not sure."""
+    fit = fit_of(vllm.__version__)
+    if fit is Fit.OLDER:
+        raise ConfigError(refused(vllm.__version__))
+    if fit is Fit.NEWER:
+        logger.warning("%s", tried(vllm.__version__))
+    configs = configs_of(spec)
+    if configs is None:
+        raise ConfigError(refused(vllm.__version__, "a tier is not told whose pages it keeps"))
+    vllm_config, kv_cache_config = configs
+    if reason := why_no_pages(vllm_config):
+        raise ConfigError(reason)
+    if not has_stable_hashes():
+        logger.warning("kvtier: set PYTHONHASHSEED, to 0 say: this vLLM's hashes are others after each start without")
+    _, page_bytes = _size_of(memory)
+    return page_identity(
+        vllm_config, kv_cache_config, page_bytes, blocks_per_page(spec), settings.salt, settings.identity
+    )
+
+
+def _open(settings: ServerSettings, identity: PageIdentity, view: memoryview) -> _Pages:
+    server = settings.embedded_server()
+    try:
+        client = client_of(settings, identity, server)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    num_pages, page_bytes = _size_of(view)
+    memory = view.cast("B")
+    jobs = PageJobs(client, memory, page_bytes)
+    lookups = PageLookups(client, max_held=num_pages, patience_s=_PATIENCE * settings.timeout_s)
+    return _Pages(client, jobs, lookups, memory, server)
+
+
+def _size_of(view: memoryview) -> tuple[int, int]:
+    """The number of pages in vLLM's host memory, and their bytes."""
+    assert view.shape is not None
+    assert len(view.shape) == 2
+    return view.shape[0], view.shape[1]
