@@ -38,7 +38,7 @@ _LOG_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class PartProcess:
-    """A cache server, an engine or the HTTP server of a deployment; `kind` is "cache", "engine" or "http"."""
+    """A cache server, an engine or the HTTP server of a deployment; `kind` is "cache", "engine", "vllm" or "http"."""
 
     kind: str
     name: str
@@ -52,11 +52,20 @@ class DeploymentProcess:
     """`kvtier serve` over the file `deploy.yml` of `folder`. Entered, it is ready; left, all of it is gone.
 
     `text` is the file without its `http` section, whose settings are `http`; the ports are found here, and stay the
-    same when it is started again. Its log is the file `log`, which grows over restarts.
+    same when it is started again. `environment` is added to this process's. Its log is the file `log`, which grows over
+    restarts.
     """
 
-    def __init__(self, folder: Path, text: str, *, http: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        *,
+        http: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._environment = environment or {}
         self.openai_port, self.ollama_port = free_ports(2)
         self.runtime_parent = Path(tempfile.mkdtemp(prefix="kv-"))  # short: a socket's path has 107 bytes
         self.file = folder / "deploy.yml"
@@ -110,6 +119,7 @@ class DeploymentProcess:
             **os.environ,
             "XDG_RUNTIME_DIR": str(self.runtime_parent),
             "OMP_NUM_THREADS": "1",  # tiny models gain nothing from more, and tests share few cores
+            **self._environment,
             _MARK: self._mark,
         }
         with self._log_file.open("ab") as log:
@@ -290,10 +300,14 @@ class DeploymentProcess:
 
 @contextlib.contextmanager
 def starting_deployment(
-    folder: Path, text: str, *, http: Mapping[str, object] | None = None
+    folder: Path,
+    text: str,
+    *,
+    http: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[DeploymentProcess]:
     """One that was started, and is not waited for."""
-    deployment = DeploymentProcess(folder, text, http=http)
+    deployment = DeploymentProcess(folder, text, http=http, environment=environment)
     try:
         deployment.start()
         yield deployment

@@ -360,7 +360,7 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
         service = make_service(config, patience)
         service.large_bodies.idle_s = 0.0  # a test leaves no process behind
         server = http_server(api, service)
-        service.engines.start()
+        service.start()
         try:
             serving = asyncio.create_task(server.serve([listener]))
             while not server.started and not serving.done():
@@ -384,7 +384,11 @@ def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) 
         service, end = started.result(LIMIT_S)
         there = {one.socket for model in config.models for one in model.engines if Path(one.socket).exists()}
         wait_until(
-            lambda: sum(connection.hello is not None for connection in service.engines.connections) >= len(there)
+            lambda: (
+                sum(connection.hello is not None for connection in service.engines.connections)
+                + sum(engine.is_there for engine in service.vllm.engines)
+                >= len(there)
+            )
         )
         try:
             yield Running(f"http://{address[0]}:{address[1]}", address, service)

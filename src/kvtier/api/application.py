@@ -15,15 +15,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.api.access import Tenant
-from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyRefused, ReadBody
+from kvtier.api.body_messages import BodyAsks, BodyLoads, BodyPasses, BodyRefused, ReadBody
 from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import Generation, GenerationRequest, Shape
 from kvtier.api.health import operation_routes
 from kvtier.api.http_error import HttpError, WrongKey, http_error_of
 from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.limits import INLINE_BODY_BYTES
+from kvtier.api.passing import PassedBody, salt_maker
 from kvtier.api.service import Service, new_id
 from kvtier.api.streaming import ClientLeft, StreamedAnswer, while_connected
+from kvtier.api.vllm.bodies import ReadForVllm
 from kvtier.api.web_guard import WebGuard, WebRules
 from kvtier.engine.process.messages import EncodedPrompt
 from kvtier.errors import KvtierError
@@ -98,19 +100,33 @@ class Application(ABC):
         return self.service.tenant(request)
 
     async def read(
-        self, request: Request, kind: str, read: Callable[[JsonBody, ModelCatalog], _Asked]
-    ) -> _Asked | BodyAsks | BodyLoads:
-        """What the body asks for: by `read`, or, if it is large, by another process that knows this `kind`."""
+        self,
+        request: Request,
+        tenant: Tenant,
+        kind: str,
+        read: Callable[[JsonBody, ModelCatalog], _Asked],
+        read_for_vllm: ReadForVllm,
+    ) -> _Asked | BodyAsks | BodyLoads | PassedBody:
+        """What the body asks for: by one of these, or, if it is large, by another process that knows this `kind`.
+
+        `read_for_vllm` is asked first, where vLLM runs a model: it says None of bodies for other models.
+        """
         service = self.service
         pieces = await service.open_bodies.receive(request)
         num_bytes = sum(map(len, pieces))
+        has_keys = bool(service.config.keys)
         if num_bytes <= INLINE_BODY_BYTES:
-            return read(decode_body(b"".join(pieces)), service.engines)
-        question = ReadBody(kind, num_bytes, service.engines.snapshot())
+            body = b"".join(pieces)
+            if service.vllm.models:
+                passes = read_for_vllm(body, service.snapshot(), salt_maker(tenant, has_keys=has_keys))
+                if passes is not None:
+                    return PassedBody(passes, [body]) if isinstance(passes, BodyPasses) else passes
+            return read(decode_body(body), service.engines)
+        question = ReadBody(kind, num_bytes, service.snapshot(), tenant.salt, has_keys)
         reply = await while_connected(request, service.large_bodies.read(question, pieces))
         if isinstance(reply, BodyRefused):
             raise HttpError(reply.status, reply.sentence, reply.code, reply.parameter, reply.headers)
-        return reply
+        return PassedBody(reply, pieces) if isinstance(reply, BodyPasses) else reply
 
     async def read_small(self, request: Request) -> JsonBody:
         """A body that names something. Raises a `HttpError` for a large one."""

@@ -17,6 +17,8 @@ OPENAI_CHAT = "openai chat"
 OPENAI_COMPLETION = "openai completion"
 OLLAMA_CHAT = "ollama chat"
 OLLAMA_GENERATE = "ollama generate"
+OLLAMA_EMBED = "ollama embed"
+OLLAMA_EMBEDDINGS = "ollama embeddings"
 
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
@@ -28,6 +30,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     names: list[str]
     options: dict[str, object]
     hello: Hello | None
+    is_vllm: bool = False
 
     @property
     def name(self) -> str:
@@ -35,11 +38,16 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
 
 
 class ReadBody(msgspec.Struct, frozen=True):
-    """`kind` is one of the four above; a body of `num_bytes` follows."""
+    """`kind` is one of those above, or a path that only vLLM serves; a body of `num_bytes` follows.
+
+    `salt` is that of whoever asks, who has a key if `has_keys`.
+    """
 
     kind: str
     num_bytes: int
     models: list[ModelSnapshot]
+    salt: str = ""
+    has_keys: bool = False
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +73,21 @@ class BodyAsks(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str
 
 
+class BodyPasses(msgspec.Struct, frozen=True, tag=True):
+    """A body that goes to an engine of vLLM. `body` is what is sent, None if it is sent as it came.
+
+    `name` is what the client calls the model, `model` its own name; `keys` are those of its prompt's beginnings.
+    """
+
+    name: str
+    model: str
+    path: str
+    body: bytes | None
+    is_streamed: bool
+    num_answers: int
+    keys: list[int]
+
+
 class BodyLoads(msgspec.Struct, frozen=True, tag=True):
     """An Ollama body without a prompt."""
 
@@ -72,7 +95,7 @@ class BodyLoads(msgspec.Struct, frozen=True, tag=True):
     done_reason: str
 
 
-BodyReply = BodyRefused | BodyAsks | BodyLoads
+BodyReply = BodyRefused | BodyAsks | BodyLoads | BodyPasses
 
 _encoder = msgspec.msgpack.Encoder()
 _questions = msgspec.msgpack.Decoder(ReadBody)

@@ -42,6 +42,10 @@ class ModelCatalog(Protocol):
     @property
     def models(self) -> Sequence[KnownModel]: ...
 
+    @property
+    def known(self) -> str:
+        """The names of all models, also of those that other engines run, as a sentence lists them."""
+
     def find(self, name: str) -> KnownModel:
         """Raises `UnknownModel` with the names there are."""
 
@@ -74,10 +78,11 @@ class ServedModel:
 
 
 class Engines:
-    """All of them. `start` in the event loop, `close` there too."""
+    """All of them. `start` in the event loop, `close` there too. `others` are names of models that vLLM runs."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(self, models: Sequence[ServedModel], others: Sequence[str] = ()) -> None:
         self.models = models
+        self.known = ", ".join([*(model.name for model in models), *others])
         self._by_name = {name: model for model in models for name in model.names}
 
     @property
@@ -98,7 +103,10 @@ class Engines:
 
     def find(self, name: str) -> ServedModel:
         """Raises `UnknownModel` with the names there are."""
-        return self._by_name.get(name) or find_model(self.models, name)
+        found = self._by_name.get(name)
+        if found is None:
+            raise unknown_model(name, self.known)
+        return found
 
     def snapshot(self) -> list[ModelSnapshot]:
         """What another process needs to know to read a body."""
@@ -123,9 +131,12 @@ def find_model(models: Sequence[_Model], name: str) -> _Model:
     for model in models:
         if name in model.names:
             return model
-    known = ", ".join(one.name for one in models)
+    raise unknown_model(name, ", ".join(one.name for one in models))
+
+
+def unknown_model(name: str, known: str) -> UnknownModel:
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
-    raise UnknownModel(f"the model {shown!r} is not served here; there is {known}")
+    return UnknownModel(f"the model {shown!r} is not served here; there is {known}")
 
 
 def _in_order(connections: Sequence[EngineConnection], question: Question) -> list[EngineConnection]:

@@ -18,24 +18,39 @@ from starlette.routing import Route
 
 from kvtier.api.engine_connection import EngineConnection
 from kvtier.api.http_error import HttpError
+from kvtier.api.limits import MAX_UPSTREAM_METRICS_BYTES
 from kvtier.api.service import Service
+from kvtier.api.vllm.engine import VllmEngine
+from kvtier.api.vllm.exchange import ExchangeError
 from kvtier.engine.process.messages import MetricFamily
 from kvtier.errors import EngineAway
 
+_METRICS_TIMEOUT_S = 10.0
+
 
 def operation_routes(service: Service) -> list[Route]:
+    def check_reader(request: Request) -> None:
+        if not service.access.tenant(request).reads_metrics:
+            raise HttpError(403, "this API key may not read metrics: give it metrics: true", "no_metrics")
+
     async def health(request: Request) -> Response:
         """The process answers: no more is said."""
         return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         """Whether every engine is there and answers."""
-        is_ready = service.engines.is_ready and not service.is_draining
+        is_ready = service.is_ready and not service.is_draining
         document = {
             "status": _status(service),
             "models": {
-                model.name: {connection.name: _state(connection) for connection in model.connections}
-                for model in service.engines.models
+                **{
+                    model.name: {connection.name: _state(connection) for connection in model.connections}
+                    for model in service.engines.models
+                },
+                **{
+                    model.name: {engine.name: _state_of_vllm(engine) for engine in model.engines}
+                    for model in service.vllm.models
+                },
             },
         }
         if is_ready:
@@ -44,8 +59,9 @@ def operation_routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         """What this process counts, and what each engine counts, with its name as a label."""
-        if not service.access.tenant(request).reads_metrics:
-            raise HttpError(403, "this API key may not read metrics: give it metrics: true", "no_metrics")
+        check_reader(request)
+        for engine in service.vllm.engines:
+            service.metrics.engine_up.labels(engine=engine.name).set(engine.is_there)
         connections = service.engines.connections
         families = await asyncio.gather(*(connection.metrics() for connection in connections))
         found = [(connection.name, own) for connection, own in zip(connections, families, strict=True)]
@@ -54,15 +70,34 @@ def operation_routes(service: Service) -> list[Route]:
         body = generate_latest(service.metrics.registry) + generate_latest(registry)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
-    return [Route("/health", health), Route("/ready", ready), Route("/metrics", metrics)]
+    async def metrics_of_vllm(request: Request) -> Response:
+        """What an engine of vLLM counts, as it says it."""
+        check_reader(request)
+        name = request.path_params["engine"]
+        engine = next((one for one in service.vllm.engines if one.name == name), None)
+        if engine is None:
+            raise HttpError(404, "there is no engine of vLLM of that name", "unknown_engine")
+        try:
+            status, body = await engine.get("/metrics", _METRICS_TIMEOUT_S, MAX_UPSTREAM_METRICS_BYTES)
+        except (ExchangeError, TimeoutError) as error:
+            raise EngineAway(f"the engine {engine.name} is starting, or does not answer") from error
+        return Response(body, status, media_type=CONTENT_TYPE_LATEST)
+
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/metrics/{engine}", metrics_of_vllm),
+    ]
 
 
 def _status(service: Service) -> str:
     if service.is_draining:
         return "stopping"
-    if any(connection.is_hung for connection in service.engines.connections):
+    own, passed = service.engines.connections, service.vllm.engines
+    if any(connection.is_hung for connection in own) or any(engine.is_hung for engine in passed):
         return "hung"
-    return "ready" if service.engines.is_ready else "starting"
+    return "ready" if service.is_ready else "starting"
 
 
 def _state(connection: EngineConnection) -> dict[str, object]:
@@ -70,6 +105,12 @@ def _state(connection: EngineConnection) -> dict[str, object]:
     if connection.hello is None:
         return {"status": "starting"}
     return {"status": "hung" if connection.is_hung else "ready", "since": connection.hello.started_at}
+
+
+def _state_of_vllm(engine: VllmEngine) -> dict[str, object]:
+    if engine.facts is None:
+        return {"status": "starting"}
+    return {"status": "hung" if engine.is_hung else "ready", "since": engine.facts.since}
 
 
 class _OfEngines(Collector):

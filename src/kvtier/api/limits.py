@@ -103,3 +103,37 @@ MAX_WRONG_KEY_ADDRESSES = 4096
 MAX_WRONG_KEYS_WAITING = 512
 MAX_WRONG_KEYS_WAITING_OF_ONE = 8
 """Answers to wrong keys, of all addresses or of one, that are held back at a time; further ones get 429 at once."""
+
+# --- engines of vLLM --------------------------------------------------------------------------------------------------
+
+MAX_UPSTREAM_HEAD_BYTES = 64 << 10
+"""Of the head of an answer, and of what comes before one."""
+
+MAX_UNSENT_BYTES = 1 << 20
+"""Bytes of an answer that wait for the client; no more is read from the engine meanwhile."""
+
+HELD_ANSWER_BYTES = 1 << 20
+"""An answer that is not streamed is passed on once it is complete, or has this many bytes."""
+
+MAX_TRANSLATED_BYTES = 64 << 20
+"""Of an answer that is translated as a whole for Ollama's clients, and of one line of a stream."""
+
+MAX_UPSTREAM_METRICS_BYTES = 16 << 20
+
+FIRST_BYTE_S = 3600.0
+"""For the first byte of an answer: prompts wait in the engine's queue, and whole answers take their time."""
+
+UPSTREAM_SILENCE_S = 600.0
+"""Between two bytes of an answer that has begun."""
+
+HOLD_S = 120.0
+"""A request waits so long for an engine that starts or restarts; then it gets 503."""
+
+MAX_LOST_ENGINES = 3
+"""A request at which so many engines died is given up: it may be the reason."""
+
+MAX_PREFIX_KEYS = 512
+"""Beginnings of a prompt that are looked for, and remembered, when an engine is picked."""
+
+MAX_REMEMBERED_PREFIXES = 131_072
+"""Of each engine; the least recently used are forgotten."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from kvtier.api.access import Tenant
 from kvtier.api.body_messages import (
     LENGTH_BYTES,
     OLLAMA_CHAT,
@@ -24,6 +25,7 @@ from kvtier.api.body_messages import (
     OPENAI_COMPLETION,
     BodyAsks,
     BodyLoads,
+    BodyPasses,
     BodyRefused,
     BodyReply,
     ModelSnapshot,
@@ -37,7 +39,10 @@ from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.ollama import requests as ollama_requests
+from kvtier.api.ollama.passed import OLLAMA_KINDS
 from kvtier.api.openai import requests as openai_requests
+from kvtier.api.openai.passed import reader_for, unknown_here
+from kvtier.api.passing import salt_maker
 from kvtier.engine.process.messages import EncodedPrompt, encode_part
 from kvtier.errors import KvtierError
 from kvtier.priority import step_back
@@ -61,6 +66,7 @@ class _Snapshot:
 
     def __init__(self, models: Sequence[ModelSnapshot]) -> None:
         self.models = models
+        self.known = ", ".join(model.name for model in models)
 
     def find(self, name: str) -> ModelSnapshot:
         return find_model(self.models, name)
@@ -69,6 +75,12 @@ class _Snapshot:
 def read(question: ReadBody, body: bytes) -> BodyReply:
     """What a body asks for, or what is wrong with it."""
     try:
+        passes = _read_for_vllm(question, body)
+        if passes is not None:
+            return passes
+        if question.kind not in KINDS:
+            name = decode_body(body).text("model")
+            raise unknown_here(name, question.kind, question.models)
         asked = KINDS[question.kind](decode_body(body), _Snapshot(question.models))
     except HttpError as error:
         return _refused(error)
@@ -89,6 +101,14 @@ def read(question: ReadBody, body: bytes) -> BodyReply:
         asked.includes_usage,
         asked.cache_salt,
     )
+
+
+def _read_for_vllm(question: ReadBody, body: bytes) -> BodyPasses | BodyLoads | None:
+    if not any(model.is_vllm for model in question.models):
+        return None
+    salt_of = salt_maker(Tenant("", question.salt), has_keys=question.has_keys)
+    read_for_vllm = OLLAMA_KINDS.get(question.kind) or reader_for(question.kind)
+    return read_for_vllm(body, question.models, salt_of)
 
 
 def _refused(error: HttpError) -> BodyRefused:

@@ -20,15 +20,18 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.application import Application
-from kvtier.api.config import ApiConfig
+from kvtier.api.config import ApiConfig, ServedModelConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.ollama.routes import OllamaApplication
 from kvtier.api.openai.routes import OpenAiApplication
 from kvtier.api.service import Service
+from kvtier.api.vllm.engine import VllmEngine
+from kvtier.api.vllm.model import VllmModel, VllmModels
 from kvtier.api.web_guard import OLLAMA_ORIGINS, WebRules
 from kvtier.errors import ConfigError
 from kvtier.observe.log_limit import LogLimit
+from kvtier.observe.metrics import ApiMetrics
 
 logger = logging.getLogger(__name__)
 _uvicorn_logger = logging.getLogger("uvicorn.error")
@@ -68,7 +71,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    service.engines.start()
+    service.start()
     try:
         serving = [
             asyncio.create_task(server.serve([sock])) for server, (_, sock) in zip(servers, listeners, strict=True)
@@ -120,6 +123,7 @@ def _check_tls(config: ApiConfig) -> None:
 
 def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
     """With connections to the engines that are not started yet."""
+    metrics = ApiMetrics()
     models = [
         ServedModel(
             names=model.names,
@@ -127,8 +131,19 @@ def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Se
             default_options=model.default_options,
         )
         for model in config.models
+        if not model.is_vllm
     ]
-    return Service(config, Engines(models))
+    passed = [_vllm_model(model, patience, metrics) for model in config.models if model.is_vllm]
+    others = [model.name for model in passed]
+    return Service(config, Engines(models, others), metrics=metrics, vllm=VllmModels(passed))
+
+
+def _vllm_model(config: ServedModelConfig, patience: Patience, metrics: ApiMetrics) -> VllmModel:
+    engines = [VllmEngine(engine.name, engine.socket, patience) for engine in config.engines]
+    model = VllmModel(config.names, engines, metrics)
+    for engine in engines:
+        engine.note_there = model.note_there
+    return model
 
 
 def raise_file_limit() -> None:

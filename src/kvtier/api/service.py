@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from kvtier.api.access import Access, Tenant
+from kvtier.api.body_messages import ModelSnapshot
 from kvtier.api.config import ApiConfig
 from kvtier.api.engines import Engines
 from kvtier.api.http_error import HttpError, unavailable
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.places import Places
+from kvtier.api.vllm.model import VllmModels
 from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
 from kvtier.observe.metrics import ApiMetrics
@@ -28,6 +30,7 @@ class Service:
     config: ApiConfig
     engines: Engines
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
+    vllm: VllmModels = field(default_factory=VllmModels)
     is_draining: bool = False
     started_at: float = field(default_factory=time.time)
     access: Access = field(init=False)
@@ -41,9 +44,29 @@ class Service:
         self.places = Places(self.config)
         self.open_bodies = OpenBodies(self.config.max_body_bytes)
 
+    def start(self) -> None:
+        """Meet the engines, now and whenever they come back."""
+        self.engines.start()
+        self.vllm.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engines.is_ready and all(engine.is_there for engine in self.vllm.engines)
+
+    @property
+    def model_names(self) -> list[str]:
+        """The own name of every model."""
+        return [*(model.name for model in self.engines.models), *(model.name for model in self.vllm.models)]
+
+    def snapshot(self) -> list[ModelSnapshot]:
+        """The models, as bodies name them, for whoever reads one."""
+        passed = [ModelSnapshot(list(model.names), {}, None, is_vllm=True) for model in self.vllm.models]
+        return [*self.engines.snapshot(), *passed]
+
     async def close(self) -> None:
         await self.large_bodies.close()
         await self.engines.close()
+        await self.vllm.close()
 
     def tenant(self, request: Request) -> Tenant:
         """Raises a `HttpError` for those who may not ask."""

@@ -77,7 +77,7 @@ def _engine_row(engine: EngineUse) -> tuple[str, ...]:
     is_gpu = engine.device != "cpu"
     return (
         engine.name,
-        f"{engine.device} ({engine.share:.0%})" if is_gpu else engine.device,
+        f"{engine.device} ({engine.share:.0%})" if is_gpu and engine.share else engine.device,
         engine.architecture or "-",
         _size(engine.weights_bytes),
         _size(engine.kv_token_bytes),

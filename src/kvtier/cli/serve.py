@@ -32,7 +32,7 @@ def serve(deployment: Path) -> None:
     folder = _runtime_folder()
     try:
         plan = load_plan(deployment, folder)
-        parts: list[DeploymentPart] = [*plan.caches, *plan.engines, plan.http]
+        parts: list[DeploymentPart] = [*plan.caches, *plan.engines, *plan.vllm_engines, plan.http]
         names = ["kvtier", *(part.name for part in parts)]
         supervisor = Supervisor(plan, DeploymentLog(sys.stderr, names), folder)
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,11 @@ API_CACHED_TOKENS = "kvtier_api_cached_tokens"
 API_KEY_REQUESTS = "kvtier_api_key_requests"
 API_KEY_TOKENS = "kvtier_api_key_tokens"
 API_WRONG_KEYS = "kvtier_api_wrong_keys"
+API_ENGINE_UP = "kvtier_api_engine_up"
+API_ENGINE_STARTS = "kvtier_api_engine_starts"
+API_ENGINE_REQUESTS = "kvtier_api_engine_requests"
+API_ROUTED_REQUESTS = "kvtier_api_routed_requests"
+API_RETRIED_REQUESTS = "kvtier_api_retried_requests"
 
 _COUNTED_LEVELS = {
     "evicted_blocks": "Blocks evicted to make room.",
@@ -256,6 +261,25 @@ class ApiMetrics:
             registry=self.registry,
         )
         self.wrong_keys = Counter(API_WRONG_KEYS, "Requests with an API key that is not known.", registry=self.registry)
+        self.engine_up = Gauge(API_ENGINE_UP, "Whether an engine of vLLM answers.", ["engine"], registry=self.registry)
+        self.engine_starts = Counter(
+            API_ENGINE_STARTS, "How often an engine of vLLM was met.", ["engine"], registry=self.registry
+        )
+        self.engine_requests = Counter(
+            API_ENGINE_REQUESTS, "Requests that an engine of vLLM was sent.", ["engine"], registry=self.registry
+        )
+        self.routed_requests = Counter(
+            API_ROUTED_REQUESTS,
+            "Requests for a model of vLLM, by what picked the engine: the longest prefix that it has seen, or load.",
+            ["model", "by"],
+            registry=self.registry,
+        )
+        self.retried_requests = Counter(
+            API_RETRIED_REQUESTS,
+            "Requests that were sent to another engine of vLLM since theirs was lost.",
+            ["model"],
+            registry=self.registry,
+        )
         self.cached_tokens = Counter(
             API_CACHED_TOKENS,
             "Tokens of prompts that were not computed, by tier.",

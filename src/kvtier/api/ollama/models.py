@@ -11,7 +11,10 @@ import msgspec
 from kvtier.api.engines import KnownModel, ServedModel
 from kvtier.api.ollama.options import OLLAMA_NAMES
 from kvtier.api.service import Service
+from kvtier.api.vllm.engine import VllmFacts
+from kvtier.api.vllm.model import VllmModel
 from kvtier.engine.process.messages import Hello
+from kvtier.errors import EngineAway
 
 _STAYS = timedelta(days=36500)
 """Models are there as long as their deployment."""
@@ -22,12 +25,35 @@ _WHAT_IT_IS_FOR = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel
 
 def tags(service: Service) -> dict[str, object]:
     """Every name of every model, also of those whose engines are away: of them nothing else is known."""
-    return {"models": [_tag(service, model, name) for model in service.engines.models for name in model.names]}
+    own = [_tag(service, model, name) for model in service.engines.models for name in model.names]
+    passed = [_tag_of_vllm(service, model, name) for model in service.vllm.models for name in model.names]
+    return {"models": [*own, *passed]}
 
 
 def running(service: Service) -> dict[str, object]:
     """The models whose engines are there, with the memory of all these engines."""
-    return {"models": [_process(model) for model in service.engines.models if model.hello is not None]}
+    own = [_process(model) for model in service.engines.models if model.hello is not None]
+    passed = [_process_of_vllm(model, model.facts) for model in service.vllm.models if model.facts is not None]
+    return {"models": [*own, *passed]}
+
+
+def description_of_vllm(model: VllmModel) -> dict[str, object]:
+    """Raises `EngineAway` while none of its engines is there. vLLM tells little of a model."""
+    facts = model.facts
+    if facts is None:
+        raise EngineAway(f"the model {model.name} is starting")
+    return {
+        "modelfile": f"# written by kvtier\nFROM {facts.root or model.name}\n",
+        "parameters": "",
+        "template": "",
+        "details": _details(None),
+        "model_info": {
+            "general.architecture": "vllm",
+            **({} if facts.max_model_len is None else {"vllm.context_length": facts.max_model_len}),
+        },
+        "modified_at": _time(facts.since),
+        "capabilities": ["completion"],
+    }
 
 
 def description(model: KnownModel, hello: Hello) -> dict[str, object]:
@@ -61,6 +87,31 @@ def _tag(service: Service, model: ServedModel, name: str) -> dict[str, object]:
         "size": 0 if hello is None else hello.weights_bytes,
         "digest": "" if hello is None else hello.namespace,
         "details": _details(hello),
+    }
+
+
+def _tag_of_vllm(service: Service, model: VllmModel, name: str) -> dict[str, object]:
+    facts = model.facts
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(service.started_at if facts is None else facts.since),
+        "size": 0,
+        "digest": "",
+        "details": _details(None),
+    }
+
+
+def _process_of_vllm(model: VllmModel, facts: VllmFacts) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "model": model.name,
+        "size": 0,
+        "digest": "",
+        "details": _details(None),
+        "expires_at": datetime.now(UTC) + _STAYS,
+        "size_vram": 0,
+        "context_length": facts.max_model_len or 0,
     }
 
 

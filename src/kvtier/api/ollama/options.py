@@ -51,6 +51,12 @@ def sampling_params(options: JsonBody, defaults: Mapping[str, object], *, logpro
     return params
 
 
+def asked_options(options: JsonBody) -> dict[str, object]:
+    """Those that are given, by the names of `SamplingParams`, which are vLLM's, too. Raises a `HttpError`."""
+    sampling_params(options, {}, logprobs=None)  # looks at all of them
+    return {name: value for name, value in _asked(options).items() if value is not None}
+
+
 def _asked(options: JsonBody) -> dict[str, object]:
     asked: dict[str, object] = {}
     for name, ours in _NUMBERS.items():

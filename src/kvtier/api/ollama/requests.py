@@ -17,7 +17,7 @@ from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, Promp
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, UnknownModel
 
-_LATEST = ":latest"
+LATEST = ":latest"
 _THINKING = "enable_thinking"
 """What templates of models that think look at."""
 
@@ -55,12 +55,11 @@ class LoadModel:
 
 def find_model(engines: ModelCatalog, name: str) -> KnownModel:
     """The model of that name, with or without Ollama's ":latest". Raises a `HttpError` with the names there are."""
-    for one in (name, name.removesuffix(_LATEST), name + _LATEST):
+    for one in (name, name.removesuffix(LATEST), name + LATEST):
         with contextlib.suppress(UnknownModel):
             return engines.find(one)
-    known = ", ".join(model.name for model in engines.models)
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
-    raise HttpError(404, f"model '{shown}' not found; there is {known}", "model_not_found", "model")
+    raise HttpError(404, f"model '{shown}' not found; there is {engines.known}", "model_not_found", "model")
 
 
 def hello_of(model: KnownModel) -> Hello:
@@ -141,9 +140,9 @@ def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
         name=name,
         model=model,
         options=body.inner("options") or JsonBody({}),
-        logprobs=_read_logprobs(body),
+        logprobs=read_logprobs(body),
         is_streamed=body.flag("stream") is not False,
-        is_unload=_is_zero_duration(body, "keep_alive"),
+        is_unload=is_zero_duration(body, "keep_alive"),
         is_thinking_off=body.value("think") is False,
     )
     body.refuse_rest()
@@ -170,7 +169,7 @@ def _read_message(given: object, path: str) -> ChatMessage:
     return ChatMessage(role, content)
 
 
-def _read_logprobs(body: JsonBody) -> int | None:
+def read_logprobs(body: JsonBody) -> int | None:
     num_top = body.whole("top_logprobs") or 0
     if body.flag("logprobs"):
         return num_top
@@ -179,7 +178,7 @@ def _read_logprobs(body: JsonBody) -> int | None:
     return None
 
 
-def _is_zero_duration(body: JsonBody, name: str) -> bool:
+def is_zero_duration(body: JsonBody, name: str) -> bool:
     value = body.value(name)
     if isinstance(value, str):
         if len(value) > MAX_DURATION_CHARACTERS or not _DURATION.fullmatch(value):

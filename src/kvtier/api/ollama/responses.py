@@ -24,19 +24,24 @@ INTERNAL_ERROR = "internal error: the server's log says more"
 _encode = msgspec.json.Encoder().encode
 
 
-class _Message(msgspec.Struct):
+class Message(msgspec.Struct):
+    """`thinking` and `tool_calls` are only vLLM's."""
+
     role: str
     content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: Sequence[object] | UnsetType = UNSET
 
 
-class _Line(msgspec.Struct, kw_only=True):
+class Line(msgspec.Struct, kw_only=True):
     """One object of Ollama's; durations are in nanoseconds. `cached_tokens` by tier is ours."""
 
     model: str
     created_at: datetime
     response: str | UnsetType = UNSET
-    message: _Message | UnsetType = UNSET
-    logprobs: Sequence[SampledToken] | msgspec.Raw | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    logprobs: Sequence[SampledToken] | Sequence[object] | msgspec.Raw | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
@@ -59,7 +64,7 @@ class _OllamaShape(ABC):
         self._started_ns = time.monotonic_ns()
 
     @abstractmethod
-    def line(self, text: str) -> _Line: ...
+    def line(self, text: str) -> Line: ...
 
     def loaded(self, load: LoadModel) -> bytes:
         line = self.line("")
@@ -103,34 +108,34 @@ class _OllamaShape(ABC):
     def broken_off(self, reason: str | None) -> str:
         return f"the engine gave the answer up ({reason})"
 
-    def _ended(self, line: _Line, completion: Completion, prompt_tokens: int) -> _Line:
+    def _ended(self, line: Line, completion: Completion, prompt_tokens: int) -> Line:
         num_tokens = len(completion.token_ids)
         line.done = True
         line.done_reason = completion.finish_reason or UNSET
         line.total_duration = time.monotonic_ns() - self._started_ns
         line.load_duration = 0
         line.prompt_eval_count = prompt_tokens
-        line.prompt_eval_duration = _nanoseconds(completion.ttft_s)
+        line.prompt_eval_duration = nanoseconds(completion.ttft_s)
         line.eval_count = num_tokens
-        line.eval_duration = _nanoseconds(completion.time_per_output_token_s * max(0, num_tokens - 1))
+        line.eval_duration = nanoseconds(completion.time_per_output_token_s * max(0, num_tokens - 1))
         line.cached_tokens = completion.cached_tokens
         return line
 
 
 class GenerateShape(_OllamaShape):
-    def line(self, text: str) -> _Line:
-        return _Line(model=self._name, created_at=datetime.now(UTC), response=text)
+    def line(self, text: str) -> Line:
+        return Line(model=self._name, created_at=datetime.now(UTC), response=text)
 
 
 class ChatShape(_OllamaShape):
-    def line(self, text: str) -> _Line:
-        return _Line(model=self._name, created_at=datetime.now(UTC), message=_Message("assistant", text))
+    def line(self, text: str) -> Line:
+        return Line(model=self._name, created_at=datetime.now(UTC), message=Message("assistant", text))
 
 
 def error_body(sentence: str) -> bytes:
     return _encode({"error": sentence})
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     """At least one: clients divide by it, also for an answer of one token."""
     return max(1, round(seconds * 1e9))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -11,12 +13,25 @@ from starlette.routing import Route
 
 from kvtier import __version__
 from kvtier.api.application import Application
-from kvtier.api.body_messages import OLLAMA_CHAT, OLLAMA_GENERATE, BodyAsks, BodyLoads
+from kvtier.api.body_messages import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+    BodyAsks,
+    BodyLoads,
+)
+from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
-from kvtier.api.ollama.models import description, running, tags
-from kvtier.api.ollama.requests import LoadModel, find_model, hello_of, read_chat, read_generate
+from kvtier.api.json_body import JsonBody
+from kvtier.api.ollama.models import description, description_of_vllm, running, tags
+from kvtier.api.ollama.passed import OLLAMA_KINDS
+from kvtier.api.ollama.requests import LATEST, LoadModel, find_model, hello_of, read_chat, read_generate
 from kvtier.api.ollama.responses import INTERNAL_ERROR, ChatShape, GenerateShape, error_body
+from kvtier.api.ollama.translation import Translation, embedded, vectors
+from kvtier.api.passing import PassedBody
+from kvtier.api.streaming import while_connected
 
 _NO_EMBEDDINGS = "embeddings are not computed here"
 _FIXED_MODELS = "the models here are those of the deployment's file: they cannot be pulled, pushed, made or removed"
@@ -27,8 +42,6 @@ _NOT_SERVED = (
     ("/api/copy", ["POST"], _FIXED_MODELS),
     ("/api/delete", ["DELETE"], _FIXED_MODELS),
     ("/api/blobs/{digest}", ["HEAD", "POST"], _FIXED_MODELS),
-    ("/api/embed", ["POST"], _NO_EMBEDDINGS),
-    ("/api/embeddings", ["POST"], _NO_EMBEDDINGS),
 )
 
 
@@ -44,8 +57,16 @@ class OllamaApplication(Application):
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/ps", self._list_running),
             Route("/api/version", self._version),
+            *self._embedding_routes(),
             *(Route(path, self._not_served(sentence), methods=methods) for path, methods, sentence in _NOT_SERVED),
         ]
+
+    def _embedding_routes(self) -> list[Route]:
+        """Only vLLM computes them."""
+        paths = {"/api/embed": self._embed, "/api/embeddings": self._embeddings}
+        if not self.service.vllm.models:
+            return [Route(path, self._not_served(_NO_EMBEDDINGS), methods=["POST"]) for path in paths]
+        return [Route(path, serve, methods=["POST"]) for path, serve in paths.items()]
 
     def error_body(self, error: HttpError) -> bytes:
         return error_body(error.sentence)
@@ -59,7 +80,11 @@ class OllamaApplication(Application):
 
     async def _generate(self, request: Request) -> Response:
         tenant = self.open(request, "ollama")
-        asked = self._asked(await self.read(request, OLLAMA_GENERATE, read_generate))
+        for_vllm = OLLAMA_KINDS[OLLAMA_GENERATE]
+        found = await self.read(request, tenant, OLLAMA_GENERATE, read_generate, for_vllm)
+        if isinstance(found, PassedBody):
+            return await Translation(self.service, request, tenant, found, is_chat=False).response()
+        asked = self._asked(found)
         shape = GenerateShape(asked.name, request.state.id)
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
@@ -67,7 +92,10 @@ class OllamaApplication(Application):
 
     async def _chat(self, request: Request) -> Response:
         tenant = self.open(request, "ollama")
-        asked = self._asked(await self.read(request, OLLAMA_CHAT, read_chat))
+        found = await self.read(request, tenant, OLLAMA_CHAT, read_chat, OLLAMA_KINDS[OLLAMA_CHAT])
+        if isinstance(found, PassedBody):
+            return await Translation(self.service, request, tenant, found, is_chat=True).response()
+        asked = self._asked(found)
         shape = ChatShape(asked.name, request.state.id)
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
@@ -77,6 +105,28 @@ class OllamaApplication(Application):
         if isinstance(found, BodyLoads):
             return LoadModel(found.name, found.done_reason)
         return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
+
+    async def _embed(self, request: Request) -> Response:
+        passed, document, started_ns = await self._embedded(request, OLLAMA_EMBED)
+        return self._document(request, embedded(document, passed.passes.name, started_ns))
+
+    async def _embeddings(self, request: Request) -> Response:
+        _, document, _ = await self._embedded(request, OLLAMA_EMBEDDINGS)
+        return self._document(request, {"embedding": vectors(document)[0]})
+
+    async def _embedded(self, request: Request, kind: str) -> tuple[PassedBody, dict[str, Any], int]:
+        """What vLLM says. Raises a `HttpError` for a model that kvtier's own engine runs."""
+        tenant = self.open(request, "ollama")
+        started_ns = time.monotonic_ns()
+
+        def refuse(body: JsonBody, engines: ModelCatalog) -> PassedBody:
+            find_model(engines, body.needed_text("model"))
+            raise HttpError(501, _NO_EMBEDDINGS, "unsupported")
+
+        found = await self.read(request, tenant, kind, refuse, OLLAMA_KINDS[kind])
+        assert isinstance(found, PassedBody), "only vLLM reads such a body"
+        translation = Translation(self.service, request, tenant, found, is_chat=False)
+        return found, await while_connected(request, translation.document()), started_ns
 
     async def _list_models(self, request: Request) -> Response:
         self.service.tenant(request)
@@ -90,9 +140,13 @@ class OllamaApplication(Application):
         self.service.tenant(request)
         body = await self.read_small(request)
         old_name = body.text("name")  # as older clients say it
-        model = find_model(self.service.engines, body.text("model") or old_name or body.needed_text("model"))
+        name = body.text("model") or old_name or body.needed_text("model")
         body.flag("verbose")
         body.refuse_rest()
+        passed = self.service.vllm.get(name) or self.service.vllm.get(name.removesuffix(LATEST))
+        if passed is not None:
+            return self._document(request, description_of_vllm(passed))
+        model = find_model(self.service.engines, name)
         return self._document(request, description(model, hello_of(model)))
 
     async def _version(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ import msgspec
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
 from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
-from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener, VllmPart
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
@@ -72,6 +72,8 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
     problems: list[str] = []
     notes: list[str] = []
     for extra in machine.missing_extras:
+        if extra == "engine" and not plan.engines:
+            continue  # vLLM brings its own
         problems.append(f"a part of kvtier is not installed: pip install 'kvtier[{extra}]'")
     engines = []
     for part in plan.engines:
@@ -80,6 +82,9 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         if facts is not None:
             problems += _problems_of_blocks(part, facts)
             problems += _problems_of_length(part, facts)
+    engines += [_vllm_use(part) for part in plan.vllm_engines]
+    for vllm_part in plan.vllm_engines:
+        problems += _problems_of_vllm(vllm_part, machine)
     caches = [_cache_use(part, machine) for part in plan.caches]
     host_bytes = sum(use.memory_bytes for use in caches) + sum(_host_bytes(engine) for engine in engines)
     if host_bytes > machine.memory_bytes:
@@ -88,7 +93,7 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
             f"but this machine or its control group has {format_size(machine.memory_bytes)}"
         )
     if "engine" not in machine.missing_extras:
-        problems += _problems_of_devices(engines, plan, machine)
+        problems += _problems_of_devices(engines[: len(plan.engines)], plan, machine)
     problems += _problems_of_disks(plan, machine)
     for cache in plan.caches:
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
@@ -139,6 +144,27 @@ def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) ->
         swap_bytes=engine.swap_space,
         cache_servers=engine.cache_servers,
     )
+
+
+def _vllm_use(part: VllmPart) -> EngineUse:
+    """What vLLM takes of a machine is not known before it starts."""
+    return EngineUse(
+        name=part.name,
+        served_as=part.served_as,
+        model=part.model,
+        device=part.device,
+        share=0.0,
+        architecture="vLLM",
+        cache_servers=(part.cache_server,) if part.cache_server else (),
+    )
+
+
+def _problems_of_vllm(part: VllmPart, machine: Machine) -> Iterator[str]:
+    if not os.access(part.python, os.X_OK):
+        yield f"{part.name}: the Python {part.python} of vLLM cannot be run"
+    numbers = [int(number) for number in part.device.partition(":")[2].split(",") if number]
+    if numbers and "engine" not in machine.missing_extras and max(numbers) >= len(machine.gpus):
+        yield f"{part.name}: the device {part.device} is not there: torch finds {len(machine.gpus)} GPUs"
 
 
 def _cache_use(part: CachePart, machine: Machine) -> CacheUse:
@@ -268,7 +294,8 @@ def _problems_of_socket(part: CachePart, runtime_folder: Path) -> Iterator[str]:
 
 def _problems_of_neighbours(part: CachePart, plan: DeploymentPlan) -> Iterator[str]:
     folder = part.server.folder
-    for model in dict.fromkeys(engine.engine.model for engine in plan.engines):
+    models = [*(one.engine.model for one in plan.engines), *(one.model for one in plan.vllm_engines)]
+    for model in dict.fromkeys(models):
         if folder is not None and Path(model).is_dir() and folder.resolve().is_relative_to(Path(model).resolve()):
             yield f"the folder {folder} of {part.name} is in that of the model {model}: give it one of its own"
 

@@ -15,6 +15,7 @@ import msgspec
 from kvtier.deploy.file.form import check_name, is_short_path, read_form
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.size import Size
+from kvtier.deploy.file.vllm_arguments import check_arguments
 from kvtier.deploy.file.yaml_file import YamlFile
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
@@ -30,6 +31,7 @@ _MAX_NAME_CHARACTERS = 256
 _ALLOWED_HOST = re.compile(r"\*|(?:\*\.)?[\w.:-]++", re.ASCII)
 _ALLOWED_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*+://[\w.:\[\]-]*+\*?", re.ASCII | re.IGNORECASE)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_DEVICES_OF_VLLM = re.compile(r"auto|cpu|cuda(:\d{1,3}(,\d{1,3}){0,15})?")
 
 
 def check_host(host: str) -> None:
@@ -55,12 +57,18 @@ def _check_names(field: str, names: tuple[str, ...], allowed: re.Pattern[str], e
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is run, whichever form the file has."""
 
+    engine: Literal["kvtier", "vllm"] = "kvtier"
+    """What runs the model: kvtier itself, or vLLM, which has to be installed and runs many more models."""
+    vllm: tuple[str | int | float, ...] = ()
+    """With `engine: vllm`, more arguments of its command line, such as `[--tensor-parallel-size, 2]`."""
+    vllm_python: Path | None = None
+    """With `engine: vllm`, the Python that has it (`/opt/vllm/bin/python`); kvtier's own unless told."""
     name: str | tuple[str, ...] = ()
     """What clients call it, or several such names; `model` as it is given (of a folder the last part) unless told."""
     engines: int | None = None
     """How many processes run this model; one, or as many as `devices`."""
     device: str | None = None
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one. All engines of this model use it."""
+    """`cpu`, `cuda`, `cuda:N` (for vLLM also `cuda:0,1`), or `auto`: a GPU if there is one. All engines use it."""
     devices: tuple[str, ...] = ()
     """One device per engine, in place of `device`."""
     gpu_memory_utilization: float = 0.9
@@ -130,9 +138,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.devices and self.engines not in (None, len(self.devices)):
             raise ConfigError(f"devices must be one per engine: there are {len(self.devices)} for {self.engines}")
         for device in (self.device, *self.devices):
-            if device is not None and not _DEVICE.fullmatch(device):
+            allowed = _DEVICES_OF_VLLM if self.engine == "vllm" else _DEVICE
+            if device is not None and not allowed.fullmatch(device):
                 name = "device" if self.device is not None else "devices"
-                raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, not {device!r}")
+                several = ", cuda:N,M" if self.engine == "vllm" else ""
+                raise ConfigError(f"{name} must be auto, cpu, cuda{several} or cuda:N, not {device!r}")
+        if self.engine != "vllm" and (self.vllm or self.vllm_python is not None):
+            name = "vllm" if self.vllm else "vllm_python"
+            raise ConfigError(f"{name} is for a model with engine: vllm")
+        check_arguments(self.vllm)
 
     @property
     def names(self) -> tuple[str, ...]:

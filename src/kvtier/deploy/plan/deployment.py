@@ -16,7 +16,7 @@ from kvtier.deploy.file.yaml_file import Location, read_yaml
 from kvtier.deploy.plan.caches import plan_caches
 from kvtier.deploy.plan.engines import plan_engines
 from kvtier.deploy.plan.http import HTTP_NAME, plan_http
-from kvtier.deploy.plan.parts import DeploymentPlan
+from kvtier.deploy.plan.parts import DeploymentPlan, EnginePart, VllmPart
 from kvtier.deploy.plan.runtime_names import RuntimeNames
 from kvtier.transport.address import TcpAddress
 
@@ -33,9 +33,11 @@ def load_plan(path: Path, runtime_folder: Path) -> DeploymentPlan:
     caches = plan_caches(deployment, origin, names)
     engines = plan_engines(deployment, origin, names, caches)
     http = plan_http(deployment, origin, engines)
+    parts = [part for model in engines for part in model.parts]
     plan = DeploymentPlan(
         caches=tuple(caches.values()),
-        engines=tuple(part for model in engines for part in model.parts),
+        engines=tuple(part for part in parts if isinstance(part, EnginePart)),
+        vllm_engines=tuple(part for part in parts if isinstance(part, VllmPart)),
         http=http,
     )
     _check_ports(plan, origin)

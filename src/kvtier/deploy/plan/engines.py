@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from kvtier.deploy.file.native import Deployment, EngineOptions, ModelSection
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.size import Size
 from kvtier.deploy.file.yaml_file import Location
-from kvtier.deploy.plan.parts import CachePart, EnginePart
+from kvtier.deploy.plan.parts import CachePart, EnginePart, VllmPart
 from kvtier.deploy.plan.runtime_names import RuntimeNames
+from kvtier.deploy.plan.vllm import plan_vllm
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_address
@@ -30,7 +32,7 @@ class PlannedModel:
     """A model with its engines. The first of `names` is its own."""
 
     names: tuple[str, ...]
-    parts: tuple[EnginePart, ...]
+    parts: tuple[EnginePart, ...] | tuple[VllmPart, ...]
 
 
 def plan_engines(
@@ -44,14 +46,29 @@ def plan_engines(
     planned = []
     for number, (model, place) in enumerate(zip(deployment.models, origin.models, strict=True)):
         cache = _cache_of(model, place, origin, caches)
-        configs = _configs(model, found[number], cache, place, origin)
-        served_as = called[number][0]
-        parts = tuple(
-            EnginePart(name=name, served_as=served_as, engine=config, socket=names.socket(name).path)
-            for name, config in zip(names.take_several(served_as, len(configs)), configs, strict=True)
-        )
+        for field in _FILES:
+            require_file(origin, place, field, getattr(model, field))
+        plan = (model, found[number], called[number], cache, place, origin, names)
+        parts = plan_vllm(*plan) if model.engine == "vllm" else _plan_own(*plan)
         planned.append(PlannedModel(called[number], parts))
     return planned
+
+
+def _plan_own(
+    model: ModelSection,
+    found: str,
+    called: Sequence[str],
+    cache: CachePart | None,
+    place: Location,
+    origin: Origin,
+    names: RuntimeNames,
+) -> tuple[EnginePart, ...]:
+    """As `plan_vllm`, for the engine of kvtier itself."""
+    configs = _configs(model, found, cache, place, origin)
+    return tuple(
+        EnginePart(name=name, served_as=called[0], engine=config, socket=names.socket(name).path)
+        for name, config in zip(names.take_several(called[0], len(configs)), configs, strict=True)
+    )
 
 
 def _find_model(model: str, origin: Origin, place: Location) -> str:
@@ -116,8 +133,6 @@ def _configs(
     model: ModelSection, found: str, cache: CachePart | None, place: Location, origin: Origin
 ) -> list[EngineConfig]:
     """One per engine; they differ in their device."""
-    for field in _FILES:
-        require_file(origin, place, field, getattr(model, field))
     token = read_secret(origin, place, "cache_server_token_file", model.cache_server_token_file)
     given: dict[str, Any] = {name: getattr(model, name) for name in _AS_GIVEN}
     settings: dict[str, Any] = {name: int(value) if isinstance(value, Size) else value for name, value in given.items()}

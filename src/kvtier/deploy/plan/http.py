@@ -24,9 +24,10 @@ def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]
         ServedModelConfig(
             names=model.names,
             engines=tuple(EngineAddress(part.name, part.socket) for part in model.parts),
+            is_vllm=section.engine == "vllm",
             default_options=_default_options(origin, place),
         )
-        for model, place in zip(models, origin.models, strict=True)
+        for model, section, place in zip(models, deployment.models, origin.models, strict=True)
     )
     keys = _keys(http, origin)
     listeners = _listeners(http, origin)

@@ -33,6 +33,22 @@ class EnginePart(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
 
 
+class VllmPart(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of vLLM: the Python that has it, and all of its arguments. `cache_server` is empty without one.
+
+    The environment of the deployment is its environment, too, but for the GPUs that it sees: those of `device`.
+    """
+
+    name: str
+    served_as: str
+    model: str
+    python: str
+    arguments: tuple[str, ...]
+    device: str
+    socket: str
+    cache_server: str = ""
+
+
 class Listener(msgspec.Struct, frozen=True):
     """An address that an API is served on."""
 
@@ -52,10 +68,11 @@ class HttpPart(msgspec.Struct, frozen=True, kw_only=True):
 class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
     caches: tuple[CachePart, ...]
     engines: tuple[EnginePart, ...]
+    vllm_engines: tuple[VllmPart, ...] = ()
     http: HttpPart
 
 
-DeploymentPart = CachePart | EnginePart | HttpPart
+DeploymentPart = CachePart | EnginePart | VllmPart | HttpPart
 
 
 def encode_part(part: DeploymentPart) -> bytes:

@@ -38,7 +38,7 @@ class ChildState(enum.Enum):
 
 
 class Child:
-    """`kind` is "cache", "engine" or "http"; `listener_fds` are inherited."""
+    """`kind` is "cache", "engine", "vllm" or "http"; `listener_fds` are inherited."""
 
     def __init__(
         self,
@@ -128,9 +128,14 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> str:
-        """The process has ended: let go of what was held for it. Returns how it ended, in words."""
+        """The process has ended: let go of what was held for it. Returns how it ended, in words.
+
+        What it has started in its group ends with it.
+        """
         process = self._process
         assert process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # before it is waited for: until then nobody else has its number
         status = process.wait()
         assert process.stdin is not None
         with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ import msgspec
 
 from kvtier.deploy.plan.parts import EnginePart
 from kvtier.deploy.run.reports import Ready, Reporter
+from kvtier.deploy.run.signals import is_signalled
 from kvtier.engine.client import EngineClient
 from kvtier.engine.engine import Engine
 from kvtier.engine.gc_control import keeping_all
@@ -21,7 +22,6 @@ from kvtier.errors import EngineStopped
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
 _MEET_S = 5.0
 """So long may the HTTP server take to find this engine. Who hears that it is ready relies on its being asked."""
 
@@ -42,7 +42,7 @@ def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Si
         stack.enter_context(keeping_all())
         server.wait_until_met(_MEET_S)
         reporter.tell(Ready({**msgspec.to_builtins(hello), "slot_bytes": engine.arena.layout.slot_bytes}))
-        while not _is_signalled(signals):
+        while not is_signalled(signals):
             if client.failure is not None:
                 raise EngineStopped(str(client.failure))
         server.refuse()
@@ -56,11 +56,5 @@ def _drain(client: EngineClient, signals: Sequence[signal.Signals]) -> None:
     """Let what is under way end; another signal cuts that short."""
     deadline = time.monotonic() + _DRAIN_S
     while client.num_requests and time.monotonic() < deadline and client.failure is None:
-        if _is_signalled(signals):
+        if is_signalled(signals):
             return
-
-
-def _is_signalled(signals: Sequence[signal.Signals]) -> bool:
-    """Wait a moment for one of them. A process that was stopped meanwhile gets an answer without meaning."""
-    found = signal.sigtimedwait(signals, _LOOK_S)
-    return found is not None and found.si_signo in signals

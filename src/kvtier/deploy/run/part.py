@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable
 
 from kvtier.cacheserver.server import CacheServer
-from kvtier.deploy.plan.parts import CachePart, EnginePart, HttpPart, decode_part
+from kvtier.deploy.plan.parts import CachePart, EnginePart, HttpPart, VllmPart, decode_part
 from kvtier.deploy.run.reports import Failed, Ready, Reporter
+from kvtier.deploy.run.vllm_part import run_vllm
 from kvtier.errors import KvtierError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ def _run_engine(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
     run_engine(part, reporter, _SIGNALS)
 
 
+def _run_vllm(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
+    run_vllm(decode_part(settings, VllmPart), reporter, _SIGNALS)
+
+
 def _run_http(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
     from kvtier.api.server import serve_http  # noqa: PLC0415 - only this part needs the HTTP libraries
 
@@ -81,6 +86,7 @@ def _run_http(settings: bytes, reporter: Reporter, fds: list[int]) -> None:
 _RUNS: dict[str, Callable[[bytes, Reporter, list[int]], None]] = {
     "cache": _run_cache,
     "engine": _run_engine,
+    "vllm": _run_vllm,
     "http": _run_http,
 }
 

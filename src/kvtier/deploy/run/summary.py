@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart
+from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, VllmPart
 from kvtier.sizes import format_size
 
 _ANY_HOST = ("0.0.0.0", "::", "")
@@ -26,6 +26,8 @@ def summary(
         lines.append(f"  {title:12} {urls[listener.api]}{'/v1' if listener.api == 'openai' else ''}")
     for engine in plan.engines:
         lines += _engine_lines(plan, engine, facts.get(engine.name, {}))
+    for vllm_engine in plan.vllm_engines:
+        lines += _vllm_lines(plan, vllm_engine, facts.get(vllm_engine.name, {}))
     for cache in plan.caches:
         lines += _cache_lines(cache)
     lines += ["  try it", *(f"    {line}" for line in _example(plan, urls)), "  Ctrl-C stops it", ""]
@@ -53,6 +55,16 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
     ]
 
 
+def _vllm_lines(plan: DeploymentPlan, part: VllmPart, facts: Mapping[str, object]) -> list[str]:
+    names = [cache.name for cache in plan.caches if str(cache.server.unix) == part.cache_server]
+    kept = f"KV is kept in {(names or [part.cache_server])[0]}" if part.cache_server else "KV is kept by vLLM alone"
+    return [
+        f"  {'engine':12} {part.name}: {part.served_as}, vLLM {facts.get('vllm', '')} on {part.device}, "
+        f"prompts up to {_whole(facts, 'max_model_len')} tokens",
+        f"  {'':12} {kept}",
+    ]
+
+
 def _cache_lines(part: CachePart) -> list[str]:
     server = part.server
     disk = f", {format_size(server.file_bytes)} of disk in {server.folder}" if server.file_bytes else ""
@@ -63,7 +75,7 @@ def _cache_lines(part: CachePart) -> list[str]:
 
 
 def _example(plan: DeploymentPlan, urls: Mapping[str, str]) -> list[str]:
-    model = plan.engines[0].served_as
+    model = (plan.engines or plan.vllm_engines)[0].served_as
     has_keys = bool(plan.http.api.keys)
     messages = [{"role": "user", "content": "Hello!"}]
     if "openai" in urls:

@@ -31,6 +31,7 @@ from kvtier.sizes import format_size
 
 _SELF = "kvtier"
 _BACKLOG = 1024
+_ENGINES = ("engine", "vllm")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -70,6 +71,9 @@ class Supervisor:
         self._caches = [Child("cache", part, runtime_folder, command=command) for part in plan.caches]
         self._engines = [
             Child("engine", part, runtime_folder, place=part.engine.device, command=command) for part in plan.engines
+        ]
+        self._engines += [
+            Child("vllm", part, runtime_folder, place=part.device, command=command) for part in plan.vllm_engines
         ]
         fds = [sock.fileno() for sock in self._listeners]
         self._http = Child("http", plan.http, runtime_folder, listener_fds=fds, command=command)
@@ -124,7 +128,7 @@ class Supervisor:
         for child in due:
             if child.kind != "cache" and not all(cache.was_ready for cache in self._caches):
                 continue
-            if child.kind == "engine":
+            if child.kind in _ENGINES:
                 if child.place in starting_at:  # each measures what the ones before it left on the device
                     continue
                 starting_at.add(child.place)
@@ -274,7 +278,7 @@ class Supervisor:
 
     def _end_all(self, children: Iterable[Child], number: signal.Signals) -> None:
         for child in children:
-            is_loading = child.kind == "engine" and child.state is ChildState.STARTING
+            is_loading = child.kind in _ENGINES and child.state is ChildState.STARTING
             child.signal(signal.SIGKILL if is_loading else number)  # it hears nothing else, and has nothing to lose
 
     def _is_over(self) -> bool:

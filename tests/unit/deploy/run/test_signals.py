@@ -11,11 +11,11 @@ from tests.support.waiting import LIMIT_S
 
 _PROGRAM = """
 import signal
-from kvtier.deploy.run.engine_part import _is_signalled
+from kvtier.deploy.run.signals import is_signalled
 signals = (signal.SIGTERM, signal.SIGINT)
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 print("waiting", flush=True)
-while not _is_signalled(signals):
+while not is_signalled(signals):
     pass
 print("signalled", flush=True)
 """

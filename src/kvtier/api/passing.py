@@ -1,0 +1,194 @@
+"""Requests that are passed on to engines of vLLM, and their answers on the way back, as they are.
+
+However a request ends, the connection to its engine is closed, which ends what is computed for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvtier.api.access import Tenant, salt_of
+from kvtier.api.body_messages import BodyPasses
+from kvtier.api.http_error import HttpError
+from kvtier.api.service import Service
+from kvtier.api.streaming import ABORT, StreamedAnswer, while_connected
+from kvtier.api.vllm.exchange import Headers
+from kvtier.api.vllm.model import UpstreamAnswer, UpstreamRequest
+from kvtier.errors import EngineAway
+
+_BETWEEN_TWO = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length"),
+        *(b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+    )
+)
+"""Headers that are about one connection, not about what is carried over it."""
+
+_OF_CLIENT = frozenset(
+    (b"host", b"authorization", b"cookie", b"origin", b"expect", b"accept-encoding", b"x-request-id")
+)
+"""Headers of a request that are for this server only."""
+
+_OF_ENGINE = frozenset((b"server", b"date", b"x-request-id", b"set-cookie"))
+_CROSS_ORIGIN = b"access-control-"
+_END_OF_EVENT = b"\n\n"
+_PATH_CHARACTERS = "/:@!$&'()*+,;=~"
+
+
+@dataclass(frozen=True, slots=True)
+class PassedBody:
+    """A body for vLLM: what is known of it, and its bytes as they came."""
+
+    passes: BodyPasses
+    pieces: Sequence[bytes]
+
+    @property
+    def sent(self) -> Sequence[bytes]:
+        return self.pieces if self.passes.body is None else [self.passes.body]
+
+
+def salt_maker(tenant: Tenant, *, has_keys: bool) -> _SaltMaker | None:
+    """Makes of a body's own salt the one that keeps its tenant's blocks apart; None where nobody has a key."""
+    return _SaltMaker(tenant) if has_keys else None
+
+
+@dataclass(frozen=True, slots=True)
+class _SaltMaker:
+    tenant: Tenant
+
+    def __call__(self, cache_salt: str) -> str:
+        return salt_of(self.tenant, cache_salt)
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    service: Service, tenant: Tenant, passed: PassedBody, request_id: str, headers: Headers, query: str = ""
+) -> AsyncIterator[UpstreamAnswer]:
+    """The answer of one of the model's engines, of which the first bytes are here; afterwards it is closed.
+
+    Raises a `HttpError` when the server is full, and as `VllmModel.answer` does.
+    """
+    passes = passed.passes
+    model = service.vllm.get(passes.model)
+    if model is None:
+        raise HttpError(404, f"the model {passes.name!r} is not served here", "model_not_found", "model")
+    own_id = request_id.rpartition("-")[2]  # vLLM puts a prefix of its own before it
+    request = UpstreamRequest(
+        target=quote(passes.path, safe=_PATH_CHARACTERS) + (f"?{query}" if query else ""),
+        headers=[*headers, (b"x-request-id", own_id.encode())],
+        body=passed.sent,
+        keys=passes.keys,
+    )
+    with service.place(tenant, passes.num_answers, sum(map(len, passed.sent))):
+        started_at = time.monotonic()
+        answer = await model.answer(request)
+        try:
+            if passes.is_streamed:
+                service.metrics.ttft_seconds.labels(model=model.name).observe(time.monotonic() - started_at)
+            yield answer
+        finally:
+            answer.close()
+
+
+class Passing:
+    """One request on its way through, with nothing changed."""
+
+    def __init__(self, service: Service, request: Request, tenant: Tenant, passed: PassedBody) -> None:
+        self._service = service
+        self._request = request
+        self._tenant = tenant
+        self._passed = passed
+        self._answer: UpstreamAnswer | None = None
+
+    async def response(self) -> Response:
+        """Raises a `HttpError` or a `KvtierError` for what goes wrong before the first byte of the answer."""
+        chunks = self._chunks()
+        try:
+            await while_connected(self._request, anext(chunks))
+            answer = self._answer
+            assert answer is not None
+            headers = self._response_headers(answer)
+            if answer.is_whole:
+                await chunks.aclose()
+                response = Response(answer.first, answer.status)
+                response.raw_headers = [*headers, (b"content-length", str(len(answer.first)).encode())]
+                return response
+        except BaseException:
+            await chunks.aclose()
+            raise
+        streamed = StreamedAnswer(chunks, media_type="")
+        streamed.status_code = answer.status
+        streamed.raw_headers = headers
+        return streamed
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        """First nothing, when the beginning of the answer is here, then its bytes."""
+        request_id: str = self._request.state.id
+        headers = request_headers(self._request)
+        query = self._request.scope.get("query_string", b"").decode("latin-1")
+        async with asked(self._service, self._tenant, self._passed, request_id, headers, query) as answer:
+            self._answer = answer
+            yield b""
+            end = answer.first[-len(_END_OF_EVENT) :]
+            if answer.first:
+                yield answer.first
+            try:
+                while piece := await answer.read():
+                    end = (end + piece)[-len(_END_OF_EVENT) :]
+                    yield piece
+            except EngineAway as error:
+                if answer.is_event_stream:
+                    yield (b"" if end == _END_OF_EVENT else _END_OF_EVENT) + _error_event(
+                        self._passed.passes.path, error
+                    )
+                elif ABORT in self._request.scope:
+                    self._request.scope[ABORT]()  # an end that looks like none: the client knows that it is cut off
+
+    def _response_headers(self, answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
+        own = [(b"x-request-id", self._request.state.id.encode())]
+        if answer.is_event_stream:
+            own += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        names = {name for name, _ in own}
+        return own + [
+            (name, value)
+            for name, value in _without_connection(answer.headers)
+            if name not in names and name not in _OF_ENGINE and not name.startswith(_CROSS_ORIGIN)
+        ]
+
+
+def request_headers(request: Request) -> Headers:
+    """What an engine gets of a client's headers."""
+    given = [(name.lower(), value) for name, value in request.scope["headers"]]
+    return [(name, value) for name, value in _without_connection(given) if name not in _OF_CLIENT]
+
+
+def _without_connection(headers: Headers) -> Headers:
+    named = {
+        one.strip().lower()
+        for name, value in headers
+        if name == b"connection"
+        for one in value.split(b",")
+        if one.strip()
+    }
+    return [(name, value) for name, value in headers if name not in _BETWEEN_TWO and name not in named]
+
+
+def _error_event(path: str, error: Exception) -> bytes:
+    """The end of a stream that broke off, as clients of this path know errors."""
+    sentence = str(error)
+    if path == "/v1/responses":
+        document: dict[str, object] = {"type": "error", "code": "server_error", "message": sentence, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(document) + _END_OF_EVENT
+    if path == "/v1/messages":
+        document = {"type": "error", "error": {"type": "api_error", "message": sentence}}
+        return b"event: error\ndata: " + msgspec.json.encode(document) + _END_OF_EVENT
+    fields = {"message": sentence, "type": "server_error", "param": None, "code": "unavailable"}
+    return b"data: " + msgspec.json.encode({"error": fields}) + _END_OF_EVENT

@@ -1,0 +1,169 @@
+"""What a body asks of vLLM: which model, and what the HTTP server has to know of it. All else is vLLM's to understand.
+
+Of a body only the outermost fields are looked at. It is passed on as it came, byte for byte, unless a salt has to go
+into it: then each field but that one has the bytes that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvtier.api.body_messages import BodyLoads, BodyPasses, ModelSnapshot
+from kvtier.api.http_error import HttpError
+from kvtier.api.limits import MAX_ANSWERS, MAX_CACHE_SALT_CHARACTERS, MAX_MESSAGES, MAX_PROMPTS
+from kvtier.api.vllm.prefix_keys import prefix_keys
+
+Fields = Mapping[str, msgspec.Raw]
+SaltOf = Callable[[str], str]
+ReadForVllm = Callable[[bytes, Sequence[ModelSnapshot], SaltOf | None], BodyPasses | BodyLoads | None]
+"""What a body asks of vLLM, given the models that are served, and what makes its salt; None if of no model of vLLM."""
+
+SALTED_PATHS = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "chat/completions",
+        "chat/completions/batch",
+        "completions",
+        "responses",
+        "messages",
+        "embeddings",
+        "score",
+        "rerank",
+    )
+)
+"""Those whose bodies have a `cache_salt`."""
+
+_WITHOUT_KV = re.compile(r"/v1/(?:messages/count_tokens|[a-z/]+/(?:render|derender))")
+"""Those that compute nothing, and so share nothing."""
+
+_REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+_MAX_N = 128
+_MAX_NAME_CHARACTERS = 1024
+_FORM_MODEL = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
+_FORM_BYTES_AT_ENDS = 1 << 20
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_values = msgspec.json.Decoder()
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def read_fields(body: bytes) -> Fields:
+    """Raises a `HttpError` for what is no JSON object."""
+    try:
+        return _fields.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise HttpError(400, f"the body is no JSON object: {error}", "invalid_json") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply", "invalid_json") from error
+
+
+def find_vllm(models: Sequence[ModelSnapshot], name: str | None) -> str | None:
+    """The own name of the model that vLLM runs, and the body calls so; a body that names none means the only one."""
+    if name is None:
+        return models[0].name if len(models) == 1 and models[0].is_vllm else None
+    return next((model.name for model in models if model.is_vllm and name in model.names), None)
+
+
+def text_of(fields: Fields, name: str) -> str | None:
+    """A field that is text; None for every other."""
+    raw = bytes(fields.get(name, b""))
+    if raw[:1] != b'"':
+        return None
+    try:
+        found = _values.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"{name} is no valid text", "invalid_value", name) from error
+    return found if isinstance(found, str) else None
+
+
+def model_in_form(body: bytes) -> str | None:
+    """The field `model` of a form: it stands before or behind the file that is sent with it."""
+    for part in (body[:_FORM_BYTES_AT_ENDS], body[-_FORM_BYTES_AT_ENDS:]):
+        if found := _FORM_MODEL.search(part):
+            return found[1].decode(errors="replace")
+    return None
+
+
+def check_path(path: str, salt: str) -> None:
+    """Raises a `HttpError` for a path at which requests with this `salt` would share blocks with others."""
+    if salt and path not in SALTED_PATHS and not _WITHOUT_KV.fullmatch(path):
+        sentence = f"{path} cannot keep the blocks of API keys apart: it is served to keys with share: true"
+        raise HttpError(403, sentence, "unsupported_with_salt")
+
+
+def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, body: bytes | None = None) -> BodyPasses:
+    """A body for the model whose own name is `model`; `body` is what is sent if it is not as it came.
+
+    `salt_of` makes of the body's own salt the one that is sent; None where nobody has a key, and the body's own holds.
+    Raises a `HttpError` for a field that is not served, or over its limit.
+    """
+    for name in _REFUSED_FIELDS:
+        if bytes(fields.get(name, b"null")) != b"null":
+            sentence = f"{name} is not supported here: kvtier decides what is loaded and stored"
+            raise HttpError(400, sentence, "unsupported_parameter", name)
+    own_salt = _own_salt(fields)
+    salt = own_salt if salt_of is None else salt_of(own_salt)
+    check_path(path, "" if salt_of is None else salt)
+    if salt_of is not None and salt != own_salt:
+        fields = {**fields, "cache_salt": msgspec.Raw(msgspec.json.encode(_digest(salt)))}
+        body = msgspec.json.encode(fields)
+    return BodyPasses(
+        name=text_of(fields, "model") or model,
+        model=model,
+        path=path,
+        body=body,
+        is_streamed=bytes(fields.get("stream", b"")) == b"true",
+        num_answers=_num_answers(fields),
+        keys=prefix_keys(fields, salt),
+    )
+
+
+def _own_salt(fields: Fields) -> str:
+    raw = bytes(fields.get("cache_salt", b"null"))
+    if raw == b"null":
+        return ""
+    found = text_of(fields, "cache_salt")
+    if not found or len(found) > MAX_CACHE_SALT_CHARACTERS:
+        sentence = f"cache_salt must be text of 1 to {MAX_CACHE_SALT_CHARACTERS} characters"
+        raise HttpError(400, sentence, "invalid_value", "cache_salt")
+    return found
+
+
+def _digest(salt: str) -> str:
+    """vLLM's salts are short and have no special characters. No client can send one that is made so."""
+    return hashlib.sha256(salt.encode(errors="replace")).hexdigest()
+
+
+def _num_answers(fields: Fields) -> int:
+    """Raises a `HttpError` for more than are served."""
+    num_messages = _num_items(fields, "messages")
+    if num_messages > MAX_MESSAGES:
+        raise HttpError(400, f"messages must not be more than {MAX_MESSAGES}, but is {num_messages}", "invalid_value")
+    n = _whole(fields, "n")
+    if n > _MAX_N:
+        raise HttpError(400, f"n must not be more than {_MAX_N}, but is {n}", "invalid_value", "n")
+    num_prompts = max(1, _num_items(fields, "prompt"))
+    if num_prompts > MAX_PROMPTS or num_prompts * n > MAX_ANSWERS:
+        sentence = f"prompt and n must not make more than {MAX_ANSWERS} answers, but make {num_prompts * n}"
+        raise HttpError(400, sentence, "invalid_value", "prompt")
+    return num_prompts * n
+
+
+def _whole(fields: Fields, name: str) -> int:
+    raw = bytes(fields.get(name, b""))
+    return max(1, int(raw)) if raw.isdigit() and len(raw) < 20 else 1
+
+
+def _num_items(fields: Fields, name: str) -> int:
+    """Of a list of texts, objects or lists; other values, also a list of token ids, count as none."""
+    raw = bytes(fields.get(name, b""))
+    if raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"[", b"{"):
+        return 0
+    try:
+        return len(_items.decode(raw))
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"the body is no JSON object: {error}", "invalid_json") from error

@@ -1,0 +1,182 @@
+"""One engine of vLLM, as the HTTP server sees it: whether it is there, whether it answers, and how busy it is.
+
+Everything runs in the server's event loop. A connection that is never used tells when the process ends; its page
+`/health` tells whether it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
+from kvtier.api.limits import MAX_TRANSLATED_BYTES
+from kvtier.api.vllm.exchange import Exchange, ExchangeError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1
+_OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFacts:
+    """What a server of vLLM says of its model. `since` is when it was first seen, in seconds of the epoch."""
+
+    since: float
+    max_model_len: int | None = None
+    root: str = ""
+
+
+class VllmEngine:
+    """`facts` are None while it is away. `is_hung` while it is there and does not say that it is well.
+
+    `num_requests` are under way, `num_asked` all that it ever got; whoever asks it counts them. `note_there` is called
+    whenever it is there and was not, or did not answer, before.
+    """
+
+    def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
+        self.name = name
+        self.socket_path = socket_path
+        self.facts: VllmFacts | None = None
+        self.is_hung = False
+        self.num_requests = 0
+        self.num_asked = 0
+        self.num_starts = 0
+        self.lost = asyncio.Event()
+        self.note_there: Callable[[VllmEngine], None] = lambda engine: None
+        self._patience = patience
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def is_there(self) -> bool:
+        return self.facts is not None and not self.is_hung
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"kvtier-watch-{self.name}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def suspect(self) -> None:
+        """A request to it failed: it counts as away until it says otherwise."""
+        self._lose()
+        self._wake.set()
+
+    async def is_well(self) -> bool:
+        """Whether it says so now."""
+        try:
+            status, _ = await self.get("/health", self._patience.hung_after_s)
+        except (ExchangeError, TimeoutError):
+            return False
+        return status == _OK
+
+    async def get(self, page: str, timeout_s: float, max_bytes: int = MAX_TRANSLATED_BYTES) -> tuple[int, bytes]:
+        """A page as it is. Raises `ExchangeError`, also for one that is too large, and `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            exchange = await Exchange.send(self.socket_path, "GET", page, ())
+            try:
+                await exchange.head()
+                pieces: list[bytes] = []
+                while piece := await exchange.read():
+                    pieces.append(piece)
+                    if sum(map(len, pieces)) > max_bytes:
+                        raise ExchangeError("its answer is too large", was_sent=True)
+                return exchange.status, b"".join(pieces)
+            finally:
+                exchange.close()
+
+    async def _run(self) -> None:
+        while True:
+            lifeline = await self._open_lifeline()
+            if lifeline.is_open:
+                try:
+                    await self._watch(lifeline)
+                finally:
+                    lifeline.close()
+            self._lose()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _open_lifeline(self) -> _Lifeline:
+        lifeline = _Lifeline(self._wake)
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(self._patience.hung_after_s):
+                await asyncio.get_running_loop().create_unix_connection(lambda: lifeline, self.socket_path)
+        return lifeline
+
+    async def _watch(self, lifeline: _Lifeline) -> None:
+        """Until the connection is lost, or the engine is suspected, once it was there."""
+        while lifeline.is_open:
+            self._wake.clear()
+            is_well = await self.is_well()
+            if is_well and self.facts is None:
+                await self._meet()
+            if self.facts is not None and self.is_hung == is_well:
+                self._note_hung(not is_well)
+            wait_s = self._patience.ask_every_s if self.is_there else _RETRY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+                if self.facts is None:
+                    return
+
+    async def _meet(self) -> None:
+        max_model_len, root = None, ""
+        with contextlib.suppress(ExchangeError, TimeoutError, ValueError, LookupError, TypeError):
+            _, body = await self.get("/v1/models", self._patience.hung_after_s)
+            found = json.loads(body)["data"][0]
+            root = str(found.get("root") or "")
+            max_model_len = int(found["max_model_len"])
+        self.facts = VllmFacts(time.time(), max_model_len, root)
+        self.lost.clear()
+        self.num_starts += 1
+        logger.info("engine %s is there", self.name)
+        self.note_there(self)
+
+    def _note_hung(self, is_hung: bool) -> None:
+        self.is_hung = is_hung
+        if is_hung:
+            logger.error("engine %s is hung: it does not answer, with %d requests", self.name, self.num_requests)
+            self.lost.set()
+        else:
+            logger.info("engine %s answers again", self.name)
+            self.lost.clear()
+            self.note_there(self)
+
+    def _lose(self) -> None:
+        if self.facts is not None:
+            logger.warning("engine %s is gone, with %d requests", self.name, self.num_requests)
+        self.facts = None
+        self.is_hung = False
+        self.lost.set()
+
+
+class _Lifeline(asyncio.Protocol):
+    """A connection that carries nothing: it ends when the server's process does."""
+
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._wake = wake
+        self._transport: asyncio.BaseTransport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._wake.set()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

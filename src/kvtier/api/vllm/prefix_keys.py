@@ -1,0 +1,66 @@
+"""Keys of the beginnings of a prompt: prompts that begin alike have their first keys in common.
+
+A key is a digest of everything before some byte of the request's prompt as it was sent, and of what changes the tokens
+in front of it: two prompts are compared without a tokenizer. It serves to find the engine that has seen most of a
+prompt, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvtier.api.limits import MAX_MESSAGES, MAX_PREFIX_KEYS
+
+PrefixKey = int
+
+_FINE_BYTES = 256
+_FINE_UP_TO = 16 << 10
+_COARSE_BYTES = 4 << 10
+"""A long prompt has a key every 256 bytes first, and every 4 KiB behind its first 16 KiB."""
+
+_KEY_BYTES = 8
+_BEFORE = ("system", "instructions", "tools", "documents", "chat_template", "chat_template_kwargs", "lora_name")
+"""Fields of a body that a chat template puts in front of the messages."""
+
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def prefix_keys(fields: Mapping[str, msgspec.Raw], salt: str) -> list[PrefixKey]:
+    """Of a body's fields, the shortest beginning first; prompts with different `salt` have none in common."""
+    head = b"\0".join([salt.encode(errors="replace"), *(bytes(fields.get(name, b"")) for name in ("model", *_BEFORE))])
+    for name in ("messages", "input", "prompt"):
+        if name in fields:
+            return _keys(head, _parts(name, bytes(fields[name])))
+    return []
+
+
+def _parts(name: str, raw: bytes) -> Sequence[bytes]:
+    """Messages one by one: the next turn of a chat has other bytes behind the last of them. Else all but the end."""
+    if name != "prompt" and raw[:1] == b"[":
+        items = _items.decode(raw)
+        if len(items) <= MAX_MESSAGES:
+            return [bytes(item) for item in items]
+    return [raw[:-1]]
+
+
+def _keys(head: bytes, parts: Sequence[bytes]) -> list[PrefixKey]:
+    digest = hashlib.sha256(head)
+    keys: list[PrefixKey] = []
+    position = 0
+    for part in parts:
+        start = 0
+        while start < len(part) and len(keys) < MAX_PREFIX_KEYS:
+            step = _FINE_BYTES if position + start < _FINE_UP_TO else _COARSE_BYTES
+            piece = part[start : start + step]
+            digest.update(piece)
+            start += len(piece)
+            if len(piece) == step or start == len(part):
+                keys.append(int.from_bytes(digest.digest()[:_KEY_BYTES], "little"))
+        position += len(part)
+        digest.update(b"\0")
+        if len(keys) >= MAX_PREFIX_KEYS:
+            break
+    return keys

@@ -1,0 +1,142 @@
+"""From a model of the file that vLLM runs to its engines: each with its whole command line.
+
+vLLM reads the settings that it has, too, from its arguments; those that only kvtier's engine has are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvtier.deploy.file.native import EngineOptions, ModelSection
+from kvtier.deploy.file.origin import Origin
+from kvtier.deploy.file.vllm_arguments import FIELDS, option_of
+from kvtier.deploy.file.yaml_file import Location
+from kvtier.deploy.plan.parts import CachePart, VllmPart
+from kvtier.deploy.plan.runtime_names import RuntimeNames
+from kvtier.errors import ConfigError
+from kvtier.transport.address import parse_address
+
+_PLAIN = frozenset({"engine", "vllm", "vllm_python", "name", "engines", "device", "devices"})
+_OF_CONNECTOR = {
+    "salt": "salt",
+    "always_load": "always_load",
+    "identity": "identity",
+    "cache_server_token_file": "token_file",
+    "cache_server_secret_file": "secret_file",
+    "cache_server_ca_file": "ca_file",
+    "cache_server_certificate": "certificate",
+    "cache_server_key": "key",
+    "cache_server_timeout_s": "timeout_s",
+}
+"""Fields of a model that the connector has, too, and what it calls them."""
+
+_USABLE = _PLAIN | FIELDS.keys() | _OF_CONNECTOR.keys() | {"cache_server"}
+_HINTS = {
+    "swap_space": "give the cache more memory",
+    "kv_cache_space": "use gpu_memory_utilization, or on CPUs VLLM_CPU_KVCACHE_SPACE in the environment",
+    "default_options": "give vllm --override-generation-config",
+    "block_size": "give vllm --block-size",
+    "cuda_graphs": "give vllm --enforce-eager",
+    "cache_server_replicas": "one cache server serves it",
+}
+
+
+def plan_vllm(
+    model: ModelSection,
+    found: str,
+    names: Sequence[str],
+    cache: CachePart | None,
+    place: Location,
+    origin: Origin,
+    runtime_names: RuntimeNames,
+) -> tuple[VllmPart, ...]:
+    """One per engine. `found` is the model's folder or its name on the hub, `names` are what clients call it."""
+    _check_fields(model, place, origin)
+    for name in names:
+        if name.startswith("-"):
+            raise origin.wrong(place, f"name must not begin with a dash for vLLM, as {name!r} does", about="name")
+    connector = _connector(model, cache, place, origin)
+    python = sys.executable if model.vllm_python is None else str(model.vllm_python)
+    if model.vllm_python is not None and not model.vllm_python.is_file():
+        raise origin.wrong(place, f"vllm_python {python} is not there", about="vllm_python")
+    given = _arguments_of_fields(model, place, origin)
+    parts = []
+    devices = model.device_of_each_engine
+    for name, device in zip(runtime_names.take_several(names[0], len(devices)), devices, strict=True):
+        socket = runtime_names.socket(name).path
+        arguments = ["--model", found, "--served-model-name", *names, "--uds", socket, "--disable-uvicorn-access-log"]
+        if connector is not None:
+            arguments += ["--kv-transfer-config", connector]
+        parts.append(
+            VllmPart(
+                name=name,
+                served_as=names[0],
+                model=found,
+                python=python,
+                arguments=(*arguments, *given, *map(str, model.vllm)),
+                device=device,
+                socket=socket,
+                cache_server=_address(model, cache),
+            )
+        )
+    return tuple(parts)
+
+
+def _check_fields(model: ModelSection, place: Location, origin: Origin) -> None:
+    given = {option_of(str(argument)) for argument in model.vllm}
+    for name in EngineOptions.__struct_fields__:
+        if origin.find(place, name) is None:
+            continue
+        if name not in _USABLE:
+            hint = f": {_HINTS[name]}" if name in _HINTS else ""
+            raise origin.wrong(place, f"{name} is for kvtier's own engine, not for vLLM{hint}", about=name)
+        if FIELDS.get(name) in given:
+            raise origin.wrong(place, f"{name} and {FIELDS[name]} in vllm say the same: give one of them", about=name)
+
+
+def _arguments_of_fields(model: ModelSection, place: Location, origin: Origin) -> list[str]:
+    """Only of fields that the file gives: vLLM has defaults of its own for the others."""
+    arguments: list[str] = []
+    for name, option in FIELDS.items():
+        value = getattr(model, name)
+        if origin.find(place, name) is None or value is None or value is False:
+            continue
+        arguments += [option] if value is True else [option, str(value)]
+    return arguments
+
+
+def _address(model: ModelSection, cache: CachePart | None) -> str:
+    """Of the cache server; empty without one."""
+    if cache is not None:
+        return str(cache.server.unix)
+    return model.cache_server if isinstance(model.cache_server, str) else "".join(model.cache_server)
+
+
+def _connector(model: ModelSection, cache: CachePart | None, place: Location, origin: Origin) -> str | None:
+    """vLLM's `--kv-transfer-config`; None for a model without a cache."""
+    if not isinstance(model.cache_server, str) and len(model.cache_server) > 1:
+        raise origin.wrong(place, "cache_server must be one for vLLM", about="cache_server")
+    address = _address(model, cache)
+    if not address:
+        return None
+    try:
+        parse_address(address)
+    except ConfigError as error:
+        raise origin.wrong(place, f"cache_server: {error}", about="cache_server") from error
+    extra: dict[str, object] = {"server": address}
+    for name, own in _OF_CONNECTOR.items():
+        value = getattr(model, name)
+        if origin.find(place, name) is not None and value is not None:
+            extra[own] = str(value) if isinstance(value, Path) else value
+    config = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.plugins.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return msgspec.json.encode(config).decode()

@@ -1,0 +1,233 @@
+"""The process beside an engine of vLLM: starts vLLM, passes its log on, says when it is ready, and ends all of it.
+
+vLLM has several processes, all of them in this one's group: whichever way this process ends, none of them is left. The
+supervisor ends those of a process that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from kvtier import __version__
+from kvtier.deploy.plan.parts import VllmPart
+from kvtier.deploy.run import vllm_start
+from kvtier.deploy.run.reports import Ready, Reporter
+from kvtier.deploy.run.signals import is_signalled
+from kvtier.errors import ConfigError, EngineStopped
+from kvtier.observe.printable import printable
+
+logger = logging.getLogger(__name__)
+
+_START = str(Path(vllm_start.__file__).absolute())
+_LOOK_S = 0.25
+_PROBE_S = 120.0
+_ASK_S = 5.0
+_DRAIN_S = 30.0
+_END_S = 20.0
+_LAST_LINES = 40
+_SHOWN_LINES = 3
+_MAX_LINE_BYTES = 1 << 16
+_MAX_REPLY_BYTES = 1 << 20
+_ERROR = re.compile(r"\b\w*(?:Error|Exception|error): .*")
+_CONNECTED = "03"
+_OF_HTTP_SERVER = 1
+"""Connections that the HTTP server holds open without a request, to see when an engine ends."""
+
+
+def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signals]) -> None:
+    """Until a signal of `signals`, which are blocked, comes. Raises `ConfigError` or `EngineStopped` when it fails."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **visible_gpus(part.device, os.environ)}
+    version = _look(part, environment)
+    process = subprocess.Popen(
+        [part.python, _START, "run", *part.arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+    )
+    assert process.stdout is not None
+    log = _Log(process.stdout)
+    try:
+        _serve(part, process, log, reporter, signals, version)
+    finally:
+        process.kill()
+        process.wait()
+        _end_rest_of_group()
+        log.close()
+
+
+def visible_gpus(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM's environment says of GPUs. Numbers count those that this process sees."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    _, _, numbers = device.partition(":")
+    if not numbers:
+        return {}
+    seen = [one.strip() for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    wanted = [int(number) for number in numbers.split(",")]
+    if seen and max(wanted) >= len(seen):
+        raise ConfigError(f"the device {device} is not there: CUDA_VISIBLE_DEVICES has {len(seen)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[number] if seen else str(number) for number in wanted)}
+
+
+def _look(part: VllmPart, environment: Mapping[str, str]) -> str:
+    """The version of vLLM. Raises `ConfigError` with what is missing from its Python."""
+    python = part.python
+    try:
+        done = subprocess.run(
+            [python, _START, "look"], stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=_PROBE_S
+        )
+        found = json.loads(done.stdout)
+    except OSError as error:
+        raise ConfigError(f"vllm_python {python} cannot be run: {error.strerror}") from error
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"vllm_python {python} is no Python that works") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"vllm_python {python} is no Python that works")
+    version = str(found["vllm"])
+    if not version:
+        raise ConfigError(f"vLLM is not installed in {python}: install it there, or say which Python with vllm_python")
+    if not part.cache_server:
+        return version
+    if not found["kvtier"]:
+        raise ConfigError(f"kvtier is not installed in {python}, where vLLM needs it for the cache: pip install kvtier")
+    if found["fit"] == "OLDER":
+        raise ConfigError(
+            f"vLLM {version} in {python} is too old for kvtier's connector: update it, or set cache: false"
+        )
+    if found["kvtier"] != __version__:
+        logger.warning("kvtier is %s in %s and %s here: install the same", found["kvtier"], python, __version__)
+    return version
+
+
+def _serve(
+    part: VllmPart,
+    process: subprocess.Popen[bytes],
+    log: _Log,
+    reporter: Reporter,
+    signals: Sequence[signal.Signals],
+    version: str,
+) -> None:
+    is_ready = False
+    while not is_signalled(signals):
+        if process.poll() is not None:
+            when = "" if is_ready else " before it was ready"
+            raise EngineStopped(f"vLLM {_how(process.returncode)}{when}{log.last_words()}")
+        if not is_ready and _get(part.socket, "/health") is not None:
+            is_ready = True
+            reporter.tell(Ready({"vllm": version, **_facts(part.socket)}))
+    logger.info("stopping")
+    _drain(part.socket, process, signals)
+    process.terminate()
+    deadline = time.monotonic() + _END_S
+    while process.poll() is None and time.monotonic() < deadline and not is_signalled(signals):
+        pass
+
+
+def _drain(path: str, process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
+    """No new request reaches it; those under way may end. Another signal cuts that short."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    deadline = time.monotonic() + _DRAIN_S
+    while _num_connections(path) > _OF_HTTP_SERVER and process.poll() is None and time.monotonic() < deadline:
+        if is_signalled(signals):
+            return
+
+
+def _num_connections(path: str) -> int:
+    """Of a Unix socket: those that were accepted and are open."""
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
+        rows = (line.split() for line in table)
+        return sum(len(row) > 7 and row[7] == path and row[5] == _CONNECTED for row in rows)
+
+
+def _facts(path: str) -> dict[str, object]:
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return {"max_model_len": int(json.loads(_get(path, "/v1/models") or b"")["data"][0]["max_model_len"])}
+    return {}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _get(path: str, page: str) -> bytes | None:
+    """What vLLM answers; None while it does not, or not with 200."""
+    with contextlib.closing(_UnixConnection(path)) as connection:
+        try:
+            connection.request("GET", page)
+            response = connection.getresponse()
+            body = response.read(_MAX_REPLY_BYTES)
+        except (OSError, http.client.HTTPException):
+            return None
+        return body if response.status == 200 else None
+
+
+class _Log:
+    """Passes on what vLLM writes, on a thread of its own, and keeps the last lines of it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._thread = threading.Thread(target=self._pass_on, name="kvtier-vllm-log", daemon=True)
+        self._thread.start()
+
+    def last_words(self) -> str:
+        """The end of a sentence: what went wrong first, else the last lines."""
+        self._thread.join(_LOOK_S)  # what it wrote last is on its way
+        lines = [line.strip() for line in self._last if line.strip()]
+        errors = [match[0] for line in lines if (match := _ERROR.search(line))]
+        words = list(dict.fromkeys(errors))[:_SHOWN_LINES] or lines[-_SHOWN_LINES:]
+        return f"; its log says: {' / '.join(map(printable, words))}" if words else ""
+
+    def close(self) -> None:
+        """Once nobody writes any more."""
+        self._thread.join(_END_S)
+        self._stream.close()
+
+    def _pass_on(self) -> None:
+        out = sys.stderr.buffer
+        while line := self._stream.readline(_MAX_LINE_BYTES):
+            self._last.append(line.decode(errors="replace"))
+            with contextlib.suppress(OSError):
+                out.write(line)
+                out.flush()
+
+
+def _end_rest_of_group() -> None:
+    """Kill what vLLM has left: its processes are in the group of this one, which leads it."""
+    own, group = os.getpid(), os.getpgrp()
+    if own != group:
+        return
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == own:
+            continue
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(entry)) == group:
+                os.kill(int(entry), signal.SIGKILL)
+
+
+def _how(status: int) -> str:
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
