@@ -80,14 +80,17 @@ class PageLookups:
         self,
         server: PresenceServer,
         *,
-        max_held: int,
+        max_held: Callable[[], int],
         patience_s: float,
         held_s: float = _HELD_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Leases are for at most `max_held` pages. What is not known after `patience_s` is a miss."""
+        """Leases are for at most `max_held` pages, which the thread asks for once, and may raise. What is not known
+        after `patience_s` is a miss.
+        """
         self._server = server
         self._max_held = max_held
+        self._most: int | None = None
         self._patience_s = patience_s
         self._held_s = held_s
         self._clock = clock
@@ -187,17 +190,23 @@ class PageLookups:
             flags = self._server.look(hashes)
             found = [bool(flag & LISTED_CACHED) for flag in flags]
             self._hold(question.owner, [one for one, there in zip(hashes, found, strict=True) if there])
+            return found
         except KvtierError as error:
             self._log.warning("lookup", "pages are not looked up: %s", str(error))
         except Exception:
             logger.exception("pages are not looked up")
-        else:
-            return found
         return missing
 
     def _hold(self, owner: str, hashes: Sequence[BlockHash]) -> None:
         """What is not leased may be evicted before it is loaded, and is computed then."""
-        room = self._max_held - sum(held.lease.num_blocks for held in self._held)
+        if not hashes:
+            return
+        try:
+            self._most = self._max_held() if self._most is None else self._most
+        except KvtierError as error:
+            self._log.warning("held", "pages are not leased: %s", str(error))
+            return
+        room = self._most - sum(held.lease.num_blocks for held in self._held)
         wanted = hashes[: max(0, room)]
         if not wanted:
             return

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import vllm
 from vllm import LLM
 from vllm.v1.kv_offload.base import LookupResult
@@ -19,6 +21,7 @@ from kvtier.plugins.vllm import tier as tier_module
 from kvtier.plugins.vllm.page_identity import opaque_layout
 from kvtier.plugins.vllm.releases import release_of
 from kvtier.testing.servers import ServerProcess, cache_server
+from kvtier.testing.tiny_models import VOCAB_SIZE
 from tests.compat.vllm.engines import (
     add_noise,
     answers_without_cache,
@@ -254,6 +257,78 @@ def test_pages_of_another_size_are_not_taken(server: ServerProcess, expected: li
         answer = ask_one(llm, _PROMPT)
 
     assert (answer.tokens, answer.num_cached) == (expected[0], 0)
+
+
+@pytest.mark.nightly
+def test_pages_of_a_model_with_windows_beside_full_attention_come_back(server: ServerProcess, tmp_path: Path) -> None:
+    """vLLM keeps its layers in several groups, of which the connector keeps nothing."""
+    model = tmp_path / "model"
+    _save_windowed_model(model)
+    (expected,) = answers_without_cache(model, [_PROMPT])
+    with engine(model, **_offloading(server.unix)) as llm:
+        cold = ask_one(llm, _PROMPT)
+        _wait_until_stored(llm, server)
+        _wait_until_quiet(llm)
+        _forget_all(llm)
+        warm = ask_one(llm, _PROMPT)
+
+    assert cold.tokens == warm.tokens == expected
+    assert warm.num_cached >= 256
+
+
+@pytest.mark.nightly
+def test_pages_of_two_ranks_come_back_and_are_not_those_of_one(
+    server: ServerProcess, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(model_folder(), **_offloading(server.unix), **ranks) as llm:
+        cold = ask_one(llm, _PROMPT)
+        wait_until(lambda: _num_pages(server) >= _NUM_PAGES, "pages stored")
+        wait_until(lambda: llm.reset_prefix_cache(reset_connector=True), "vLLM's caches empty")
+        warm = ask_one(llm, _PROMPT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with engine(model_folder(), **_offloading(server.unix)) as llm:
+        alone = ask_one(llm, _PROMPT)
+
+    assert cold.tokens == warm.tokens == alone.tokens == expected[0]
+    assert (cold.num_cached, warm.num_cached, alone.num_cached) == (0, 288, 0)
+
+
+def _save_windowed_model(folder: Path) -> None:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=1024,
+        sliding_window=64,
+        layer_types=[*["sliding_attention"] * 3, "full_attention"],
+        eos_token_id=256,
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Gemma3ForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # so that other KV gives other tokens
+                torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+        model.save_pretrained(folder)
+
+
+def _wait_until_quiet(llm: LLM) -> None:
+    """Until vLLM has handed down everything: its groups' pages are stored one after the other."""
+    wait_until(
+        lambda: not llm.llm_engine.step() and not llm.llm_engine.engine_core.engine_core.scheduler.has_requests()
+    )
 
 
 def test_wrong_settings_are_refused_with_one_sentence() -> None:

@@ -60,7 +60,9 @@ class Bench:
     def __init__(self) -> None:
         self.now = 0.0
         self.server = _Server()
-        self.lookups = PageLookups(self.server, max_held=3, patience_s=2.0, held_s=FOR_EVER_S, clock=lambda: self.now)
+        self.lookups = PageLookups(
+            self.server, max_held=lambda: 3, patience_s=2.0, held_s=FOR_EVER_S, clock=lambda: self.now
+        )
 
     def answers(self, owner: str = "request", keys: Sequence[bytes] = _KEYS) -> list[bool | None]:
         return [self.lookups.find(key, owner) for key in keys]
@@ -110,9 +112,21 @@ def test_leases_are_bounded_and_answers_are_not(bench: Bench) -> None:
     assert bench.server.num_held == 3
 
 
+def test_without_a_word_on_how_much_may_be_leased_nothing_is_and_answers_are_the_same(bench: Bench) -> None:
+    def silent() -> int:
+        raise TierUnavailable("gone")
+
+    bench.lookups.close()
+    bench.lookups = PageLookups(bench.server, max_held=silent, patience_s=60.0)
+    bench.server.put(_KEYS)
+
+    assert bench.asked() == [True] * 4
+    assert bench.server.num_held == 0
+
+
 def test_a_lease_that_nobody_loads_from_is_given_back_in_time(bench: Bench) -> None:
     bench.lookups.close()
-    bench.lookups = PageLookups(bench.server, max_held=3, patience_s=60.0, held_s=0.01)
+    bench.lookups = PageLookups(bench.server, max_held=lambda: 3, patience_s=60.0, held_s=0.01)
     bench.server.put(_KEYS)
 
     assert bench.asked() == [True] * 4

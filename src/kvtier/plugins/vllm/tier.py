@@ -6,6 +6,7 @@ scheduler's thread and returns at once. What the tier cannot keep for sure it sa
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
@@ -39,6 +40,7 @@ logger = logging.getLogger("vllm.kvtier")
 """Under vLLM's own, which is the one that is shown."""
 
 _YIELD_S = 5e-5
+_HELD_PART = 4
 _PATIENCE = 2.0
 """A request waits as many time-outs of a server for what it has: one call finds pages, another one leases them."""
 
@@ -203,8 +205,17 @@ def _open(settings: ServerSettings, identity: PageIdentity, view: memoryview) ->
     num_pages, page_bytes = _size_of(view)
     memory = view.cast("B")
     jobs = PageJobs(client, memory, page_bytes)
-    lookups = PageLookups(client, max_held=num_pages, patience_s=_PATIENCE * settings.timeout_s)
+    most_held = functools.partial(_most_held, client, num_pages)
+    lookups = PageLookups(client, max_held=most_held, patience_s=_PATIENCE * settings.timeout_s)
     return _Pages(client, jobs, lookups, memory, server)
+
+
+def _most_held(client: SingleClient, num_pages: int) -> int:
+    """Pages that may be leased between their lookup and their load. A client may hold half of a server's memory."""
+    memory_bytes = client.info().get("memory_bytes")
+    if not isinstance(memory_bytes, int):
+        return 0
+    return min(num_pages, memory_bytes // _HELD_PART // client.layout.slot_bytes)
 
 
 def _size_of(view: memoryview) -> tuple[int, int]:
