@@ -26,7 +26,7 @@ CXX ?= c++
 HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && echo yes)
 NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
 
-.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-releases test-nightly test-benchmarks clients check
+.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-whole test-vllm-releases test-nightly test-benchmarks clients check
 .PHONY: soak peers bench bench-vllm lock audit clean
 
 demo: $(STAMP)
@@ -63,10 +63,14 @@ else
 endif
 
 # What takes longer than five minutes is called here, and not by .ci/run.
-test-nightly: soak test-benchmarks test-vllm-releases
+test-nightly: soak test-benchmarks test-vllm-whole test-vllm-releases
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini -m "not nightly" $(VLLM_TESTS)
+
+# The same with what takes long: models with several groups in every situation.
+test-vllm-whole: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini $(VLLM_TESTS)
 
 test-vllm-releases:

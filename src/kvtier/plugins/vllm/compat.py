@@ -3,6 +3,8 @@
 | needed | since | before that |
 |---|---|---|
 | `CacheHitSource` | 0.32 | nobody asks where hits come from |
+| the pages of a request (`kv_connector_block_state`) | 0.32 | windows, states and several groups are not cached |
+| where pages of several layers lie (`KVCacheTensor.layer_stride`) | 0.32 | nothing opaque is cached |
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtier.plugins.vllm.releases import release_of
 
@@ -43,4 +46,12 @@ else:
 SAVES_IN_IDLE_STEPS = release_of(vllm.__version__) >= (0, 31)
 """vLLM asks for saves in steps that compute nothing, too."""
 
-__all__ = ["CacheHitSource", "KVConnectorTransferResults", "SAVES_IN_IDLE_STEPS"]
+HANDS_OVER_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""vLLM says which pages a request has in each group, and which of them has a state that is complete."""
+
+__all__ = [
+    "HANDS_OVER_STATES",
+    "SAVES_IN_IDLE_STEPS",
+    "CacheHitSource",
+    "KVConnectorTransferResults",
+]
