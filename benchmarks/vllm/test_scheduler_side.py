@@ -30,11 +30,13 @@ from benchmarks.harness import Result, finish, make_parser, print_table
 from kvtier.blocks.hashing import block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
+from kvtier.plugins.vllm.groups import Group
 from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.plugins.vllm.plan import WorkerNews
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.testing.servers import cache_server
+from kvtier.transfer.reach import Attention, Reach
 
 NUM_TOKENS = 30_000
 EMPTY_STEP_S = 0.001
@@ -96,7 +98,7 @@ class Scheduler:
             time.sleep(EMPTY_STEP_S)
         pages = list(range(1, 1 - (-len(tokens) // BLOCK_TOKENS)))
         with trial.watched():
-            self.side.note_allocated(request, pages, num_external)
+            self.side.note_allocated(request, (pages,), num_external)
         trial.num_loaded = num_external
         if num_external:
             self._step(trial, SchedulerOutput.make_empty())
@@ -168,7 +170,18 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, list[Trial]]]:
 @contextmanager
 def _scheduler(address: str) -> Iterator[Scheduler]:
     client = kvtier.connect(address, layout=_LAYOUT, namespace=_FIELDS, name="bench")
-    identity = Identity(_LAYOUT, _FIELDS, ("layer",), BLOCK_TOKENS, 1, "bench")
+    group = Group(Reach(Attention.FULL, BLOCK_TOKENS), ("layer",), "", is_latent=False, is_handed_over=False)
+    identity = Identity(
+        layout=_LAYOUT,
+        fields=_FIELDS,
+        groups=(group,),
+        page_tokens=BLOCK_TOKENS,
+        num_ranks=1,
+        num_parts=1,
+        num_pages=1,
+        name="bench",
+        is_opaque=False,
+    )
     side = SchedulerSide(client, identity, ConnectorSettings(server=address, always_load=True), 8192, "sha256")
     pool = OwnPages()
     side.bind(pool)  # type: ignore[arg-type]

@@ -54,3 +54,35 @@ class KvLayout:
     @property
     def slot_bytes(self) -> int:
         return slot_bytes_of(self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaqueLayout(KvLayout):
+    """A block whose inside only the engine knows that wrote it: `nbytes`, for `block_tokens` tokens or for their end.
+
+    Which engine that is, and how it lays them out, has to be in the namespace.
+    """
+
+    nbytes: int
+    layers: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    dtype: str = "opaque"
+
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "block_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (1, 1, 1, self.nbytes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.nbytes

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.match_end import MatchEnd
@@ -40,11 +41,46 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search found: a lease of `blocks`, in memory and then on disk, with which a load can end before `end`.
+
+    `ended` says what was missing there. With `is_prefix`, the blocks are those from the first on, one after the other:
+    a load can also end before any of them.
+    """
+
+    lease: Lease
+    end: int
+    blocks: Sequence[BlockHash]
+    ended: MatchEnd
+    is_prefix: bool = False
+
+
+class Search(Protocol):
+    """How a tier is asked for a prompt."""
+
+    def __call__(self, chain: Sequence[BlockHash], first: int, num_tokens: int, timeout_s: float) -> Searched:
+        """Look for the first `num_tokens` of the prompt whose blocks have the hashes `chain`, from `first` on."""
+        ...
+
+
+class PrefixSearch:
+    """A `Search` for models whose layers all look back to the first token: a load can end after any block."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def __call__(self, chain: Sequence[BlockHash], first: int, num_tokens: int, timeout_s: float) -> Searched:
+        wanted = chain[first : num_tokens // self._tier.layout.block_tokens]
+        lease = self._tier.match_lazily(wanted, timeout_s=timeout_s)
+        return Searched(lease, first + lease.num_blocks + lease.num_stored, wanted, lease.ended, is_prefix=True)
+
+
+@dataclass(frozen=True, slots=True)
 class _Found:
-    """What the cache has of a prompt: blocks leased in memory, then blocks on disk."""
+    """What the cache has of a prompt."""
 
     prompt: Described
-    lease: Lease
+    searched: Searched
     seconds: float
 
 
@@ -63,6 +99,12 @@ class Lookup:
     hashes: list[BlockHash] = field(default_factory=list)
     lease: Lease | None = None
     """What was found, while it is held."""
+    blocks: Sequence[BlockHash] = ()
+    """Those that the lease is of."""
+    found_end: int = 0
+    """The block behind those that were found."""
+    ended: MatchEnd = MatchEnd.TIER_DOWN
+    """What the block was that was not found."""
     end: int = 0
     """The block before which a load ends."""
     is_cachable: bool = True
@@ -75,11 +117,6 @@ class Lookup:
         """Nothing is being looked for and nothing is held: it takes another lookup to load."""
         return self.matching is None and self.lease is None
 
-    @property
-    def found_end(self) -> int:
-        """The block behind those that were found, while they are held."""
-        return self.first + (0 if self.lease is None else self.lease.num_blocks + self.lease.num_stored)
-
     def leased(self, first: int, end: int) -> LeasedBlocks | None:
         """Where blocks `first..end` lie in memory of this host, if all of them do."""
         lease = self.lease
@@ -87,12 +124,32 @@ class Lookup:
             return None
         return LeasedBlocks(lease.arena.inode, list(lease.offsets[first - self.first : end - self.first]))
 
+    def leased_among(self, hashes: Sequence[BlockHash]) -> LeasedBlocks | None:
+        """Where these of `blocks` lie in memory of this host, if all of them do."""
+        lease = self.lease
+        if lease is None or lease.arena is None:
+            return None
+        offsets = dict(zip(self.blocks, lease.offsets[: lease.num_ready_at_match], strict=False))
+        if not all(block_hash in offsets for block_hash in hashes):
+            return None
+        return LeasedBlocks(lease.arena.inode, [offsets[block_hash] for block_hash in hashes])
+
 
 class Lookups:
     """All prompts of one engine, in one tier. Owns the leases of everything that is promised to the scheduler."""
 
-    def __init__(self, tier: Tier, decision: LoadOrCompute, threads: ThreadPoolExecutor, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        decision: LoadOrCompute,
+        threads: ThreadPoolExecutor,
+        *,
+        timeout_s: float,
+        search: Search | None = None,
+    ) -> None:
+        """Without a `search`, prefixes are looked for block by block."""
         self._tier = tier
+        self._search = search or PrefixSearch(tier)
         self._decision = decision
         self._threads = threads
         self._timeout_s = timeout_s
@@ -105,7 +162,7 @@ class Lookups:
     def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
         """Look for the full blocks from `first` on of a prompt of `num_tokens`, but for the one of its last token."""
         self._lookups[lookup] = None
-        lookup.first, lookup.num_tokens = first, num_tokens
+        lookup.first, lookup.found_end, lookup.num_tokens = first, first, num_tokens
         asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
         lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
@@ -136,10 +193,13 @@ class Lookups:
             lookup.is_cachable = False
             del self._lookups[lookup]
             return True
-        lookup.lease, lookup.root, lookup.hashes = found.lease, found.prompt.root, found.prompt.hashes
-        if lookup.found_end > lookup.first or found.lease.ended is MatchEnd.NEVER_STORED:
+        searched = found.searched
+        lookup.root, lookup.hashes = found.prompt.root, found.prompt.hashes
+        lookup.lease, lookup.blocks = searched.lease, searched.blocks
+        lookup.found_end, lookup.ended = searched.end, searched.ended
+        if lookup.found_end > lookup.first or searched.ended is MatchEnd.NEVER_STORED:
             self._decision.note_match(found.seconds)
-        spans = self._spans(lookup.first, found.lease)
+        spans = self._spans(lookup.first, searched)
         lookup.end = max(first, self._decision.end_of_load(spans, first, lookup.num_tokens))
         return True
 
@@ -148,7 +208,7 @@ class Lookups:
 
         What loads hold comes back soon; when there are none, it is prompts that wait who hold it.
         """
-        if lookup.lease is None or lookup.lease.ended is not MatchEnd.LIMIT:
+        if lookup.lease is None or lookup.ended is not MatchEnd.LIMIT:
             return False
         now = time.monotonic()
         lookup.limited_at = lookup.limited_at or now
@@ -202,10 +262,11 @@ class Lookups:
                 other.lease = None
         self.begin(lookup, lookup.num_tokens, lookup.first, leases)
 
-    def _spans(self, first: int, lease: Lease) -> list[Span]:
-        name = self._tier.name
-        in_memory = first + lease.num_blocks
-        end = in_memory + lease.num_stored
+    def _spans(self, first: int, searched: Searched) -> list[Span]:
+        name, lease, end = self._tier.name, searched.lease, searched.end
+        in_memory = end - lease.num_stored
+        if not searched.is_prefix:
+            in_memory = first if lease.num_stored else end
         disk = DISK if self._tier.is_local else name  # how a server out of reach has them makes no difference
         spans = [Span(name, name, first, in_memory, None, 0), Span(disk, name, in_memory, end, None, 0)]
         return [span for span in spans if span.first < span.end]
@@ -226,11 +287,10 @@ class Lookups:
             self._log.warning("identity", "a request is computed and not cached: %s", error)
             return None
         started_at = time.monotonic()
-        lease = EmptyLease(MatchEnd.SLOWER)
+        searched = Searched(EmptyLease(MatchEnd.SLOWER), first, [], MatchEnd.SLOWER)
         if asks:
-            usable = prompt.hashes[first : (num_tokens - 1) // self._tier.layout.block_tokens]
-            lease = self._tier.match_lazily(usable, timeout_s=self._timeout_s)
-        return _Found(prompt, lease, time.monotonic() - started_at)
+            searched = self._search(prompt.hashes, first, num_tokens - 1, self._timeout_s)
+        return _Found(prompt, searched, time.monotonic() - started_at)
 
 
 def hashed_gently(
@@ -256,4 +316,4 @@ def _discard(lookup: Lookup) -> None:
 def _release_result(matching: Future[_Found | None]) -> None:
     found = None if matching.cancelled() else matching.result()
     if found is not None:
-        found.lease.release()
+        found.searched.lease.release()

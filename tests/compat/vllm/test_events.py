@@ -191,7 +191,7 @@ def test_nothing_is_done_where_events_are_off() -> None:
     for config in (None, KVEventsConfig(enable_kv_cache_events=False)):
         vllm_config: Any = SimpleNamespace(kv_events_config=config)
 
-        assert server_events(vllm_config, None, None, _PAGE_TOKENS) is None  # type: ignore[arg-type]
+        assert server_events(vllm_config, None, None, None) is None  # type: ignore[arg-type]
 
 
 class _Client:

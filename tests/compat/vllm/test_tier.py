@@ -18,7 +18,6 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.errors import ConfigError
 from kvtier.plugins.vllm import tier as tier_module
-from kvtier.plugins.vllm.page_identity import opaque_layout
 from kvtier.plugins.vllm.releases import release_of
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import VOCAB_SIZE
@@ -349,11 +348,3 @@ def test_a_tier_that_is_not_told_whose_pages_it_keeps_keeps_nothing_and_ends_eve
     assert list(tier.get_finished_jobs()) == []
     tier.drain_jobs()
     tier.shutdown()
-
-
-@pytest.mark.parametrize(("page_bytes", "num_tokens"), [(65536, 32), (4096, 48), (12288, 16)])
-def test_a_page_of_any_size_is_a_block_of_as_many_bytes(page_bytes: int, num_tokens: int) -> None:
-    layout = opaque_layout(page_bytes, num_tokens)
-
-    assert layout.block_bytes == page_bytes
-    assert layout.block_tokens in (1, num_tokens)

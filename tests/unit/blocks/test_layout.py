@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvtier.blocks.layout import DTYPE_BYTES, SLOT_ALIGN_BYTES, KvLayout, slot_bytes_of
+from kvtier.blocks.layout import DTYPE_BYTES, SLOT_ALIGN_BYTES, KvLayout, OpaqueLayout, slot_bytes_of
 from kvtier.errors import ConfigError
 
 
@@ -56,3 +58,15 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
 def test_equal_fields_are_an_equal_layout() -> None:
     assert layout() == layout()
     assert len({layout(), layout(), layout(dtype="float16")}) == 2
+
+
+def test_an_opaque_block_has_as_many_bytes_as_it_says() -> None:
+    layout = OpaqueLayout(nbytes=5000, block_tokens=32)
+
+    assert (layout.block_bytes, layout.slot_bytes, layout.itemsize) == (5000, 8192, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"nbytes": 0}, {"nbytes": 1.5}, {"nbytes": True}, {"block_tokens": 0}])
+def test_an_opaque_block_without_bytes_or_tokens_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        OpaqueLayout(**{"nbytes": 100, "block_tokens": 16, **wrong})

@@ -3,6 +3,8 @@
 | needed | since | before that |
 |---|---|---|
 | `CacheHitSource` | 0.32 | nobody asks where hits come from |
+| the pages of a request (`kv_connector_block_state`) | 0.32 | windows, states and several groups are not cached |
+| where pages of several layers lie (`KVCacheTensor.layer_stride`) | 0.32 | nothing opaque is cached |
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
 | a tier's `backpressure_detector` | 0.31 | tiers are made without |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import vllm
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload import base as kv_offload
 
 from kvtier.plugins.vllm.releases import release_of
@@ -118,7 +121,11 @@ def kind_of(spec: Any) -> str | None:
     return str(kv_cache_interface.get_kv_cache_spec_kind(spec).value)
 
 
+HANDS_OVER_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""vLLM says which pages a request has in each group, and which of them has a state that is complete."""
+
 __all__ = [
+    "HANDS_OVER_STATES",
     "CacheHitSource",
     "KVConnectorTransferResults",
     "SAVES_IN_IDLE_STEPS",

@@ -1,6 +1,6 @@
 """`KvtierConnector`: what vLLM calls, handed on to the side that this object is for.
 
-Where an engine's KV cannot be kept (hybrid models, packed KV), the connector says so once and does nothing.
+Where an engine's KV cannot be kept, the connector says so once and does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -35,7 +35,8 @@ from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.compat import SAVES_IN_IDLE_STEPS, CacheHitSource, KVConnectorTransferResults
 from kvtier.plugins.vllm.events import server_events
-from kvtier.plugins.vllm.identity import identity_of, why_not
+from kvtier.plugins.vllm.group_scheduling import GroupSchedulerSide
+from kvtier.plugins.vllm.identity import identity_of
 from kvtier.plugins.vllm.plan import StepPlan
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.server_client import client_of
@@ -59,10 +60,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._server: EmbeddedServer | None = None
-        reason = why_not(vllm_config, kv_cache_config)
-        if reason is not None:
-            logger.warning("kvtier keeps nothing of this model: %s", reason)
-            return
         try:
             identity = identity_of(vllm_config, kv_cache_config, settings.salt, settings.identity)
         except ConfigError as error:
@@ -89,8 +86,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-            events = server_events(vllm_config, kv_cache_config, client, identity.page_tokens)
-            self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
+            logger.info("kvtier keeps %s", identity.description)
+            if identity.block_groups.is_one_full:
+                events = server_events(vllm_config, kv_cache_config, client, identity)
+                self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
+            else:
+                self._scheduler = GroupSchedulerSide(client, identity, settings, chunk_tokens, algorithm)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
 
@@ -109,6 +110,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind_manager(kv_cache_manager)
+
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
@@ -121,7 +127,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.note_allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.note_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         return {} if self._scheduler is None else self._scheduler.hit_sources(request, num_external_tokens)

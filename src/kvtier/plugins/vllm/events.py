@@ -28,7 +28,7 @@ from kvtier.client.client import SingleClient
 from kvtier.errors import KvtierError
 from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.compat import event_extra_keys, kind_of, made_with_known
-from kvtier.plugins.vllm.identity import BLOCK_TOKENS
+from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
 from kvtier.transfer.level_record import Level, LevelChange, LevelRecord
 
 logger = logging.getLogger(__name__)
@@ -78,20 +78,24 @@ class _Entry:
 
 
 def server_events(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, client: SingleClient, page_tokens: int
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, client: SingleClient, identity: Identity
 ) -> ServerEvents | None:
-    """None where vLLM publishes no events."""
+    """Of an engine with one group of full attention. None where vLLM publishes no events."""
     config = vllm_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return None
-    return ServerEvents(client, page_tokens, kind_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec))
+    kind = kind_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    return ServerEvents(client, identity.page_tokens, kind, block_tokens=identity.layout.block_tokens)
 
 
 class ServerEvents:
     """Of one engine with one group of KV cache. The scheduler's thread calls `note` and `take`, which are short."""
 
-    def __init__(self, client: SingleClient, page_tokens: int, kind: str | None) -> None:
+    def __init__(
+        self, client: SingleClient, page_tokens: int, kind: str | None, *, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         self._client = client
+        self._block_tokens = block_tokens
         self._page_tokens = page_tokens
         self._always = {
             "block_size": page_tokens,
@@ -113,8 +117,8 @@ class ServerEvents:
         self, request: Request, pages: Sequence[bytes], hashes: Sequence[BlockHash], first_block: int, end_block: int
     ) -> None:
         """Blocks `first_block..end_block` of a prompt are saved, or were found. `hashes` may grow, `pages` does not."""
-        first_page = first_block * BLOCK_TOKENS // self._page_tokens
-        end_page = min(end_block * BLOCK_TOKENS // self._page_tokens, len(pages))
+        first_page = first_block * self._block_tokens // self._page_tokens
+        end_page = min(end_block * self._block_tokens // self._page_tokens, len(pages))
         if first_page < end_page and self._notes.qsize() < _MAX_NOTES:
             self._notes.put(_Note(request, pages, hashes, first_page, end_page))
 
@@ -178,8 +182,8 @@ class ServerEvents:
                 self._tell(self._record.add(key, self._blocks_of(note, page), self._entry_of(note, page)))
 
     def _blocks_of(self, note: _Note, page: int) -> Sequence[BlockHash]:
-        first = page * self._page_tokens // BLOCK_TOKENS
-        end = -(-(page + 1) * self._page_tokens // BLOCK_TOKENS)
+        first = page * self._page_tokens // self._block_tokens
+        end = -(-(page + 1) * self._page_tokens // self._block_tokens)
         return note.hashes[first:end]
 
     def _entry_of(self, note: _Note, page: int) -> _Entry:

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import SingleClient
-from kvtier.plugins.vllm.identity import BLOCK_TOKENS
+from kvtier.plugins.vllm.identity import Identity
 from kvtier.tiers.explanation import Explanation, MatchEnd
 
 _EXPLAINED_TOKENS = 64
@@ -20,10 +20,10 @@ _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
 class Explainer:
     """For the requests of one engine. The scheduler's thread calls it, and never waits."""
 
-    def __init__(self, client: SingleClient, name: str, namespace: Namespace) -> None:
+    def __init__(self, client: SingleClient, identity: Identity) -> None:
         self._client = client
-        self._name = name
-        self._namespace = namespace
+        self._identity = identity
+        self._namespace = identity.fields.digest()
 
     def explain(
         self,
@@ -39,17 +39,22 @@ class Explainer:
         num_first = 0 if is_salted else min(request.num_prompt_tokens, _EXPLAINED_TOKENS)
         return Explanation(
             request_id=request.request_id,
-            model=self._name,
+            model=self._identity.name,
             namespace=self._namespace.hex(),
             prompt_tokens=request.num_prompt_tokens,
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=self._identity.layout.block_tokens,
             cached_tokens={"device": num_local_tokens, **counts},
             ended_at_tokens=min(max(ended_at_tokens, num_local_tokens), request.num_prompt_tokens),
             reason=reason,
             tier="server",
-            detail="the request has a cache_salt, an adapter or other inputs of its own" if is_salted else "",
+            detail=self._detail(is_salted=is_salted),
             first_tokens=tuple(request.all_token_ids[:num_first]),
         )
+
+    def _detail(self, *, is_salted: bool) -> str:
+        """What sets the request apart from others, and what is kept of it."""
+        salted = "the request has a cache_salt, an adapter or other inputs of its own; " if is_salted else ""
+        return f"{salted}{self._identity.description}"
 
     def note(self, explanation: Explanation) -> None:
         """By vLLM's id of the request and by the one that its client knows."""

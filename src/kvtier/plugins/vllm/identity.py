@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
@@ -22,11 +23,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVQuant
 from vllm.v1.request import Request
 
 from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
-from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
+from kvtier.blocks.layout import DTYPE_BYTES, KvLayout, OpaqueLayout
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.errors import ConfigError
 from kvtier.models.config import read_config
 from kvtier.models.progress import terminal_progress
+from kvtier.plugins.vllm.compat import HANDS_OVER_STATES
+from kvtier.plugins.vllm.groups import Group, descriptions, groups_of, page_bytes_of
+from kvtier.plugins.vllm.releases import release_of
+from kvtier.transfer.block_groups import BlockGroups
 
 BLOCK_TOKENS = 16
 
@@ -38,61 +43,84 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What blocks are, whose they are, and the layers and pages that hold them in the engine."""
+    """What blocks are, whose they are, and the groups and pages that hold them in the engine.
+
+    `is_opaque`: a block is a page as vLLM has it, of all layers, of each of `num_parts` ranks.
+    """
 
     layout: KvLayout
     fields: NamespaceFields
-    layer_names: tuple[str, ...]
+    groups: tuple[Group, ...]
     page_tokens: int
     num_ranks: int
+    num_parts: int
+    num_pages: int
     name: str
+    is_opaque: bool
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups for name in group.layer_names)
+
+    @property
+    def block_groups(self) -> BlockGroups:
+        return BlockGroups(tuple(group.reach for group in self.groups))
+
+    @property
+    def unit_tokens(self) -> int:
+        """A load ends at a multiple of this."""
+        return max(self.block_groups.unit_tokens, self.layout.block_tokens)
+
+    @property
+    def description(self) -> str:
+        """What is kept, and who else can use it."""
+        if self.is_opaque:
+            return f"pages as vLLM has them, for vLLM alone: {descriptions(self.groups)}"
+        return f"blocks of kvtier's own format, for all engines: {descriptions(self.groups)}"
 
     def first_head(self, rank: int) -> int:
         """The first head of a block that a tensor-parallel rank has. With more ranks than heads some have the same."""
         return rank * self.layout.kv_heads // self.num_ranks
 
-
-def why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why nothing of this engine can be kept; None when it can."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"it has {len(groups)} groups of KV cache, and only models with one are cached"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
-        return f"its KV cache is a {type(spec).__name__} that is not plain full attention"
-    if spec.head_size_v != spec.head_size or str(spec.dtype).removeprefix("torch.") not in DTYPE_BYTES:
-        return f"its KV of {spec.dtype} with heads of {spec.head_size} and {spec.head_size_v} is not known"
-    is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1
-    if is_packed or spec.kv_quant_mode is not KVQuantMode.NONE:
-        return "its KV is packed or quantised"
-    if current_platform.is_cpu() and not _is_order_known(spec.dtype):
-        return "how it lays out K on this processor is not known"
-    parallel = vllm_config.parallel_config
-    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
-        return "its ranks share layers or tokens, and only those that share heads (tensor parallelism) are known"
-    if spec.block_size % BLOCK_TOKENS and BLOCK_TOKENS % spec.block_size:
-        return f"its pages of {spec.block_size} tokens do not fit blocks of {BLOCK_TOKENS}"
-    return None
+    def part(self, rank: int) -> int:
+        """Which part of an opaque block a rank has."""
+        return rank * self.num_parts // self.num_ranks
 
 
 def identity_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str, kind: IdentityKind = "sampled"
 ) -> Identity:
-    """For an engine that `why_not` has nothing against. Raises `ConfigError` when the weights cannot be found."""
-    model_config = vllm_config.model_config
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
-    assert isinstance(spec, FullAttentionSpec)
-    layout = KvLayout(
-        layers=len(group.layer_names),
-        kv_heads=max(model_config.get_total_num_kv_heads(), spec.num_kv_heads),
-        head_dim=spec.head_size,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        block_tokens=BLOCK_TOKENS,
+    """Raises `ConfigError` with why nothing of an engine can be kept: its sentence begins with the engine."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
+        raise ConfigError("its ranks share layers or tokens, and only those that share heads are known")
+    groups = groups_of(kv_cache_config)
+    if isinstance(groups, str):
+        raise ConfigError(groups)
+    num_layers = sum(len(group.layer_names) for group in groups)
+    is_opaque = not _is_own_format(kv_cache_config)
+    num_parts = 1
+    if is_opaque:
+        _check_opaque(vllm_config, groups)
+        num_parts = 1 if all(group.is_latent for group in groups) else parallel.tensor_parallel_size
+        layout: KvLayout = _opaque_layout(kv_cache_config, groups, num_parts)
+    else:
+        layout = _own_layout(vllm_config, kv_cache_config)
+    fields = fields_of(vllm_config, layout, num_layers, salt, kind)
+    if is_opaque:
+        pages = _page_format(vllm_config, kv_cache_config, groups, num_parts, layout)
+        fields = replace(fields, model_config={**fields.model_config, "vllm_pages": pages})
+    return Identity(
+        layout=layout,
+        fields=fields,
+        groups=groups,
+        page_tokens=layout.block_tokens if is_opaque else groups[0].reach.block_tokens,
+        num_ranks=parallel.tensor_parallel_size,
+        num_parts=num_parts,
+        num_pages=kv_cache_config.num_blocks,
+        name=name_of(vllm_config),
+        is_opaque=is_opaque,
     )
-    fields = fields_of(vllm_config, layout, len(group.layer_names), salt, kind)
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    return Identity(layout, fields, tuple(group.layer_names), spec.block_size, num_ranks, name_of(vllm_config))
 
 
 def fields_of(
@@ -114,6 +142,89 @@ def fields_of(
 def name_of(vllm_config: VllmConfig) -> str:
     """What people call the model."""
     return str(vllm_config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _is_own_format(kv_cache_config: KVCacheConfig) -> bool:
+    """Blocks can be kvtier's own: K and V of all heads of full attention, in an order that is known."""
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec
+    if len(groups) != 1 or type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        return False
+    if spec.head_size_v != spec.head_size or str(spec.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        return False
+    is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1
+    if is_packed or spec.kv_quant_mode is not KVQuantMode.NONE:
+        return False
+    if current_platform.is_cpu() and not _is_order_known(spec.dtype):
+        return False
+    return spec.block_size % BLOCK_TOKENS == 0 or BLOCK_TOKENS % spec.block_size == 0
+
+
+def _own_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KvLayout:
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    assert isinstance(spec, FullAttentionSpec)
+    return KvLayout(
+        layers=len(group.layer_names),
+        kv_heads=max(vllm_config.model_config.get_total_num_kv_heads(), spec.num_kv_heads),
+        head_dim=spec.head_size,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def _check_opaque(vllm_config: VllmConfig, groups: Sequence[Group]) -> None:
+    """Raises `ConfigError` where vLLM would not reuse pages, or other pages than are known here."""
+    cache_config = vllm_config.cache_config
+    if getattr(cache_config, "calculate_kv_scales", False):
+        raise ConfigError("its KV is scaled by what it computes first, which is other in each engine")
+    if not cache_config.enable_prefix_caching:
+        raise ConfigError("vLLM's own prefix cache is off for it")
+    if BlockGroups(tuple(group.reach for group in groups)).is_one_full:
+        return
+    if vllm_config.speculative_config is not None:
+        raise ConfigError("it drafts tokens, and what vLLM reuses of its windows and states then is not known")
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ConfigError("several ranks share the pages of its windows and states")
+    if not HANDS_OVER_STATES:
+        raise ConfigError("this release of vLLM does not say which pages its windows and states are in")
+
+
+def _opaque_layout(kv_cache_config: KVCacheConfig, groups: Sequence[Group], num_parts: int) -> OpaqueLayout:
+    page_bytes = page_bytes_of(kv_cache_config)
+    if page_bytes is None:
+        raise ConfigError("this release of vLLM does not say where its pages lie")
+    block_tokens = BlockGroups(tuple(group.reach for group in groups)).block_tokens
+    return OpaqueLayout(nbytes=page_bytes * num_parts, block_tokens=block_tokens)
+
+
+def _page_format(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    groups: Sequence[Group],
+    num_parts: int,
+    layout: KvLayout,
+) -> Mapping[str, object]:
+    """Everything that the bytes of a page depend on beside the model: no engine whose pages are others may read it."""
+    return {
+        "release": list(release_of(vllm.__version__)),
+        "device": str(current_platform.device_type),
+        "capability": str(current_platform.get_device_capability()),
+        "backend": str(vllm_config.attention_config.backend),
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "dtype": str(vllm_config.cache_config.cache_dtype),
+        "parts": num_parts,
+        "nbytes": layout.block_bytes,
+        "groups": [
+            {
+                "kind": group.description,
+                "block_tokens": group.reach.block_tokens,
+                "layers": hashlib.sha256(json.dumps(group.layer_names).encode()).hexdigest(),
+                "format": group.format,
+            }
+            for group in groups
+        ],
+    }
 
 
 class RequestSalts:

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.blocks.full_identity import IdentityKind
-from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.layout import OpaqueLayout
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.plugins.vllm.identity import fields_of, name_of
 
@@ -36,7 +36,7 @@ _RANKS = (
 class PageIdentity:
     """What a page is, whose it is, and what people call it."""
 
-    layout: KvLayout
+    layout: OpaqueLayout
     fields: NamespaceFields
     name: str
 
@@ -64,7 +64,7 @@ def page_identity(
     """For an engine that `why_no_pages` has nothing against. Raises `ConfigError` when the weights cannot be found."""
     groups = kv_cache_config.kv_cache_groups
     tokens = blocks_per_page * groups[0].kv_cache_spec.block_size
-    layout = opaque_layout(page_bytes, tokens)
+    layout = OpaqueLayout(nbytes=page_bytes, block_tokens=tokens)
     fields = fields_of(vllm_config, layout, sum(len(group.layer_names) for group in groups), salt, kind)
     pages = {
         "vllm": vllm.__version__,
@@ -79,15 +79,6 @@ def page_identity(
     }
     fields = replace(fields, model_config={"model": fields.model_config, "vllm_pages": pages})
     return PageIdentity(layout, fields, name_of(vllm_config))
-
-
-def opaque_layout(page_bytes: int, num_tokens: int) -> KvLayout:
-    """The layout of a run of bytes of which nothing more is known than the tokens that it is for."""
-    if page_bytes % (2 * num_tokens):
-        num_tokens = 1
-    return KvLayout(
-        layers=1, kv_heads=1, head_dim=page_bytes // (2 * num_tokens), dtype="float8_e4m3fn", block_tokens=num_tokens
-    )
 
 
 def _device() -> list[str]:

@@ -34,17 +34,23 @@ class Load:
     hashes: list[BlockHash]
     timeout_s: float
     leased: LeasedBlocks | None
+    num_tokens: int
+    """What they stand for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep the blocks with these hashes. Without `slots` the worker finds room itself: it has all of each block."""
+    """Keep the blocks with these hashes. Without `slots` the worker finds room itself: it has all of each block.
+
+    With a `number` the scheduler holds the pages until the worker says that this save is over.
+    """
 
     request_id: str
     pages: list[int]
     first_block: int
     hashes: list[BlockHash]
     slots: Slots | None = None
+    number: int | None = None
 
     def parts(self, num_blocks: int) -> Iterator[Save]:
         """The same by at most `num_blocks`, unless its slots are reserved already."""
@@ -81,6 +87,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     failed_loads: set[str] = field(default_factory=set)
     written: Counter[int] = field(default_factory=Counter)
     unwritten: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews)
@@ -91,4 +98,5 @@ class WorkerNews(KVConnectorWorkerMetadata):
             self.failed_loads | other.failed_loads,
             self.written + other.written,
             self.unwritten | other.unwritten,
+            self.saved | other.saved,
         )

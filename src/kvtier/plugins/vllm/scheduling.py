@@ -10,12 +10,13 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -28,7 +29,7 @@ from kvtier.errors import KvtierError
 from kvtier.plugins.vllm.compat import CacheHitSource
 from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.explaining import Explainer
-from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity, RequestSalts
+from kvtier.plugins.vllm.identity import Identity, RequestSalts
 from kvtier.plugins.vllm.own_cache import OwnCache
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
@@ -37,9 +38,11 @@ from kvtier.plugins.vllm.step_times import StepTimes
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.remote import SingleServerTier
 from kvtier.tiers.speeds import Speeds
+from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.known_prefixes import KnownPrefixes
-from kvtier.transfer.lookup import Described, Lookup, Lookups, hashed_gently
+from kvtier.transfer.leased_blocks import LeasedBlocks
+from kvtier.transfer.lookup import Described, Lookup, Lookups, Search, hashed_gently
 from kvtier.transfer.shared_stores import SharedStores
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ interpreter from the threads that bring them."""
 
 
 @dataclass(slots=True)
-class _Tracked:
+class Tracked:
     """A request as far as the cache is concerned."""
 
     request: Request
@@ -65,6 +68,15 @@ class _Tracked:
     may_load: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks to load or save: those with `hashes` lie in `pages`, the first of them at `first_block`."""
+
+    pages: list[int]
+    first_block: int
+    hashes: list[BlockHash]
+
+
 @dataclass(slots=True)
 class _Loading:
     """What a load comes from is held until all ranks are done with it."""
@@ -74,7 +86,7 @@ class _Loading:
 
 
 class SchedulerSide:
-    """Of one engine."""
+    """Of one engine, whose layers all look back to the first token and are one group."""
 
     def __init__(
         self,
@@ -89,13 +101,15 @@ class SchedulerSide:
         self._client = client
         self._events = events
         self._namespace = identity.fields.digest()
+        self._block_tokens = identity.layout.block_tokens
         self._page_tokens = identity.page_tokens
+        self._unit_tokens = identity.unit_tokens
         self._settings = settings
         self._salts = RequestSalts(settings.identity)
-        self._own = OwnCache(identity.page_tokens)
-        self._known = KnownPrefixes(identity.page_tokens, BLOCK_TOKENS, hash_algorithm)
+        self._own = OwnCache(identity.page_tokens, is_one_full=identity.block_groups.is_one_full)
+        self._known = KnownPrefixes(identity.page_tokens, self._block_tokens, hash_algorithm)
         self._num_returns = client.num_returns
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._num_ranks = identity.num_ranks
         self._load_numbers = itertools.count()
         self._loading: dict[int, _Loading] = {}
@@ -114,19 +128,24 @@ class SchedulerSide:
             Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
         )
         tier = SingleServerTier(client, "server" if client.is_local else "tcp")
-        self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s)
+        search = self._search_in(tier, identity)
+        self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s, search=search)
         self._steps = StepTimes(self._decision.speeds)
-        self._explainer = Explainer(client, identity.name, self._namespace)
+        self._explainer = Explainer(client, identity)
 
     def bind(self, pool: BlockPool) -> None:
         """What vLLM's own prefix cache is."""
         self._own.bind(pool)
 
+    def bind_manager(self, manager: KVCacheManager) -> None:
+        """What vLLM asks itself for cached prefixes."""
+        self._own.bind_manager(manager)
+
     def on_new_request(self, request: Request) -> None:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return  # nothing that could be hashed
         lookup = Lookup(functools.partial(self._describe, request))
-        tracked = _Tracked(request, lookup)
+        tracked = Tracked(request, lookup)
         self._tracked[request.request_id] = tracked
         num_own_tokens = self._own.num_tokens(request)
         if self._can_load_from(request, num_own_tokens):
@@ -138,7 +157,7 @@ class SchedulerSide:
         if tracked is None:
             return 0
         tracked.num_local_tokens = num_computed_tokens
-        if not tracked.may_load or num_computed_tokens % BLOCK_TOKENS:  # small pages: a load begins with a whole block
+        if not tracked.may_load or num_computed_tokens % self._block_tokens:  # small pages: a load begins with a block
             return 0
         lookup = tracked.lookup
         if not self._can_load_from(request, num_computed_tokens):
@@ -148,8 +167,8 @@ class SchedulerSide:
             return None
         if lookup.is_idle:  # vLLM had all of it when it came, or it was preempted
             self._look(tracked, num_computed_tokens)
-        elif lookup.first * BLOCK_TOKENS > num_computed_tokens:  # vLLM has lost some of it since
-            self._lookups.begin_again(lookup, request.num_tokens, num_computed_tokens // BLOCK_TOKENS)
+        elif lookup.first * self._block_tokens > num_computed_tokens:  # vLLM has lost some of it since
+            self._lookups.begin_again(lookup, request.num_tokens, num_computed_tokens // self._block_tokens)
         if lookup.lease is None and not self._take_found(tracked) and not self._take_while_idle(tracked):
             if time.monotonic() - lookup.asked_at <= self._settings.match_timeout_s:
                 return None
@@ -162,8 +181,8 @@ class SchedulerSide:
             return None
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
-    def note_allocated(self, request: Request, pages: Sequence[int], num_external_tokens: int) -> None:
-        """The scheduler has pages for what was promised, or takes none of it."""
+    def note_allocated(self, request: Request, tables: Sequence[list[int]], num_external_tokens: int) -> None:
+        """The scheduler has pages for what was promised, in the tables of its groups, or takes none of it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (self._lookups.is_loading(tracked.lookup) and not num_external_tokens):
             return
@@ -172,13 +191,24 @@ class SchedulerSide:
         if not num_external_tokens:
             self._lookups.release(lookup)
             return
-        last = self._end_token(tracked) // BLOCK_TOKENS
-        first = last - num_external_tokens // BLOCK_TOKENS
+        last = self._end_token(tracked) // self._block_tokens
+        first = last - num_external_tokens // self._block_tokens
         timeout_s = self._decision.timeout_s(first, last, request.num_tokens, self._settings.timeout_s)
-        some_pages, first_block = self._pages_of(pages, first, last)
         number = next(self._load_numbers)
-        hashes, leased = lookup.hashes[first:last], lookup.leased(first, last)
-        self._loads.append(Load(number, request.request_id, some_pages, first_block, hashes, timeout_s, leased))
+        wanted = self._wanted(tracked, tables, first, last)
+        leased = self._leased(lookup, wanted, first, last)
+        self._loads.append(
+            Load(
+                number=number,
+                request_id=request.request_id,
+                pages=wanted.pages,
+                first_block=wanted.first_block,
+                hashes=wanted.hashes,
+                timeout_s=timeout_s,
+                leased=leased,
+                num_tokens=num_external_tokens,
+            )
+        )
         self._lookups.begin_load(lookup)
         self._loading[number] = _Loading(lookup, self._num_ranks)
         self._waiting.add(request.request_id)
@@ -240,6 +270,7 @@ class SchedulerSide:
             failed = news.failed_loads
             for number, count in news.ended_loads.items():
                 self._note_ended(number, count)
+            self._note_saved(news.saved)
         self._waiting -= output.finished_recving or set()
         for request_id in failed:
             tracked = self._tracked.get(request_id)
@@ -258,6 +289,9 @@ class SchedulerSide:
         if loading.num_ranks_left <= 0:
             self._lookups.end_load(loading.lookup)
             del self._loading[number]
+
+    def _note_saved(self, numbers: Set[int]) -> None:
+        """Saves with these numbers are over."""
 
     def finish(self, request: Request) -> bool:
         """The request is over. Whether its pages are still being saved."""
@@ -314,7 +348,7 @@ class SchedulerSide:
         pages = self._own.hashes_of(request)
 
         def hash_rest(first: int, parent: BlockHash | None) -> list[BlockHash]:
-            return hashed_gently(root, request.all_token_ids[first * BLOCK_TOKENS :], BLOCK_TOKENS, parent)
+            return hashed_gently(root, request.all_token_ids[first * self._block_tokens :], self._block_tokens, parent)
 
         return self._known.describe(root, pages, hash_rest)
 
@@ -326,14 +360,13 @@ class SchedulerSide:
 
     def _can_load_from(self, request: Request, num_tokens: int) -> bool:
         """There is a page behind so many tokens that could be loaded: the last token is always computed."""
-        unit_tokens = max(self._page_tokens, BLOCK_TOKENS)
-        return (request.num_tokens - 1) // unit_tokens * unit_tokens > num_tokens
+        return (request.num_tokens - 1) // self._unit_tokens * self._unit_tokens > num_tokens
 
-    def _look(self, tracked: _Tracked, num_own_tokens: int) -> None:
+    def _look(self, tracked: Tracked, num_own_tokens: int) -> None:
         """Ask for what vLLM lacks; now and then for all of it, so that the cache keeps what vLLM has, too."""
         request = tracked.request
         is_known = self._known_prefix(request, num_own_tokens) is not None
-        self._lookups.begin(tracked.lookup, request.num_tokens, num_own_tokens // BLOCK_TOKENS if is_known else 0)
+        self._lookups.begin(tracked.lookup, request.num_tokens, num_own_tokens // self._block_tokens if is_known else 0)
 
     def _known_prefix(self, request: Request, num_own_tokens: int) -> Described | None:
         """Nearly all that vLLM has of a prompt, if the cache was lately known to have it too."""
@@ -344,7 +377,7 @@ class SchedulerSide:
         root = self._quick_root(request) if pages else None
         return None if root is None else self._known.fresh(root, pages)
 
-    def _take_while_idle(self, tracked: _Tracked) -> bool:
+    def _take_while_idle(self, tracked: Tracked) -> bool:
         """Nothing runs and nothing loads: the answer is waited for, a moment in each step."""
         if self._running or self._loading or self._idle_wait_s <= 0:
             return False
@@ -353,10 +386,10 @@ class SchedulerSide:
         self._idle_wait_s -= time.monotonic() - started_at
         return self._take_found(tracked)
 
-    def _take_found(self, tracked: _Tracked) -> bool:
+    def _take_found(self, tracked: Tracked) -> bool:
         """What the lookup has found, if it is over."""
         lookup, request = tracked.lookup, tracked.request
-        if not self._lookups.take(lookup, tracked.num_local_tokens // BLOCK_TOKENS):
+        if not self._lookups.take(lookup, tracked.num_local_tokens // self._block_tokens):
             return False
         if not lookup.is_cachable:
             del self._tracked[request.request_id]
@@ -368,30 +401,29 @@ class SchedulerSide:
             self._stats.slower_loads += 1
         return True
 
-    def _note_stored(self, tracked: _Tracked, *, is_asked: bool) -> None:
+    def _note_stored(self, tracked: Tracked, *, is_asked: bool) -> None:
         root = tracked.lookup.root
         assert root is not None
         pages = self._own.hashes_of(tracked.request)
         self._known.note_stored(root, pages, tracked.num_saved, is_asked=is_asked)
 
-    def _note_for_events(self, tracked: _Tracked, first: int, end: int) -> None:
+    def _note_for_events(self, tracked: Tracked, first: int, end: int) -> None:
         """The cache has these blocks, or gets them."""
         if self._events is not None and first < end:
             pages = self._own.hashes_of(tracked.request)
             self._events.note(tracked.request, pages, tracked.lookup.hashes, first, end)
 
-    def _end_token(self, tracked: _Tracked) -> int:
+    def _end_token(self, tracked: Tracked) -> int:
         """Where the load ends: at a page, and before the last token, which vLLM computes."""
-        unit_tokens = max(self._page_tokens, BLOCK_TOKENS)
-        end = min(tracked.lookup.end * BLOCK_TOKENS, tracked.request.num_tokens - 1)
-        return end // unit_tokens * unit_tokens
+        end = min(tracked.lookup.end * self._block_tokens, tracked.request.num_tokens - 1)
+        return end // self._unit_tokens * self._unit_tokens
 
-    def _in_memory(self, tracked: _Tracked, num_external_tokens: int) -> int:
+    def _in_memory(self, tracked: Tracked, num_external_tokens: int) -> int:
         """How many of the tokens to be loaded were in the cache's memory."""
         lookup = tracked.lookup
         assert lookup.lease is not None
         first = self._end_token(tracked) - num_external_tokens
-        end = (lookup.first + lookup.lease.num_blocks) * BLOCK_TOKENS
+        end = (lookup.first + lookup.lease.num_blocks) * self._block_tokens
         return min(max(0, end - first), num_external_tokens)
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -407,30 +439,33 @@ class SchedulerSide:
                     tracked.pages = []
                 tracked.pages += pages[0] if pages is not None else []
 
-    def _plan_save(self, saves: list[Save], tracked: _Tracked, num_tokens: int) -> None:
+    def _plan_save(self, saves: list[Save], tracked: Tracked, num_tokens: int) -> None:
         """Full blocks of known tokens that are there once this step is done."""
         if not self._knows_what_is_stored(tracked):
             return  # later, or never
         lookup, request = tracked.lookup, tracked.request
         num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
-        end = min(num_tokens, num_known) // BLOCK_TOKENS
+        end = min(num_tokens, num_known) // self._block_tokens
         first = tracked.num_saved
         if end <= first:
             return
         if len(lookup.hashes) < end:
             assert lookup.root is not None
             parent = lookup.hashes[-1] if lookup.hashes else None
-            tokens = request.all_token_ids[len(lookup.hashes) * BLOCK_TOKENS : end * BLOCK_TOKENS]
-            lookup.hashes += block_hashes(lookup.root, tokens, BLOCK_TOKENS, parent=parent)
-        pages, first_block = self._pages_of(tracked.pages, first, end)
-        saves.append(Save(request.request_id, pages, first_block, lookup.hashes[first:end]))
-        self._note_for_events(tracked, first, end)
+            tokens = request.all_token_ids[len(lookup.hashes) * self._block_tokens : end * self._block_tokens]
+            lookup.hashes += block_hashes(lookup.root, tokens, self._block_tokens, parent=parent)
+        save = self._save_of(tracked, first, end)
+        if save is None:
+            return
+        if save.hashes:
+            saves.append(save)
+            tracked.has_saves = True
+            self._note_for_events(tracked, first, end)
         tracked.num_saved = end
-        tracked.has_saves = True
-        if end * BLOCK_TOKENS <= request.num_prompt_tokens:
+        if end * self._block_tokens <= request.num_prompt_tokens:
             self._note_stored(tracked, is_asked=False)
 
-    def _knows_what_is_stored(self, tracked: _Tracked) -> bool:
+    def _knows_what_is_stored(self, tracked: Tracked) -> bool:
         """From the answer to its lookup, or from other requests. If not, a lookup finds it out beside the steps."""
         lookup, request = tracked.lookup, tracked.request
         if lookup.root is not None:
@@ -441,18 +476,32 @@ class SchedulerSide:
                 self._lookups.begin(lookup, request.num_tokens)
                 return False
             lookup.root, lookup.hashes = known.root, known.hashes
-            tracked.num_saved = tracked.num_local_tokens // BLOCK_TOKENS
+            tracked.num_saved = tracked.num_local_tokens // self._block_tokens
             return True
         if not self._take_found(tracked):
             return False
         self._lookups.release(lookup)  # too late to load from: it says what need not be saved
         return lookup.root is not None
 
-    def _pages_of(self, pages: Sequence[int], first: int, end: int) -> tuple[list[int], int]:
-        """The pages that hold blocks `first..end`, and which block of theirs is the first."""
-        start = first * BLOCK_TOKENS // self._page_tokens
-        stop = -(-end * BLOCK_TOKENS // self._page_tokens)
-        return list(pages[start:stop]), first - start * self._page_tokens // BLOCK_TOKENS
+    def _search_in(self, tier: Tier, identity: Identity) -> Search | None:
+        """How prompts are looked for, if not block by block."""
+        return None
+
+    def _wanted(self, tracked: Tracked, tables: Sequence[list[int]], first: int, end: int) -> Wanted:
+        """Blocks `first..end` and the pages that hold them."""
+        start = first * self._block_tokens // self._page_tokens
+        stop = -(-end * self._block_tokens // self._page_tokens)
+        first_block = first - start * self._page_tokens // self._block_tokens
+        return Wanted(list(tables[0][start:stop]), first_block, tracked.lookup.hashes[first:end])
+
+    def _leased(self, lookup: Lookup, wanted: Wanted, first: int, end: int) -> LeasedBlocks | None:
+        """Where these blocks lie in memory of this host, if all of them do."""
+        return lookup.leased(first, end)
+
+    def _save_of(self, tracked: Tracked, first: int, end: int) -> Save | None:
+        """What to save of blocks `first..end`; None when that is not possible now."""
+        wanted = self._wanted(tracked, (tracked.pages,), first, end)
+        return Save(tracked.request.request_id, wanted.pages, wanted.first_block, wanted.hashes)
 
     def _drop_saves(self, request_id: str) -> None:
         """Its pages are given away."""
@@ -465,7 +514,7 @@ class SchedulerSide:
 
     # --- explaining ---------------------------------------------------------------------------------------------------
 
-    def _explain(self, tracked: _Tracked, num_external_tokens: int) -> None:
+    def _explain(self, tracked: Tracked, num_external_tokens: int) -> None:
         if tracked.explanation is not None:
             return
         lookup, local = tracked.lookup, tracked.num_local_tokens
@@ -476,12 +525,12 @@ class SchedulerSide:
         else:
             in_memory = self._in_memory(tracked, num_external_tokens)
             counts = {"server": in_memory, "disk": num_external_tokens - in_memory}
-            reason, ended_at = lookup.lease.ended, lookup.found_end * BLOCK_TOKENS
+            reason, ended_at = lookup.ended, lookup.found_end * self._block_tokens
             if lookup.end < lookup.found_end:
-                reason, ended_at = MatchEnd.SLOWER, lookup.end * BLOCK_TOKENS
+                reason, ended_at = MatchEnd.SLOWER, lookup.end * self._block_tokens
         tracked.explanation = self._explainer.explain(tracked.request, lookup.root, local, counts, reason, ended_at)
 
 
 def _is_away(lookup: Lookup) -> bool:
     """The cache did not say what it has."""
-    return lookup.lease is None or lookup.lease.ended in (MatchEnd.TIER_DOWN, MatchEnd.SLOWER, MatchEnd.LIMIT)
+    return lookup.lease is None or lookup.ended in (MatchEnd.TIER_DOWN, MatchEnd.SLOWER, MatchEnd.LIMIT)

@@ -7,21 +7,22 @@ When a request is preempted its pages go at once: what is being copied is waited
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
 from kvtier.client.client import SingleClient
 from kvtier.plugins.vllm.compat import KVConnectorTransferResults
-from kvtier.plugins.vllm.identity import BLOCK_TOKENS, Identity
-from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, StepPlan, WorkerNews
+from kvtier.plugins.vllm.identity import Identity
+from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.remote import SingleServerTier
 from kvtier.tiers.staged import StagedTier
 from kvtier.tiers.tier import Tier
-from kvtier.transfer.copier import Copies
+from kvtier.transfer.copier import Copier, Copies
+from kvtier.transfer.copiers.opaque_pages import OpaquePages
 from kvtier.transfer.copiers.own_threads import made_apart
-from kvtier.transfer.copiers.page_copier import page_copier
+from kvtier.transfer.copiers.page_copier import opaque_copier, page_copier
 from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.places import places_of
 from kvtier.transfer.shared_stores import ShareWriter, Slots
@@ -42,11 +43,15 @@ class WorkerSide:
         self._client = client
         self._identity = identity
         self._rank = rank
+        self._block_tokens = identity.layout.block_tokens
         self._transfer: WorkerTransfer | None = None
         self._loading: dict[str, Load] = {}
         self._coming: set[str] = set()
         self._arriving: list[Copies] = []
         self._ended: set[str] = set()
+        self._saving: dict[str, Save] = {}
+        self._is_one_full = identity.block_groups.is_one_full
+        self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
         self._news = WorkerNews()
         self._stats = CacheStats()
@@ -59,8 +64,7 @@ class WorkerSide:
 
     def _open(self, kv_caches: dict[str, torch.Tensor]) -> WorkerTransfer:
         identity, client = self._identity, self._client
-        tensors = [kv_caches[name] for name in identity.layer_names]
-        copier = page_copier(tensors, identity.layout, first_head=identity.first_head(self._rank))
+        copier = self._new_copier([kv_caches[name] for name in identity.layer_names])
         assert identity.num_ranks > 1 or copier.is_whole, "a block must not be shown without its heads"
         tier: Tier = SingleServerTier(client, "server" if client.is_local else "tcp")
         if not client.is_local:
@@ -70,9 +74,16 @@ class WorkerSide:
             tier,
             copier,
             batch_bytes=PIECE_BYTES,
-            parts_per_block=max(1, BLOCK_TOKENS // identity.page_tokens),
+            parts_per_block=max(1, identity.layout.block_tokens // identity.page_tokens),
             shares=ShareWriter(client, copier) if identity.num_ranks > 1 else None,
         )
+
+    def _new_copier(self, tensors: Sequence[torch.Tensor]) -> Copier:
+        identity = self._identity
+        if not identity.is_opaque:
+            return page_copier(tensors, identity.layout, first_head=identity.first_head(self._rank))
+        part, num_parts = identity.part(self._rank), identity.num_parts
+        return opaque_copier(OpaquePages(tensors, identity.num_pages, identity.layout, part=part, num_parts=num_parts))
 
     @property
     def _opened(self) -> WorkerTransfer:
@@ -110,7 +121,7 @@ class WorkerSide:
             numbers = range(len(save.hashes)) if save.slots is None else save.slots.positions
             places = self._places(save.pages, [save.first_block + number for number in numbers])
             if save.slots is None:
-                self._opened.store(save.request_id, save.hashes, places)
+                self._opened.store(self._key_of(save), save.hashes, places)
             else:
                 self._opened.write_share(save.request_id, places, save.slots)
         self._opened.send()
@@ -125,8 +136,7 @@ class WorkerSide:
         sent: set[str] = set()
         received: set[str] = set()
         if self._transfer is not None:
-            sent = self._ended - self._transfer.storing()
-            self._ended -= sent
+            sent = self._note_saved(self._transfer.storing())
             self._wait_for_loads(self._transfer.loads)
             arrived, over = self._transfer.loads.take()
             for ended in arrived:
@@ -136,7 +146,8 @@ class WorkerSide:
                 self._note_over(ended)
             for slots, is_written in self._transfer.take_shares():
                 self._note_share(slots, is_written=is_written)
-        return KVConnectorTransferResults(sent, received, set())
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(sent, received, failed)
 
     def take_bad_pages(self) -> set[int]:
         bad, self._bad_pages = self._bad_pages, set()
@@ -163,6 +174,24 @@ class WorkerSide:
         else:
             self._client.close()
 
+    def _key_of(self, save: Save) -> str:
+        """What the save is called here: its own number if its pages are held for it, else its request."""
+        if save.number is None:
+            return save.request_id
+        key = str(save.number)
+        self._saving[key] = save
+        return key
+
+    def _note_saved(self, storing: Set[object]) -> set[str]:
+        """Requests that have ended, and of which nothing is being saved any more."""
+        for key in self._saving.keys() - storing:
+            number = self._saving.pop(key).number
+            assert number is not None
+            self._news.saved.add(number)
+        sent = self._ended - storing - {save.request_id for save in self._saving.values()}
+        self._ended -= sent
+        return sent
+
     def _wait_for_loads(self, loads: LoadNews) -> None:
         """A moment, where the step has to wait for what is arriving, or computes nothing."""
         if not self._plan.is_idle and self._arriving:
@@ -171,7 +200,7 @@ class WorkerSide:
             loads.wait_for_arrival(_IDLE_WAIT_S)
 
     def _places(self, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        return places_of(pages, blocks, page_tokens=self._identity.page_tokens, block_tokens=BLOCK_TOKENS)
+        return places_of(pages, blocks, page_tokens=self._identity.page_tokens, block_tokens=self._block_tokens)
 
     def _note_load(self, ended: EndedLoad) -> None:
         load = self._loading[ended.key]
@@ -180,15 +209,22 @@ class WorkerSide:
         if ended.num_loaded < ended.num_blocks:
             self._stats.failed_loads += not self._rank
             self._news.failed_loads.add(load.request_id)
-            first_bad = (load.first_block + ended.num_loaded) * BLOCK_TOKENS // self._identity.page_tokens
+            self._note_lost(load, ended.num_loaded)
+
+    def _note_lost(self, load: Load, num_loaded: int) -> None:
+        """What was loaded before is kept where layers look back to the first token; else all of it is computed."""
+        if self._is_one_full:
+            first_bad = (load.first_block + num_loaded) * self._block_tokens // self._identity.page_tokens
             self._bad_pages.update(load.pages[first_bad:])
+        else:
+            self._failed.add(load.request_id)
 
     def _note_over(self, ended: EndedLoad) -> None:
         load = self._loading.pop(ended.key)
         self._news.ended_loads[load.number] += 1
         self._news.loaded += ended.parts
         for part in ended.parts:
-            self._count_loaded(part)
+            self._count_loaded(load, part)
 
     def _note_share(self, slots: Slots, *, is_written: bool) -> None:
         self._news.written[slots.job] += 1
@@ -197,9 +233,9 @@ class WorkerSide:
         elif not self._rank:
             self._stats.stored_blocks += len(slots.offsets)
 
-    def _count_loaded(self, part: Loaded) -> None:
+    def _count_loaded(self, load: Load, part: Loaded) -> None:
         stats = self._stats
-        num_tokens = part.nbytes // self._identity.layout.block_bytes * BLOCK_TOKENS
+        num_tokens = load.num_tokens * part.nbytes // (len(load.hashes) * self._identity.layout.block_bytes)
         stats.loaded_bytes += part.nbytes
         stats.load_seconds += part.seconds
         if self._rank:

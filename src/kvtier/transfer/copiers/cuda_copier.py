@@ -28,7 +28,7 @@ from kvtier.memory.cuda import PIECE_BYTES, Direction, Registration, load_cudart
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas
 from kvtier.transfer.copier import Copies, Mark
-from kvtier.transfer.copiers.geometry import Geometry, Run
+from kvtier.transfer.copiers.geometry import Geometry, Pages, Run
 
 if TYPE_CHECKING:
     from kvtier.transfer.copiers.staging import Staging
@@ -160,7 +160,7 @@ class CudaCopier:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: Pages,
         num_groups: int = NUM_GROUPS,
         *,
         way: Way | None = None,
@@ -190,7 +190,7 @@ class CudaCopier:
             for count in (num_groups, 1)
         )
         has_long_runs = min(run.nbytes for run in self._whole[0].runs) >= _MIN_PART_BYTES
-        self.way = way or (Way.DIRECT if geometry.is_one_run or has_long_runs else Way.STAGED)
+        self.way = way or (Way.DIRECT if geometry.plain_runs or has_long_runs else Way.STAGED)
         self._min_grouped_bytes = min_grouped_bytes
         self._cudart = cudart = load_cudart((int(torch.version.cuda.split(".")[0]),))
         self._condition = threading.Condition()
@@ -292,8 +292,8 @@ class CudaCopier:
             while first < len(offsets):
                 end = first + num_blocks
                 for run in group.runs:
-                    device = geometry.addresses(places[first * parts : end * parts], run.device_bytes)
-                    host = geometry.part_offsets(offsets[first:end], run.block_bytes)
+                    device = geometry.run_addresses(places[first * parts : end * parts], run)
+                    host = geometry.run_offsets(offsets[first:end], run)
                     self._arenas.copy(device, arena, host, run.nbytes, lane.direction, lane.stream.cuda_stream)
                 first = end
                 num_blocks = min(2 * num_blocks, _MAX_CALL_BLOCKS)
@@ -316,6 +316,7 @@ class CudaCopier:
         stream = torch.cuda.Stream(self._device, priority=priority)
         if self.way is Way.DIRECT:
             return _Lane(direction, stream, None)
+        assert isinstance(self._geometry, Geometry), "opaque pages go directly"
         # Not above: it needs Triton, which machines may lack whose blocks go directly.
         try:
             module = importlib.import_module("kvtier.transfer.copiers.staging")

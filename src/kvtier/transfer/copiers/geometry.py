@@ -13,6 +13,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -38,11 +39,48 @@ class PageOrder(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Run:
     """`nbytes` that are side by side on the device, from `device_bytes` after where a part of a block begins in the
-    first layer, and in the block, from `block_bytes` after where that part begins."""
+    first layer, and in the block, from `block_bytes` after where that part begins.
+
+    In opaque pages, `device_bytes` is the address in page 0, and the next page is `stride_bytes` further.
+    """
 
     device_bytes: int
     block_bytes: int
     nbytes: int
+    stride_bytes: int = 0
+
+
+class Pages(Protocol):
+    """Blocks in KV memory, as far as runs of bytes are copied."""
+
+    layout: KvLayout
+    parts_per_block: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_whole(self) -> bool:
+        """The pages have all that a block has."""
+        ...
+
+    @property
+    def can_run(self) -> bool:
+        """The places of parts say where all of their runs lie."""
+        ...
+
+    @property
+    def plain_runs(self) -> list[Run] | None:
+        """What a block consists of, where a host copies it as it is; None where its numbers lie in another order."""
+        ...
+
+    def runs(self, layers: range) -> list[Run]: ...
+
+    def run_addresses(self, places: Sequence[int], run: Run) -> list[int]: ...
+
+    def run_offsets(self, offsets: Sequence[int], run: Run) -> list[int]: ...
+
+    def check(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int]) -> None: ...
 
 
 Stack = list[tuple[slice, torch.Tensor]]
@@ -94,6 +132,10 @@ class Geometry:
         first = self.tensors[0]
         return self.order is PageOrder.ROWS and all(tensor.stride() == first.stride() for tensor in self.tensors)
 
+    @property
+    def plain_runs(self) -> list[Run] | None:
+        return [Run(0, 0, self.layout.block_bytes)] if self.is_one_run else None
+
     def runs(self, layers: range) -> list[Run]:
         """What a part has of `layers`, in the order of the block. Requires `can_run`."""
         layout, first = self.layout, self.tensors[0]
@@ -133,6 +175,14 @@ class Geometry:
             return [start + place * page_bytes for place in places]
         part_bytes = self._part_bytes
         return [start + place // parts * page_bytes + place % parts * part_bytes for place in places]
+
+    def run_addresses(self, places: Sequence[int], run: Run) -> list[int]:
+        """Where each part has this run. Requires `can_run`."""
+        return self.addresses(places, run.device_bytes)
+
+    def run_offsets(self, offsets: Sequence[int], run: Run) -> list[int]:
+        """Where each part of the blocks at `offsets` has this run."""
+        return self.part_offsets(offsets, run.block_bytes)
 
     def part_offsets(self, offsets: Sequence[int], first_byte: int = 0) -> list[int]:
         """Of byte `first_byte` after where each part begins in the blocks at `offsets`."""

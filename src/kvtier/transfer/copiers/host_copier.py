@@ -1,7 +1,7 @@
 """The copier of a device that is the host itself: a copy is a move, over when its call returns.
 
-Where a block is one run of bytes, the thread that asks for a copy moves it. Pages of another order or size are copied
-by threads of the copier's own.
+Where a block is runs of bytes, the thread that asks for a copy moves it. Pages of another order or size are copied by
+threads of the copier's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.memory.copying import copy_blocks
 from kvtier.memory.mapped import MappedArena
 from kvtier.transfer.copier import Copies, Mark
-from kvtier.transfer.copiers.geometry import INTEGERS, Geometry
+from kvtier.transfer.copiers.geometry import INTEGERS, Geometry, Pages, Run
 from kvtier.transfer.copiers.own_threads import cores, own_threads
 
 _MAX_THREADS = 4
@@ -47,10 +47,14 @@ _DONE = _Done()
 class HostCopier:
     """A `Copier` for KV in the host's memory."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Pages) -> None:
         self._geometry = geometry
         self._block_bytes = geometry.layout.block_bytes
-        self._strided = None if geometry.is_one_run else _StridedCopies(geometry)
+        self._runs = geometry.plain_runs or []
+        self._strided: _StridedCopies | None = None
+        if not self._runs:
+            assert isinstance(geometry, Geometry)
+            self._strided = _StridedCopies(geometry)
 
     @property
     def is_whole(self) -> bool:
@@ -62,8 +66,9 @@ class HostCopier:
     def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
         with arena.in_use():
             if self._strided is None:
-                device = self._geometry.addresses(places)
-                copy_blocks(device, [arena.address + offset for offset in offsets], self._block_bytes)
+                for run in self._runs:
+                    device = self._geometry.run_addresses(places, run)
+                    copy_blocks(device, self._in_arena(arena, offsets, run), run.nbytes)
             else:
                 self._strided.copy(places, arena, offsets, is_load=True)
         return _DONE
@@ -73,8 +78,9 @@ class HostCopier:
             if self._strided is None:
                 for offset in offsets:
                     arena.populate(offset, self._block_bytes)
-                device = self._geometry.addresses(places)
-                copy_blocks([arena.address + offset for offset in offsets], device, self._block_bytes)
+                for run in self._runs:
+                    device = self._geometry.run_addresses(places, run)
+                    copy_blocks(self._in_arena(arena, offsets, run), device, run.nbytes)
             else:
                 self._strided.copy(places, arena, offsets, is_load=False)
         return _DONE
@@ -85,6 +91,9 @@ class HostCopier:
     def close(self) -> None:
         if self._strided is not None:
             self._strided.close()
+
+    def _in_arena(self, arena: MappedArena, offsets: Sequence[int], run: Run) -> list[int]:
+        return [arena.address + offset for offset in self._geometry.run_offsets(offsets, run)]
 
 
 class _StridedCopies:

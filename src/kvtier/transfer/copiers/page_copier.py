@@ -8,9 +8,10 @@ import torch
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.transfer.copier import Copier
-from kvtier.transfer.copiers.cuda_copier import CudaCopier
+from kvtier.transfer.copiers.cuda_copier import CudaCopier, Way
 from kvtier.transfer.copiers.geometry import Geometry, PageOrder
 from kvtier.transfer.copiers.host_copier import HostCopier
+from kvtier.transfer.copiers.opaque_pages import OpaquePages
 
 
 def page_copier(tensors: Sequence[torch.Tensor], layout: KvLayout, *, first_head: int = 0) -> Copier:
@@ -23,3 +24,10 @@ def page_copier(tensors: Sequence[torch.Tensor], layout: KvLayout, *, first_head
         return HostCopier(Geometry(tensors, layout, PageOrder.TRANSPOSED_K, first_head=first_head))
     # That engine's steps begin after whole loads, and its threads take turns as it wants.
     return CudaCopier(Geometry(tensors, layout, first_head=first_head), num_groups=1, switch_interval_s=None)
+
+
+def opaque_copier(pages: OpaquePages) -> Copier:
+    """For pages whose inside is not known. Raises `TierUnavailable` when torch's CUDA runtime cannot be found."""
+    if pages.device.type == "cpu":
+        return HostCopier(pages)
+    return CudaCopier(pages, num_groups=1, way=Way.DIRECT, switch_interval_s=None)

@@ -1,0 +1,127 @@
+"""The groups of layers in which a vLLM engine keeps its KV: what each looks back at, and where its pages lie."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.transfer.copiers.opaque_pages import PageRun, merged_runs
+from kvtier.transfer.reach import Attention, Reach
+
+_KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`is_handed_over`: vLLM says which page has a state, and of which token, when it is complete; else pages follow
+    each other as their tokens do. `format` tells how a page is laid out from how another is."""
+
+    reach: Reach
+    layer_names: tuple[str, ...]
+    format: str
+    is_latent: bool
+    is_handed_over: bool
+
+    @property
+    def description(self) -> str:
+        """For people."""
+        reach = self.reach
+        if reach.span_tokens:
+            return f"{reach.attention.value} of {reach.span_tokens} tokens"
+        return "latents (MLA)" if self.is_latent else reach.attention.value
+
+
+def groups_of(config: KVCacheConfig) -> tuple[Group, ...] | str:
+    """All of them; or why vLLM would not reuse a prefix, or how it does is not known."""
+    groups: list[Group] = []
+    for group in config.kv_cache_groups:
+        reach = _reach_of(group)
+        if isinstance(reach, str):
+            return reach
+        specs = _layer_specs(group.kv_cache_spec)
+        groups.append(
+            Group(
+                reach=reach,
+                layer_names=tuple(group.layer_names),
+                format=hashlib.sha256(repr(group.kv_cache_spec).encode()).hexdigest(),
+                is_latent=all(isinstance(spec, MLAAttentionSpec) for spec in specs),
+                is_handed_over=any(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in specs),
+            )
+        )
+    return tuple(groups) or "it has no KV cache"
+
+
+def page_bytes_of(config: KVCacheConfig) -> int | None:
+    """What a rank has of a page, of all layers; None when this release of vLLM does not say where they lie."""
+    runs: set[PageRun] = set()
+    for tensor in config.kv_cache_tensors:
+        if not hasattr(tensor, "layer_stride"):
+            return None
+        for number, name in enumerate(tensor.layers):
+            spec = _spec_of(config, name)
+            nbytes = math.prod((spec.num_heads, spec.num_states, spec.state_content_size_bytes))
+            runs.add(PageRun(tensor.block_stride, tensor.offset + number * tensor.layer_stride, nbytes))
+    return sum(run.nbytes for run in merged_runs(runs))
+
+
+def _reach_of(group: KVCacheGroupSpec) -> Reach | str:
+    reaches = {_reach_of_spec(spec) for spec in _layer_specs(group.kv_cache_spec)}
+    if len(reaches) != 1:
+        return "layers of one group of its KV cache look back differently"
+    (reach,) = reaches
+    is_replica = not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False)
+    if reach is None or is_replica:
+        name = type(next(iter(_layer_specs(group.kv_cache_spec)))).__name__
+        return f"its KV cache is a {name}, and how vLLM reuses it is not known"
+    if reach.attention is Attention.STATE and any(
+        isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("align", "all")
+        for spec in _layer_specs(group.kv_cache_spec)
+    ):
+        return "vLLM keeps no states of it: see --enable-prefix-caching and --mamba-cache-mode"
+    return reach
+
+
+def _reach_of_spec(spec: KVCacheSpec) -> Reach | None:
+    """None for kinds whose rules are not known: those that build on a known one have some of their own."""
+    is_known = type(spec) in _KNOWN or type(spec).__name__ == "SlidingWindowMLASpec"
+    if not is_known or not getattr(spec, "prefix_cacheable", True) or getattr(spec, "non_causal", False):
+        return None
+    if isinstance(spec, MambaSpec):
+        return Reach(Attention.STATE, spec.block_size)
+    if isinstance(spec, SlidingWindowSpec):
+        num_more = getattr(spec, "extra_retained_tokens", 0)  # vLLM may keep a few that the window does not have
+        return Reach(Attention.WINDOW, spec.block_size, spec.sliding_window + num_more)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Reach(Attention.CHUNK, spec.block_size, spec.attention_chunk_size)
+    if isinstance(spec, FullAttentionSpec):
+        return Reach(Attention.FULL, spec.block_size)
+    return None
+
+
+def _layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
+    return tuple(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def _spec_of(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
+    group = next(group for group in config.kv_cache_groups if layer_name in group.layer_names)
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer_name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def descriptions(groups: Sequence[Group]) -> str:
+    """What the groups are, for people."""
+    return ", ".join(dict.fromkeys(group.description for group in groups))
