@@ -53,6 +53,8 @@ def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signal
     """Until a signal of `signals`, which are blocked, comes. Raises `ConfigError` or `EngineStopped` when it fails."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **visible_gpus(part.device, os.environ)}
     version = _look(part, environment)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part.socket)  # of one that was killed: vLLM would not start over it
     process = subprocess.Popen(
         [part.python, _START, "run", *part.arguments],
         stdin=subprocess.DEVNULL,
