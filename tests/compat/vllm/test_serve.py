@@ -119,7 +119,17 @@ def test_the_second_turn_goes_to_the_engine_that_has_the_first(deployment: Deplo
     assert min(counts(deployment, "kvtier_api_engine_requests_total", "engine").values()) >= num_chats / 2
 
 
-def test_no_request_fails_when_one_engine_is_killed(deployment: DeploymentProcess) -> None:
+def test_no_request_fails_when_engines_die_and_nothing_is_left_in_the_end(deployment: DeploymentProcess) -> None:
+    """One test, the last: shared memory of engines that start in it is gone when the deployment is stopped."""
+    _kill_a_part(deployment)
+    _kill_an_inner_process(deployment)
+
+    assert ask(deployment, chat("hello")).status_code == 200
+    assert deployment.stop() == 0
+    assert deployment.left_behind() == []
+
+
+def _kill_a_part(deployment: DeploymentProcess) -> None:
     is_over = threading.Event()
 
     def go_on_asking(number: int) -> list[int]:
@@ -145,7 +155,7 @@ def test_no_request_fails_when_one_engine_is_killed(deployment: DeploymentProces
     assert len(statuses) > 8
 
 
-def test_an_engine_whose_inner_process_dies_comes_back(deployment: DeploymentProcess) -> None:
+def _kill_an_inner_process(deployment: DeploymentProcess) -> None:
     """vLLM's server notices that its engine is gone, and ends: so does the part."""
     before = deployment.ready_since()
     name = max(before)
@@ -156,13 +166,6 @@ def test_an_engine_whose_inner_process_dies_comes_back(deployment: DeploymentPro
     wait_until(lambda: deployment.ready_since().get(name, 0.0) > before[name], "the engine is back", limit_s=_START_S)
 
     assert set(statuses) == {200}
-
-
-def test_nothing_is_left_in_the_end(deployment: DeploymentProcess) -> None:
-    """The last one: the deployment is stopped."""
-    assert ask(deployment, chat("hello")).status_code == 200
-    assert deployment.stop() == 0
-    assert deployment.left_behind() == []
 
 
 def _descendants(pid: int) -> set[int]:
