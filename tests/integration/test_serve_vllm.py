@@ -77,13 +77,15 @@ def test_no_request_fails_when_an_engine_is_killed(deployment: DeploymentProcess
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(go_on_asking, number) for number in range(4)]
-        for name in ("fake-0", "fake-1"):
-            before = deployment.ready_since()[name]
-            old = deployment.part(name)
-            os.kill(old.pid if victim == "part" else server_of(deployment, name), signal.SIGKILL)
-            deployment.wait_for_part(name, other_than=old.pid)
-            wait_until(lambda name=name, before=before: deployment.ready_since().get(name, 0.0) > before)  # type: ignore[misc]
-        is_over.set()
+        try:
+            for name in ("fake-0", "fake-1"):
+                before = deployment.ready_since()[name]
+                old = deployment.part(name)
+                os.kill(old.pid if victim == "part" else server_of(deployment, name), signal.SIGKILL)
+                deployment.wait_for_part(name, other_than=old.pid)
+                wait_until(lambda name=name, before=before: deployment.ready_since().get(name, 0.0) > before)  # type: ignore[misc]
+        finally:
+            is_over.set()
         statuses = [status for future in asking for status in future.result()]
 
     assert set(statuses) == {200}

@@ -13,13 +13,13 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
 
 import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.application import Application
+from kvtier.api.client_connection import ClientConnection
 from kvtier.api.config import ApiConfig, ServedModelConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
@@ -94,7 +94,7 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=_http_protocol(),
+            http=ClientConnection,
             ws="none",
             log_config=None,
             log_level="warning",
@@ -219,14 +219,6 @@ class _Counted:
             path = scope.get("path", "")
             known = path if path in self._paths else "other"
             self._requests.labels(api=self._api, path=known, status=str(status)).inc()
-
-
-def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
-    try:
-        from kvtier.api.client_connection import ClientConnection  # noqa: PLC0415 - needs httptools
-    except ImportError:
-        return "auto"
-    return ClientConnection
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

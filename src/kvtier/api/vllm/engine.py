@@ -36,8 +36,8 @@ class VllmFacts:
 class VllmEngine:
     """`facts` are None while it is away. `is_hung` while it is there and does not say that it is well.
 
-    `num_requests` are under way, `num_asked` all that it ever got; whoever asks it counts them. `note_there` is called
-    whenever it is there and was not, or did not answer, before.
+    `lost` and `hung` are set while it is away, or hung. `num_requests` are under way, `num_asked` all that it ever got;
+    whoever asks it counts them. `note_there` is called whenever it is there and was not, or did not answer, before.
     """
 
     def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
@@ -49,6 +49,7 @@ class VllmEngine:
         self.num_asked = 0
         self.num_starts = 0
         self.lost = asyncio.Event()
+        self.hung = asyncio.Event()
         self.note_there: Callable[[VllmEngine], None] = lambda engine: None
         self._patience = patience
         self._task: asyncio.Task[None] | None = None
@@ -145,10 +146,10 @@ class VllmEngine:
         self.is_hung = is_hung
         if is_hung:
             logger.error("engine %s is hung: it does not answer, with %d requests", self.name, self.num_requests)
-            self.lost.set()
+            self.hung.set()
         else:
             logger.info("engine %s answers again", self.name)
-            self.lost.clear()
+            self.hung.clear()
             self.note_there(self)
 
     def _lose(self) -> None:
@@ -156,6 +157,7 @@ class VllmEngine:
             logger.warning("engine %s is gone, with %d requests", self.name, self.num_requests)
         self.facts = None
         self.is_hung = False
+        self.hung.clear()
         self.lost.set()
 
 

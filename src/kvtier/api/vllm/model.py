@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.api.limits import FIRST_BYTE_S, HELD_ANSWER_BYTES, HOLD_S, MAX_LOST_ENGINES, UPSTREAM_SILENCE_S
@@ -166,7 +166,7 @@ class VllmModel:
         self._metrics.engine_requests.labels(engine=engine.name).inc()
         answer: UpstreamAnswer | None = None
         try:
-            answer = await _unless_lost(engine, request)
+            answer = await _unless_lost(engine, request, lambda: any(one.is_there for one in self.engines))
             is_error = answer.status >= 500 or answer.first.startswith(_ERROR_EVENT)
             if is_error and not await engine.is_well():
                 raise ExchangeError("the engine is not well", was_sent=True)
@@ -178,22 +178,32 @@ class VllmModel:
         return answer
 
 
-async def _unless_lost(engine: VllmEngine, request: UpstreamRequest) -> UpstreamAnswer:
-    """The beginning of the answer. Raises `ExchangeError` when the engine dies, hangs, or takes too long."""
+async def _unless_lost(engine: VllmEngine, request: UpstreamRequest, has_other: Callable[[], bool]) -> UpstreamAnswer:
+    """The beginning of the answer. Raises `ExchangeError` when the engine dies, or takes too long.
+
+    Also when it hangs and another engine can take the request; where there is none, it may answer yet.
+    """
     working = asyncio.ensure_future(_first_bytes(engine, request))
     losing = asyncio.ensure_future(engine.lost.wait())
+    hanging = asyncio.ensure_future(engine.hung.wait())
     try:
-        await asyncio.wait({working, losing}, timeout=FIRST_BYTE_S, return_when=asyncio.FIRST_COMPLETED)
+        async with asyncio.timeout(FIRST_BYTE_S):
+            await asyncio.wait({working, losing, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and not losing.done() and not has_other():
+                await asyncio.wait({working, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ExchangeError("the engine is gone, or does not answer", was_sent=True)
         return working.result()
-    except BaseException:
+    except BaseException as error:
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             (await working).abandon()  # it came just as nobody wanted it any more
+        if isinstance(error, TimeoutError):
+            raise ExchangeError(f"no answer within {FIRST_BYTE_S:g} s", was_sent=True) from error
         raise
     finally:
         losing.cancel()
+        hanging.cancel()
 
 
 async def _first_bytes(engine: VllmEngine, request: UpstreamRequest) -> UpstreamAnswer:

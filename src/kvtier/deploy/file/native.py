@@ -57,14 +57,14 @@ def _check_names(field: str, names: tuple[str, ...], allowed: re.Pattern[str], e
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is run, whichever form the file has."""
 
+    name: str | tuple[str, ...] = ()
+    """What clients call it, or several such names; `model` as it is given (of a folder the last part) unless told."""
     engine: Literal["kvtier", "vllm"] = "kvtier"
     """What runs the model: kvtier itself, or vLLM, which has to be installed and runs many more models."""
     vllm: tuple[str | int | float, ...] = ()
     """With `engine: vllm`, more arguments of its command line, such as `[--tensor-parallel-size, 2]`."""
     vllm_python: Path | None = None
     """With `engine: vllm`, the Python that has it (`/opt/vllm/bin/python`); kvtier's own unless told."""
-    name: str | tuple[str, ...] = ()
-    """What clients call it, or several such names; `model` as it is given (of a folder the last part) unless told."""
     engines: int | None = None
     """How many processes run this model; one, or as many as `devices`."""
     device: str | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvtier.deploy.plan.parts import DeploymentPart, encode_part
 from kvtier.deploy.run.backoff import Backoff
+from kvtier.deploy.run.process_group import end_group
 from kvtier.deploy.run.reports import Report, decode_report
 
 PART_COMMAND = (sys.executable, "-P", "-m", "kvtier.deploy.run.part")  # -P: no module of the working folder is run
@@ -134,8 +135,7 @@ class Child:
         """
         process = self._process
         assert process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # before it is waited for: until then nobody else has its number
+        end_group(process.pid)  # before it is waited for: until then nobody else has its number
         status = process.wait()
         assert process.stdin is not None
         with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from typing import IO
 from kvtier import __version__
 from kvtier.deploy.plan.parts import VllmPart
 from kvtier.deploy.run import vllm_start
+from kvtier.deploy.run.process_group import end_group
 from kvtier.deploy.run.reports import Ready, Reporter
 from kvtier.deploy.run.signals import is_signalled
 from kvtier.errors import ConfigError, EngineStopped
@@ -53,6 +54,8 @@ def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signal
     """Until a signal of `signals`, which are blocked, comes. Raises `ConfigError` or `EngineStopped` when it fails."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **visible_gpus(part.device, os.environ)}
     version = _look(part, environment)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part.socket)  # of one that was killed: vLLM would not start over it
     process = subprocess.Popen(
         [part.python, _START, "run", *part.arguments],
         stdin=subprocess.DEVNULL,
@@ -65,9 +68,10 @@ def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signal
     try:
         _serve(part, process, log, reporter, signals, version)
     finally:
+        if os.getpgrp() == os.getpid():
+            end_group(os.getpid(), but=os.getpid())
         process.kill()
         process.wait()
-        _end_rest_of_group()
         log.close()
 
 
@@ -214,19 +218,6 @@ class _Log:
             with contextlib.suppress(OSError):
                 out.write(line)
                 out.flush()
-
-
-def _end_rest_of_group() -> None:
-    """Kill what vLLM has left: its processes are in the group of this one, which leads it."""
-    own, group = os.getpid(), os.getpgrp()
-    if own != group:
-        return
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == own:
-            continue
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(entry)) == group:
-                os.kill(int(entry), signal.SIGKILL)
 
 
 def _how(status: int) -> str:

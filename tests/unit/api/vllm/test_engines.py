@@ -72,13 +72,15 @@ def test_no_request_fails_when_one_of_two_engines_is_killed(
         return found
 
     asking: list[Future[list[httpx.Response]]] = [pool.submit(go_on_asking, number) for number in range(8)]
-    for engine in [*engines, *engines]:
-        wait_until_asked([engine], 10)
-        engine.kill()
-        wait_until(lambda: not all(one.is_there for one in server.service.vllm.engines))
-        engine.start()
-        wait_until(lambda: all(one.is_there for one in server.service.vllm.engines))
-    is_over.set()
+    try:
+        for engine in [*engines, *engines]:
+            wait_until_asked([engine], 10)
+            engine.kill()
+            wait_until(lambda: not all(one.is_there for one in server.service.vllm.engines))
+            engine.start()
+            wait_until(lambda: all(one.is_there for one in server.service.vllm.engines))
+    finally:
+        is_over.set()
 
     answers = [response for future in asking for response in future.result()]
     assert {response.status_code for response in answers} == {200}
@@ -152,6 +154,20 @@ def test_an_error_of_an_engine_that_dies_is_not_passed_on(server: Running, engin
     for number in range(4):
         assert ask(server, chat(f"third {number}")).status_code == 200
         assert engine_of(engines, f"third {number}") != [name]
+
+
+def test_the_only_engine_may_hang_for_a_while(serve: Serve, engines: list[FakeVllm], pool: ThreadPoolExecutor) -> None:
+    server = serve("openai", config_of_vllm(engines[0]))
+    answer = pool.submit(ask, server, chat("x", fake={"delay_s": 0.5}))
+    wait_until_asked(engines)
+    engines[0].freeze()
+    try:
+        wait_until(lambda: server.service.vllm.engines[0].is_hung)
+    finally:
+        engines[0].thaw()
+
+    assert answer.result().status_code == 200
+    assert len(engines[0].asked()) == 1
 
 
 def test_a_hung_engine_loses_what_it_has_not_begun(

@@ -80,6 +80,18 @@ def test_an_engine_goes_to_a_gpu_if_there_is_one(deploy: Deploy, tiny: Path) -> 
     assert (engine.device, engine.kv_cache_bytes) == ("cpu", GIB)
 
 
+def test_engines_of_vllm_bring_what_they_need(deploy: Deploy) -> None:
+    text = "models: [{model: owner/model, engine: vllm, device: 'cuda:0,1'}]"
+    plan = deploy(text)
+
+    report = check_plan(plan, machine(missing_extras=("engine",), gpus=()), RUNTIME)
+    assert (report.problems, report.notes) == ((), ())
+    (engine,) = report.engines
+    assert (engine.device, engine.architecture, engine.weights_bytes) == ("cuda:0,1", "vLLM", None)
+    (problem,) = check_plan(plan, machine(gpus=()), RUNTIME).problems
+    assert problem == "owner-model: the device cuda:0,1 is not there: torch finds 0 GPUs"
+
+
 def test_a_model_of_the_hub_is_noted(deploy: Deploy) -> None:
     report = check_plan(deploy("models: [{model: owner/no-such-model, cache_dir: hub}]"), machine(), RUNTIME)
 

@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -204,9 +205,9 @@ async def main() -> None:
         print(_ORDERS["fail"], file=sys.stderr, flush=True)
         sys.exit(3)
     server = Server(os.path.basename(given.uds).removesuffix(".sock"), given.served_model_name)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(given.uds)
-    listening = await asyncio.start_unix_server(server.serve, given.uds, limit=1 << 28)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(given.uds)  # not over a file that is there: as vLLM does it
+    listening = await asyncio.start_unix_server(server.serve, sock=listener, limit=1 << 28)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     print("fake vLLM is there", flush=True)
