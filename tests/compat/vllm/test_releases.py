@@ -11,6 +11,7 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import kvtier.plugins.vllm as plugin
@@ -56,6 +57,11 @@ def test_saves_are_asked_for_in_steps_that_compute_nothing_since_0_31() -> None:
 def test_what_is_over_is_told_as_results_since_0_30() -> None:
     assert hasattr(base, "KVConnectorTransferResults") == (_RELEASE >= (0, 30))
     assert compat.KVConnectorTransferResults({"a"}, {"b"}, set()).finished_recving == {"b"}
+
+
+def test_the_newest_release_says_which_pages_windows_and_states_are_in_and_where_pages_lie() -> None:
+    assert compat.HANDS_OVER_STATES or _RELEASE < (0, 32)
+    assert "layer_stride" in KVCacheTensor.__dataclass_fields__ or _RELEASE < (0, 32)
 
 
 @pytest.mark.parametrize(
