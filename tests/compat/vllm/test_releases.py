@@ -15,6 +15,7 @@ from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -112,6 +113,11 @@ def test_hashes_are_the_same_in_every_process_or_need_a_seed(
         monkeypatch.setenv("PYTHONHASHSEED", seed)
 
     assert compat.has_stable_hashes() is is_set
+
+
+def test_the_newest_release_says_which_pages_windows_and_states_are_in_and_where_pages_lie() -> None:
+    assert compat.HANDS_OVER_STATES or _RELEASE < (0, 32)
+    assert "layer_stride" in KVCacheTensor.__dataclass_fields__ or _RELEASE < (0, 32)
 
 
 @pytest.mark.parametrize(

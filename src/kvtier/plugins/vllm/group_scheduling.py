@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import SingleClient
@@ -24,6 +25,9 @@ from kvtier.tiers.tier import Tier
 from kvtier.transfer.group_search import GroupSearch
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.lookup import Lookup, Search
+
+if TYPE_CHECKING:  # older releases lack it
+    from vllm.v1.core.sched.output import KVConnectorBlockState
 
 _NULL_PAGE = 0
 """What vLLM has in a table where a window or a state has passed."""

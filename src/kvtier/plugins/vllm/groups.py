@@ -59,7 +59,7 @@ def groups_of(config: KVCacheConfig) -> tuple[Group, ...] | str:
                 layer_names=tuple(group.layer_names),
                 format=hashlib.sha256(repr(group.kv_cache_spec).encode()).hexdigest(),
                 is_latent=all(isinstance(spec, MLAAttentionSpec) for spec in specs),
-                is_handed_over=any(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in specs),
+                is_handed_over=any(_mode_of(spec) == "align" for spec in specs),
             )
         )
     return tuple(groups) or "it has no KV cache"
@@ -87,10 +87,8 @@ def _reach_of(group: KVCacheGroupSpec) -> Reach | str:
     if reach is None or is_replica:
         name = type(next(iter(_layer_specs(group.kv_cache_spec)))).__name__
         return f"its KV cache is a {name}, and how vLLM reuses it is not known"
-    if reach.attention is Attention.STATE and any(
-        isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("align", "all")
-        for spec in _layer_specs(group.kv_cache_spec)
-    ):
+    modes = {_mode_of(spec) for spec in _layer_specs(group.kv_cache_spec)}
+    if reach.attention is Attention.STATE and not modes <= {"align", "all"}:
         return "vLLM keeps no states of it: see --enable-prefix-caching and --mamba-cache-mode"
     return reach
 
@@ -110,6 +108,11 @@ def _reach_of_spec(spec: KVCacheSpec) -> Reach | None:
     if isinstance(spec, FullAttentionSpec):
         return Reach(Attention.FULL, spec.block_size)
     return None
+
+
+def _mode_of(spec: KVCacheSpec) -> str:
+    """Which states vLLM keeps."""
+    return str(getattr(spec, "mamba_cache_mode", "none"))
 
 
 def _layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
