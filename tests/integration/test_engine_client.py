@@ -600,10 +600,10 @@ def test_a_failure_ends_every_stream_and_refuses_what_comes_later(engine: Engine
 def test_a_failure_while_a_request_is_taken_in_ends_that_request_alone(engine: Engine) -> None:
     add = engine.add
 
-    def fail_at_one(request_id: str, *arguments: object) -> object:
+    def fail_at_one(request_id: str, *arguments: object, **named: object) -> object:
         if request_id == "bad":
             raise RuntimeError("the tokenizer is on fire")
-        return add(request_id, *arguments)
+        return add(request_id, *arguments, **named)
 
     engine.add = fail_at_one
     with EngineClient(engine) as client:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 _MARK = "KVTIER_TEST_DEPLOYMENT"
 _PART = "kvtier.deploy.run.part"
@@ -170,7 +170,8 @@ class DeploymentProcess:
         self._process.wait()
 
     def restart_engines(self) -> None:
-        """One by one, and wait until all of them are new."""
+        """One by one, and wait until all of them are new. One that the supervisor is starting is not started again."""
+        wait_until(lambda: "ready after" in self.log())
         asked_at = time.time()
         self.send_signal(signal.SIGHUP)
         self.wait_until_ready(after=asked_at)

@@ -31,6 +31,7 @@ from benchmarks.seeds.staleness import age_of, measured_by
 NAMED = {
     "s0-memory-io",
     "s0-zmq",
+    "s0-server",
     "s0-transfer-out",
     "s0-transfer-in-off",
     "s0-transfer-in-on",
@@ -46,6 +47,8 @@ NAMED = {
     "s2-stress",
     "s3-baseline",
     "s3-long-prefill",
+    "s4-file-store",
+    "s4-processes",
 }
 NOT_RUN_YET = {
     "s0-transfer-in-off",

@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
     """Does not return. vLLM hears signals again that this process's parent has blocked, and ends when that dies."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.execv(sys.executable, [sys.executable, "-m", _SERVER, *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", _SERVER, *arguments])
 
 
 def _folder_of(package: str) -> Path | None:
