@@ -7,6 +7,7 @@ into it: then each field but that one has the bytes that it had.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -43,8 +44,11 @@ _WITHOUT_KV = re.compile(r"/v1/(?:messages/count_tokens|[a-z/]+/(?:render|derend
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _MAX_N = 128
 _MAX_NAME_CHARACTERS = 1024
-_FORM_MODEL = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
+_FORM_MODEL = re.compile(rb'name="?model"?[;\r]')
+_MAX_FORM_FIELDS = 16
+_FORM_HEAD_BYTES = 1024
 _FORM_BYTES_AT_ENDS = 1 << 20
+_END_OF_FORM_HEAD = b"\r\n\r\n"
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _values = msgspec.json.Decoder()
@@ -83,8 +87,12 @@ def text_of(fields: Fields, name: str) -> str | None:
 def model_in_form(body: bytes) -> str | None:
     """The field `model` of a form: it stands before or behind the file that is sent with it."""
     for part in (body[:_FORM_BYTES_AT_ENDS], body[-_FORM_BYTES_AT_ENDS:]):
-        if found := _FORM_MODEL.search(part):
-            return found[1].decode(errors="replace")
+        for found in itertools.islice(_FORM_MODEL.finditer(part), _MAX_FORM_FIELDS):
+            head_end = part.find(_END_OF_FORM_HEAD, found.start(), found.start() + _FORM_HEAD_BYTES)
+            start = head_end + len(_END_OF_FORM_HEAD)
+            end = part.find(b"\r\n", start, start + _MAX_NAME_CHARACTERS + 2)
+            if head_end >= 0 and end > start:
+                return part[start:end].decode(errors="replace")
     return None
 
 
