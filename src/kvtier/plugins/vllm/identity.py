@@ -208,7 +208,7 @@ def _page_format(
     """Everything that the bytes of a page depend on beside the model: no engine whose pages are others may read it."""
     return {
         "release": list(release_of(vllm.__version__)),
-        "device": str(current_platform.device_type),
+        "device": page_device(),
         "capability": str(current_platform.get_device_capability()),
         "backend": str(vllm_config.attention_config.backend),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
@@ -225,6 +225,19 @@ def _page_format(
             for group in groups
         ],
     }
+
+
+def page_device() -> list[str]:
+    """Kernels choose the order inside a page by what they run on."""
+    device = [str(current_platform.device_type), str(current_platform.get_device_name())]
+    if current_platform.is_cpu():
+        has_tiles = torch.cpu._is_amx_tile_supported()
+        device += [
+            str(current_platform.get_cpu_architecture()),
+            torch.backends.cpu.get_cpu_capability(),
+            str(has_tiles),
+        ]
+    return device
 
 
 class RequestSalts:

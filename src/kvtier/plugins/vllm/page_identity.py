@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.blocks.layout import OpaqueLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.plugins.vllm.identity import fields_of, name_of
+from kvtier.plugins.vllm.identity import fields_of, name_of, page_device
 
 HASH_ALGORITHM = "sha256_cbor"
 """The only one of vLLM's whose hashes are the same in every process and of every version of Python."""
@@ -68,7 +66,7 @@ def page_identity(
     fields = fields_of(vllm_config, layout, sum(len(group.layer_names) for group in groups), salt, kind)
     pages = {
         "vllm": vllm.__version__,
-        "device": _device(),
+        "device": page_device(),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "layout": str(getattr(vllm_config.cache_config, "kv_cache_layout", None)),
         "groups": [[str(group.kv_cache_spec), list(group.layer_names)] for group in groups],
@@ -79,19 +77,6 @@ def page_identity(
     }
     fields = replace(fields, model_config={"model": fields.model_config, "vllm_pages": pages})
     return PageIdentity(layout, fields, name_of(vllm_config))
-
-
-def _device() -> list[str]:
-    """Kernels choose the order inside a page by what they run on."""
-    device = [str(current_platform.device_type), str(current_platform.get_device_name())]
-    if current_platform.is_cpu():
-        has_tiles = torch.cpu._is_amx_tile_supported()
-        device += [
-            str(current_platform.get_cpu_architecture()),
-            torch.backends.cpu.get_cpu_capability(),
-            str(has_tiles),
-        ]
-    return device
 
 
 def _is_canonical(vllm_config: VllmConfig) -> bool:
