@@ -195,13 +195,14 @@ class ClientRequests:
                     ready = part[: self._catalog.await_blocks(part, _LOAD_S)]
                     is_short = len(ready) < len(part)
                     is_last = is_short or (is_all and first + len(ready) == end)
+                    # Counted first: whoever has the last block may ask for the counts.
+                    self._count_hits(len(ready), num_hashes - first if is_last else len(ready))
                     self._send_blocks(space, first, ready, is_last)
                     first += len(ready)
                     if is_short or first == end:
                         break
             finally:
                 self._catalog.return_borrowed(blocks, self._tenant)
-        self._count_hits(first, num_hashes)
 
     def _send_blocks(self, space: MemorySpace, first: int, blocks: list[Block], is_last: bool) -> None:
         called = self._called[space.number]
@@ -209,8 +210,8 @@ class ClientRequests:
         checksums = wire.pack_numbers(
             _checksum(called, space, block, view) for block, view in zip(blocks, payload, strict=True)
         )
-        self._stream.send(self._number, wire.Blocks(first, len(blocks), is_last, checksums), payload)
         self._context.metrics.sent_bytes.inc(len(blocks) * space.block_bytes)
+        self._stream.send(self._number, wire.Blocks(first, len(blocks), is_last, checksums), payload)
         self._spend(len(blocks) * space.block_bytes)
 
     def _spend(self, nbytes: int) -> None:
