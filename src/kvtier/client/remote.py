@@ -25,6 +25,8 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
 
 _FRAME_BYTES = 32 << 20
+_STREAM_FRAME_BYTES = 8 << 20
+"""A stream's first blocks are there after this much; a frame for each block would cost a fifth of the rate."""
 
 
 class RemoteBlocks(ServerBlocks):
@@ -41,13 +43,15 @@ class RemoteBlocks(ServerBlocks):
         return num_hit
 
     def stream(self, hashes: Sequence[BlockHash], into: list[memoryview] | None) -> Iterator[tuple[int, memoryview]]:
-        targets = [memoryview(bytearray(self._block_bytes))] * len(hashes) if into is None else into
+        per_frame = max(1, _STREAM_FRAME_BYTES // self._block_bytes)
+        scratch = [memoryview(bytearray(self._block_bytes)) for _ in range(per_frame if into is None else 0)]
+        targets = list(itertools.islice(itertools.cycle(scratch), len(hashes))) if into is None else into
 
         def deadline() -> float:
             return self._endpoint.deadline(None, self._block_bytes)
 
         def place(blocks: wire.Blocks) -> list[memoryview]:
-            if blocks.count > 1 or blocks.first >= len(hashes):
+            if blocks.count > per_frame or blocks.first + blocks.count > len(hashes):
                 raise RemoteProtocolError("the server sent other blocks than it was asked for")
             return targets[blocks.first : blocks.first + blocks.count]
 
@@ -55,7 +59,7 @@ class RemoteBlocks(ServerBlocks):
         verifier = _Verifier(self._namespace, hashes)
         try:
             with self._endpoint.connection(deadline()) as connection:
-                request = wire.GetRequest(connection.space, joined(hashes), 1)
+                request = wire.GetRequest(connection.space, joined(hashes), per_frame)
                 for blocks in connection.get_blocks(request, place, verifier.taste, deadline):
                     for position in range(blocks.first, blocks.first + blocks.count):
                         num_hit += 1
