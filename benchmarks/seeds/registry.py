@@ -207,7 +207,7 @@ TABLES: tuple[Table, ...] = (
         "s0-server",
         "S0, test_server: the same blocks through the cache server",
         "remote_kv_cache.baseline.test_server",
-        (Run(("--repeats", "3"), ("--quick", "--model-shape", "Qwen2.5-3B", "--repeats", "1"), {GPU: 240, CPU: 240}),),
+        (Run(("--repeats", "7"), ("--quick", "--model-shape", "Qwen2.5-3B", "--repeats", "1"), {GPU: 300, CPU: 300}),),
         needs=(CPU,),
     ),
     Table(
