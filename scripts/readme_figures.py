@@ -109,7 +109,7 @@ def main() -> None:
         if (path := _path(machine, name)).exists()
     }
     lines = [
-        "Worst of two to five models' shapes, 512 blocks, server in its own process, medians of 3 or 5; the files are",
+        "Worst of two to five models' shapes, 512 blocks, server in its own process, medians of 3 to 7; the files are",
         "in `benchmarks/results/`.",
         "",
         "| what | aim | " + " | ".join(label for label, _ in MACHINES) + " |",
