@@ -42,13 +42,13 @@ from benchmarks.harness import (
 )
 from benchmarks.peers import PeerError, PeerUnavailable
 from benchmarks.peers.vineyard_blobs import VineyardBlobs
-from kvtier.client.workers import Workers
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.sizes import format_size
 from kvtier.testing.servers import cache_server
 from kvtier.vineyard import KVTensor, VineyardCacheConfig
 from kvtier.vineyard.kv_tensor import TokenTensors
 from kvtier.vineyard.shared_cache import COPY_THREADS, SharedCache
+from kvtier.workers import Workers
 
 BARS = {
     "shm_query_ms": "<= 150",

@@ -15,13 +15,13 @@ _ROOT = Path(__file__).parents[2]
 
 
 def run_cases(files: Iterable[Path], number: int, num_shares: int, config: pytest.Config) -> None:
-    """A share of the cases: of half the sample in the short run, and of all in the others.
+    """A share of the cases: of a quarter of the sample in the short run, and of all in the others.
 
     A failure is told with all the output.
     """
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     is_short = config.getoption("cases") == "sample"
-    cases, share = ("sample", f"{number}/{2 * num_shares}") if is_short else ("all", f"{number}/{num_shares}")
+    cases, share = ("sample", f"{number}/{4 * num_shares}") if is_short else ("all", f"{number}/{num_shares}")
     options = ["-p", "no:xdist", "--cases", cases, "--share", share, "--durations", "10"]
 
     done = subprocess.run(

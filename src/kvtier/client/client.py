@@ -18,7 +18,6 @@ from kvtier.client.known_namespace import KnownNamespace, read_namespaces
 from kvtier.client.local import LocalBlocks
 from kvtier.client.options import ClientOptions
 from kvtier.client.remote import RemoteBlocks
-from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, TierError, TierFull
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import Lease, Reservation
@@ -27,6 +26,7 @@ from kvtier.observe.metrics import TierMetrics
 from kvtier.transport.address import Address
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
+from kvtier.workers import Workers
 
 __all__ = ["CacheClient", "ClientOptions", "Note", "SingleClient"]
 

@@ -17,12 +17,12 @@ from kvtier.client.endpoint import Endpoint
 from kvtier.client.grants import Grant
 from kvtier.client.server_blocks import ServerBlocks
 from kvtier.client.server_connection import joined
-from kvtier.client.workers import Workers
 from kvtier.errors import BlockCorrupt, RemoteProtocolError, TierError, TierUnavailable
 from kvtier.memory.checksum import start_checksum
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
+from kvtier.workers import Workers
 
 _FRAME_BYTES = 32 << 20
 _STREAM_FRAME_BYTES = 8 << 20
@@ -66,6 +66,9 @@ class RemoteBlocks(ServerBlocks):
                         yield position, targets[position]
         except TierError as error:
             self._note(error, verifier)
+            for position in range(num_hit, verifier.num_whole):  # of a frame that broke off
+                num_hit += 1
+                yield position, targets[position]
         finally:
             self._endpoint.counts.found(num_hit, len(hashes))
 
@@ -172,6 +175,11 @@ class _Verifier:
         self._hashes = hashes
         self._position = 0
         self._digest: xxhash.xxh3_64 | None = None
+
+    @property
+    def num_whole(self) -> int:
+        """How many blocks came as they were stored."""
+        return self._position
 
     @property
     def next_hash(self) -> BlockHash:

@@ -19,12 +19,12 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient, Note, SingleClient
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.client.placement import Placement
-from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierUnavailable
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.wire.messages import LISTED_CACHED, LISTED_DOWN, match_end_of
+from kvtier.workers import Workers
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")

@@ -25,7 +25,6 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient, SingleClient
 from kvtier.client.connecting import connect
 from kvtier.client.replicated import ReplicatedClient
-from kvtier.client.workers import Workers
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierTimeout, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.lease import Lease, Reservation
@@ -38,6 +37,7 @@ from kvtier.vineyard.token_chain import TokenChain
 from kvtier.vineyard.tree_clients import TreeClients, close_abandoned
 from kvtier.vineyard.vineyard_config import VineyardCacheConfig
 from kvtier.vineyard.whole_numbers import whole_number
+from kvtier.workers import Workers
 
 logger = logging.getLogger(__name__)
 
