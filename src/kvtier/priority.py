@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import time
 from pathlib import Path
 
 _OF_SESSION = Path("/proc/self/autogroup")
+_TRIES = 20
+_TRY_S = 0.11
 
 
 def step_back(niceness: int) -> None:
@@ -16,6 +18,14 @@ def step_back(niceness: int) -> None:
     has to lower the session, too.
     """
     os.nice(niceness)
-    if os.getsid(0) == os.getpid():
-        with contextlib.suppress(OSError):  # not on every kernel
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_TRIES):
+        try:
             _OF_SESSION.write_text(str(niceness))
+        except BlockingIOError:  # somebody has just done so: all users but root share ten times a second
+            time.sleep(_TRY_S)
+        except OSError:  # not on every kernel
+            return
+        else:
+            return

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import socket
 import stat
-import subprocess
 import threading
 from pathlib import Path
 
@@ -32,29 +30,14 @@ from tests.support.actors import (
     raw_socket,
     read_all,
 )
+from tests.support.certificates import make_certificate, needs_openssl
 from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S
 
 _HASHES = chain(1, 12)
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-
-
-def _certificate(folder: Path, name: str) -> tuple[str, str]:
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", f"/CN={name}"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return str(certificate), str(key)
-
 
 def _tls_options(folder: Path) -> tuple[str, ...]:
-    certificate, key = _certificate(folder, "server")
+    certificate, key = make_certificate(folder, "server")
     return ("--tls-cert", certificate, "--tls-key", key)
 
 
@@ -104,7 +87,7 @@ def test_blocks_larger_than_a_tls_record_arrive_whole(tmp_path: Path) -> None:
 @needs_openssl
 def test_a_client_that_trusts_somebody_else_is_told_why(tmp_path: Path) -> None:
     with cache_server(*_tls_options(tmp_path), tcp=True) as server:
-        _certificate(tmp_path, "other")
+        make_certificate(tmp_path, "other")
         with pytest.raises(TierRefused, match=r"TLS with .* failed: CERTIFICATE_VERIFY_FAILED"):
             _tls_client(server.tcp, server.token, tmp_path / "other.pem")
         with _tls_client(server.tcp, server.token, tmp_path / "server.pem") as client:
@@ -129,7 +112,7 @@ def test_a_plain_client_on_a_tls_port_gets_an_error_and_no_wait(tmp_path: Path) 
 
 @needs_openssl
 def test_a_tls_client_on_a_plain_port_gets_an_error_and_no_wait(tmp_path: Path) -> None:
-    _certificate(tmp_path, "server")
+    make_certificate(tmp_path, "server")
     with cache_server(tcp=True) as server:
         with pytest.raises(TierRefused, match=r"TLS with .* failed"):
             _tls_client(server.tcp, server.token, tmp_path / "server.pem", timeout_s=FOR_EVER_S)

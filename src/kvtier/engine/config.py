@@ -11,6 +11,7 @@ import msgspec
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.valkey.config import ClusterConfig
 
 _MOST = {
     "block_size": 1 << 16,
@@ -26,7 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `swap_space` is memory of this host for blocks. `cache_server` is where cache servers listen: one of this host
     (`unix:/path`), whose memory is used in place, or some over TCP (`tcp://host:port`), with a token from
-    `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. What the tiers have is
+    `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. `cluster` is a Valkey or
+    Redis Cluster below all of that. What the tiers have is
     loaded where that is faster than computing it, or always with `always_load`. `identity` tells weights from others by
     samples of every tensor, or, with "full", by all of their bytes, which are read once.
     """
@@ -58,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_server_key: str | None = None
     cache_server_timeout_s: float = 1.0
     cache_server_replicas: int = 1
+    cluster: ClusterConfig | None = None
     always_load: bool = False
     identity: IdentityKind = "sampled"
 
@@ -95,6 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         replicas, num_servers = self.cache_server_replicas, max(1, len(self.cache_servers))
         if not isinstance(replicas, int) or isinstance(replicas, bool) or not 1 <= replicas <= num_servers:
             raise ConfigError(f"cache_server_replicas must be from 1 to {num_servers}, not {replicas!r}")
+        if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
+            raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
         if not isinstance(self.always_load, bool):
             raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
         if self.identity not in get_args(IdentityKind):

@@ -1,4 +1,4 @@
-"""From settings to the tiers below the device: host memory of the engine's own, cache servers, or both."""
+"""From settings to the tiers below the device: host memory of the engine's own, cache servers, a cluster."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvtier.client.connecting import connect
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.cluster import open_cluster_tier
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.remote import RemoteTier, SingleServerTier
@@ -23,7 +24,7 @@ _MIN_STAGED_BLOCKS = 64
 
 def has_tiers(config: EngineConfig) -> bool:
     """There is something below the device."""
-    return bool(config.cache_servers or config.swap_space)
+    return bool(config.cache_servers or config.swap_space or config.cluster)
 
 
 def make_hierarchy(
@@ -41,8 +42,10 @@ def make_hierarchy(
     try:
         if servers:
             tiers.append(_server_tier(config, layout, fields, name, metrics))
+        if config.cluster is not None:
+            tiers.append(open_cluster_tier(config.cluster, layout, fields.digest(), metrics))
         swap_space = config.swap_space
-        if tiers and not swap_space and not tiers[0].is_local:
+        if not swap_space and not all(tier.is_local for tier in tiers):
             wanted = min(_MAX_STAGING_BYTES, device_bytes)
             swap_space = max(_MIN_STAGING_BYTES, wanted, _MIN_STAGED_BLOCKS * layout.slot_bytes)
         if swap_space:

@@ -141,6 +141,11 @@ class Hierarchy:
             endings.append(Ending(name, num_blocks, ended))
         return HierarchyLease(num_blocks, segments, _ending(endings, num_blocks, len(hashes)))
 
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All hashes of a prompt so far, from its first block on. Never waits."""
+        for guard in self._guards:
+            guard.tier.learn(hashes)
+
     def count(self, lease: HierarchyLease, num_wanted: int) -> None:
         """A match was used: every tier that was asked for more than it had has missed that."""
         by_tier = lease.blocks_by_tier

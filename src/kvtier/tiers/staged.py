@@ -40,6 +40,13 @@ class StagedTier(PlainTier):
     def generation(self) -> tuple[int, ...]:
         return self._inner.generation
 
+    @property
+    def holds_leases(self) -> bool:
+        return self._inner.holds_leases
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        self._inner.learn(hashes)
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         return self._inner.match(hashes, timeout_s=timeout_s)
 

@@ -55,12 +55,21 @@ class Tier(Protocol):
         ...
 
     @property
+    def holds_leases(self) -> bool:
+        """What is leased is never evicted. Else a lease is weak: its `fetch` may bring fewer blocks than it has."""
+        ...
+
+    @property
     def keeps_notes(self) -> bool:
         """Explanations can be read back later: `note` does something."""
         ...
 
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All hashes of a prompt so far, from its first block on: where a block stands may say where it is kept."""
+        ...
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """Lease the longest cached prefix of `hashes`. What is leased is never evicted."""
+        """Lease the longest cached prefix of `hashes`."""
         ...
 
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
@@ -115,6 +124,10 @@ class PlainTier(ABC):
     keeps_notes = False
 
     @property
+    def holds_leases(self) -> bool:
+        return True
+
+    @property
     def is_local(self) -> bool:
         return False
 
@@ -129,6 +142,9 @@ class PlainTier(ABC):
     @property
     def generation(self) -> tuple[int, ...]:
         return ()
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027  most tiers keep a block wherever it stands
+        pass
 
     @abstractmethod
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease: ...

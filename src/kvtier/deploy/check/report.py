@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.blocks.layout import slot_bytes_of
+from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
 from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener, VllmPart
@@ -96,6 +97,8 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         problems += _problems_of_devices(engines[: len(plan.engines)], plan, machine)
     problems += _problems_of_disks(plan, machine)
     for cache in plan.caches:
+        if cache.cluster is not None:
+            notes += notes_on_cluster(cache.cluster)
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
         problems += _problems_of_socket(cache, runtime_folder)
         problems += _problems_of_neighbours(cache, plan)

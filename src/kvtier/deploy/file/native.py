@@ -19,6 +19,7 @@ from kvtier.deploy.file.vllm_arguments import check_arguments
 from kvtier.deploy.file.yaml_file import YamlFile
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S
 
 DEFAULT_OPENAI_PORT = 8080
 DEFAULT_OLLAMA_PORT = 11434
@@ -211,6 +212,27 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Make all of the memory resident in the background, so that first writes are as fast as later ones."""
 
 
+class ClusterSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Valkey or Redis Cluster below a cache, which hosts share."""
+
+    valkey: tuple[str, ...]
+    """Some of its nodes, `tls://host:port`, or `tcp://host:port` without TLS; they name the others."""
+    user: str | None = None
+    """Its user for kvtier; `default` unless told."""
+    password_file: Path | None = None
+    """File with the user's password."""
+    ca_file: Path | None = None
+    """Certificate (PEM) of who signed the nodes'; the system's authorities unless told."""
+    ttl: float = DEFAULT_TTL_S
+    """Seconds that a block lives after it was last used; a week unless told."""
+    segment: int = DEFAULT_SEGMENT
+    """Blocks in a row of a prompt that lie on one node. All hosts must agree on it."""
+    timeout_s: float = 1.0
+    """Seconds after which a node that does not answer is passed over."""
+    plaintext: bool = False
+    """Speak to nodes on other hosts without TLS: whoever is on the network can read and alter blocks."""
+
+
 class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cache server."""
 
@@ -224,6 +246,8 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Keep blocks on disk too, over restarts. Made when it is not there. Needs `disk`."""
     disk_only: bool = False
     """Keep blocks on disk alone; `memory` is then only what passes through."""
+    cluster: ClusterSection | None = None
+    """Also keep blocks in a Valkey or Redis Cluster, for engines of other hosts."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.named_file import read_secret, require_file
-from kvtier.deploy.file.native import CacheSection, Deployment, check_host
+from kvtier.deploy.file.native import CacheSection, ClusterSection, Deployment, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
 from kvtier.deploy.plan.parts import CachePart
@@ -14,6 +14,7 @@ from kvtier.deploy.plan.runtime_names import RuntimeNames, unix_address
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, parse_host_port
 
 
@@ -73,7 +74,29 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         )
     except ConfigError as error:
         raise origin.wrong(place, str(error)) from error
-    return CachePart(name=name, server=server)
+    return CachePart(name=name, server=server, cluster=_plan_cluster(cache.cluster, (*place, "cluster"), origin))
+
+
+def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origin) -> ClusterConfig | None:
+    if cluster is None:
+        return None
+    password = read_secret(origin, place, "password_file", cluster.password_file)
+    require_file(origin, place, "ca_file", cluster.ca_file)
+    try:
+        config = ClusterConfig(
+            valkey=cluster.valkey,
+            user=cluster.user,
+            password=password,
+            ca_file=None if cluster.ca_file is None else str(cluster.ca_file),
+            ttl_s=cluster.ttl,
+            segment=cluster.segment,
+            timeout_s=cluster.timeout_s,
+            plaintext=cluster.plaintext,
+        )
+        config.access()
+    except ConfigError as error:
+        raise origin.wrong(place, str(error)) from error
+    return config
 
 
 def _host_port(text: str | None, field: str, place: Location, origin: Origin) -> TcpAddress | None:

@@ -145,6 +145,7 @@ def _configs(
         settings[field] = None if getattr(model, field) is None else str(getattr(model, field))
     if cache is not None:
         settings["cache_server"] = str(cache.server.unix)
+        settings["cluster"] = cache.cluster
     try:
         configs = [EngineConfig(model=found, device=device, **settings) for device in model.device_of_each_engine]
     except ConfigError as error:

@@ -13,15 +13,17 @@ import msgspec
 from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.engine.config import EngineConfig
+from kvtier.stores.valkey.config import ClusterConfig
 
 _Part = TypeVar("_Part")
 
 
 class CachePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache server. `server.unix` is where its engines reach it."""
+    """A cache server. `server.unix` is where its engines reach it, which also use the `cluster`."""
 
     name: str
     server: CacheServerConfig
+    cluster: ClusterConfig | None = None
 
 
 class EnginePart(msgspec.Struct, frozen=True, kw_only=True):

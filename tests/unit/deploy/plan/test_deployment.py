@@ -14,6 +14,7 @@ from kvtier.deploy.plan.deployment import load_plan
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener, decode_part, encode_part
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
+from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, UnixAddress
 
 Deploy = Callable[[str], DeploymentPlan]
@@ -164,7 +165,7 @@ def test_default_options_reach_the_http_server_as_they_are(deploy: Deploy) -> No
 
 
 def test_the_file_can_set_every_setting_of_an_engine() -> None:
-    of_the_plan = {"model", "cache_server_token", "cache_server_secret"}  # files for the secrets
+    of_the_plan = {"model", "cache_server_token", "cache_server_secret", "cluster"}  # files for secrets; a section
 
     assert set(EngineConfig.__struct_fields__) - of_the_plan <= set(EngineOptions.__struct_fields__)
 
@@ -452,3 +453,47 @@ def test_models_share_settings_through_anchors(deploy: Deploy) -> None:
         ("o/a", "cpu", 1 << 30),
         ("o/b", "cpu", 2 << 30),
     ]
+
+
+class TestCluster:
+    MODELS = "models: [{model: owner/model}]\n"
+
+    def test_engines_of_its_cache_use_it(self, deploy: Deploy, here: Path) -> None:
+        (here / "password").write_text("a secret\n")
+        plan = deploy(
+            self.MODELS
+            + """
+cache:
+  cluster: {valkey: ["tls://a:6379"], user: kvtier, password_file: password, ttl: 3600, segment: 64, timeout_s: 0.5}
+"""
+        )
+
+        expected = ClusterConfig(
+            valkey=("tls://a:6379",), user="kvtier", password="a secret", ttl_s=3600.0, segment=64, timeout_s=0.5
+        )
+        (cache,), (engine,) = plan.caches, plan.engines
+        assert cache.cluster == engine.engine.cluster == expected
+        assert engine.engine.cache_servers == (str(cache.server.unix),)
+        assert decode_part(encode_part(engine), EnginePart) == engine
+
+    @pytest.mark.parametrize(
+        ("cluster", "sentence"),
+        [
+            ("{}", "3: cluster lacks valkey"),
+            ('{valkey: ["tcp://10.0.0.1:1"]}', "3: 10.0.0.1:1 is another host: write tls://10.0.0.1:1, or plaintext"),
+            ('{valkey: ["tls://a:1"], ttl: 5}', "3: ttl must be from 60 s to ten years, not 5 s"),
+            ('{valkey: ["tls://a:1"], ca_file: nowhere}', "3: ca_file "),
+            ('{valkey: ["tls://a:1"], password_file: nowhere}', "3: password_file "),
+            ('{valkey: ["tls://a:1"], segmnt: 5}', "3: cluster.segmnt is unknown; did you mean segment?"),
+        ],
+    )
+    def test_what_cannot_work_has_a_line(self, refuse: Refuse, cluster: str, sentence: str) -> None:
+        (problem,) = refuse(f"{self.MODELS}cache:\n  cluster: {cluster}\n")
+
+        assert problem.removeprefix("deploy.yml:").replace("cache.", "").startswith(sentence), problem
+
+    def test_vllm_cannot_use_it_yet(self, refuse: Refuse) -> None:
+        models = "models:\n  - {model: owner/model, engine: vllm}\n"
+        (problem,) = refuse(models + 'cache: {cluster: {valkey: ["tls://a:1"]}}\n')
+
+        assert "vLLM cannot use the cluster of cache: give it a cache without" in problem

@@ -1,0 +1,1 @@
+"""Blocks in clusters that hosts share."""

@@ -1,0 +1,138 @@
+"""A Valkey or Redis Cluster as a tier: blocks that hosts share. Thread-safe.
+
+Its leases are weak: a block may be gone when it is fetched, and what is dead of the cluster is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvtier.blocks.ghosts import Ghosts
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import ConfigError
+from kvtier.memory.copying import Buffer, byte_views
+from kvtier.memory.lease import BlockLease, EmptyLease, Lease
+from kvtier.observe.metrics import TierMetrics
+from kvtier.stores.valkey.blocks import ClusterBlocks
+from kvtier.stores.valkey.config import ClusterConfig, open_blocks
+from kvtier.tiers.tier import PlainTier
+
+_BYTES_PER_S = 50e6
+"""What a deadline assumes of the slowest network worth using."""
+_DROP_ALL_S = 60.0
+
+
+def open_cluster_tier(
+    config: ClusterConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "cluster"
+) -> ClusterTier:
+    """The cluster need not answer now: it is used once it does. Raises `ConfigError`."""
+
+    def count(kind: str, times: int) -> None:
+        metrics.failures.labels(tier=name, kind=kind).inc(times)
+
+    blocks = open_blocks(config, namespace, layout.block_bytes, count)
+    return ClusterTier(blocks, layout, timeout_s=config.timeout_s, name=name)
+
+
+class ClusterTier(PlainTier):
+    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+
+    def __init__(self, blocks: ClusterBlocks, layout: KvLayout, *, timeout_s: float, name: str = "cluster") -> None:
+        self.name = name
+        self.layout = layout
+        self._blocks = blocks
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._seen = Ghosts()
+        """What this process has found or stored: if it is missing, it was evicted."""
+
+    @property
+    def holds_leases(self) -> bool:
+        return False
+
+    def wait_until_known(self, timeout_s: float) -> bool:
+        """Whether the cluster has answered yet; waits for that at most so long."""
+        return self._blocks.wait_until_known(timeout_s)
+
+    def keys_of(self, hashes: Sequence[BlockHash]) -> tuple[list[bytes], list[int]]:
+        """The name of each block in the cluster, and its slot."""
+        return self._blocks.keys_of(hashes)
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        self._blocks.learn(hashes)
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        if not hashes:
+            return EmptyLease(MatchEnd.ALL)
+        found = self._blocks.touch(hashes, self._timeout_s if timeout_s is None else timeout_s)
+        num_blocks = next((position for position, is_there in enumerate(found) if not is_there), len(found))
+        self._note_seen(hashes[:num_blocks])
+        ended = self._ending(hashes[num_blocks], found[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
+        if not num_blocks:
+            return EmptyLease(ended)
+        return BlockLease(
+            None,
+            range(num_blocks),
+            self.layout.block_bytes,
+            hashes[:num_blocks],
+            ended,
+            self._pull,
+            lambda count: count,
+            num_blocks,
+            lambda: None,
+            lambda: None,
+        )
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        if len(hashes) != len(blocks):
+            raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        views = byte_views(blocks, self.layout.block_bytes, writable=False)
+        found = self._blocks.touch(hashes, self._timeout_s)
+        absent = [position for position, is_there in enumerate(found) if is_there is False]
+        if not absent:
+            return 0
+        wanted = [hashes[position] for position in absent]
+        written = self._blocks.put(wanted, [views[position] for position in absent], self._transfer_s(len(absent)))
+        stored = [block_hash for block_hash, is_written in zip(wanted, written, strict=True) if is_written]
+        self._note_seen(stored)
+        return len(stored)
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [is_there is True for is_there in self._blocks.contains(hashes, self._timeout_s)]
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        with self._lock:
+            if hashes is None:
+                self._seen.clear()
+            else:
+                for block_hash in hashes:
+                    self._seen.discard(block_hash)
+        if hashes is None:
+            return self._blocks.drop_all(_DROP_ALL_S)
+        return self._blocks.drop(hashes, self._timeout_s)
+
+    def close(self) -> None:
+        self._blocks.close()
+
+    def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
+        arrived = self._blocks.get(hashes, into, self._transfer_s(len(hashes)))
+        return arrived.index(False) if False in arrived else len(arrived)
+
+    def _transfer_s(self, num_blocks: int) -> float:
+        return self._timeout_s + num_blocks * self.layout.block_bytes / _BYTES_PER_S
+
+    def _ending(self, block_hash: BlockHash, is_there: bool | None) -> MatchEnd:
+        if is_there is None:
+            return MatchEnd.TIER_DOWN
+        with self._lock:
+            return MatchEnd.EVICTED if self._seen.has(block_hash) else MatchEnd.NEVER_STORED
+
+    def _note_seen(self, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            for block_hash in hashes:
+                if not self._seen.has(block_hash):
+                    self._seen.add(block_hash)

