@@ -25,6 +25,8 @@ from tests.support.certificates import make_certificate, needs_openssl
 from tests.support.valkey import TlsFront, ValkeyCluster, valkey_cluster
 from tests.support.waiting import CALL_S, wait_until
 
+pytestmark = pytest.mark.slow  # each starts a cluster
+
 SEGMENT = 4
 NUM_BLOCKS = 24
 

@@ -31,6 +31,8 @@ from tests.support.waiting import CALL_S
 
 torch.set_num_threads(1)
 
+pytestmark = pytest.mark.slow  # each starts a cluster
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,7 +52,6 @@ def settings(cluster: ValkeyCluster, **more: Any) -> dict[str, Any]:
     return {"cluster": ClusterConfig(valkey=seeds, segment=3, timeout_s=CALL_S), **more}
 
 
-@pytest.mark.sampled(together=1)
 @pytest.mark.parametrize("manager", MANAGERS)
 @pytest.mark.parametrize("schedule", ["sync", "async-2"])
 def test_a_second_engine_finds_what_the_first_has_computed(

@@ -14,6 +14,8 @@ from tests.support.serving import MODEL, QUESTIONS, TEXT, ask, save_model
 from tests.support.valkey import ValkeyCluster, valkey_cluster
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow  # each starts a cluster
+
 
 @pytest.fixture
 def cluster() -> Iterator[ValkeyCluster]:
@@ -30,7 +32,6 @@ def num_keys(cluster: ValkeyCluster) -> int:
     return sum(int(str(cluster.call(node, b"DBSIZE"))) for node in cluster.primaries)
 
 
-@pytest.mark.slow
 def test_a_prompt_that_one_host_has_answered_is_a_hit_on_another(cluster: ValkeyCluster, tmp_path: Path) -> None:
     question = QUESTIONS[0] * 4
     answers = []

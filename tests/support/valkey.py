@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, ProtocolError, TierTimeout, TierUnavailable
 from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, command
 from kvtier.stores.valkey.slots import NUM_SLOTS
@@ -50,6 +50,8 @@ class ValkeyNode:
     options: Sequence[str]
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
+    _connection: NodeConnection | None = None
+    _connected_as: Access | None = None
 
     @property
     def address(self) -> NodeAddress:
@@ -90,14 +92,24 @@ class ValkeyNode:
         return False
 
     def call(self, *words: bytes, access: Access | None = None) -> Reply:
+        """Over a connection that is kept: whoever waits for something asks a hundred times a second."""
         deadline = time.monotonic() + _CALL_S
-        connection = NodeConnection(self.address, access or Access(), deadline)
+        if self._connection is None or self._connected_as != access:
+            self._hang_up()
+            self._connection, self._connected_as = NodeConnection(self.address, access or Access(), deadline), access
         try:
-            return connection.ask(command(*words), deadline)
-        finally:
-            connection.close()
+            return self._connection.ask(command(*words), deadline)
+        except (TierUnavailable, TierTimeout, ProtocolError):
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def kill(self) -> None:
+        self._hang_up()
         self.send_signal(signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
