@@ -234,6 +234,7 @@ class SimulatedTraffic:
         self.busy_s = 0.0
         self.num_late = 0
         self.num_steps = 0
+        self._learned: set[BlockHash] = set()
         self._device = device
         self._requests = requests
         self._chance = chance
@@ -323,6 +324,9 @@ class SimulatedTraffic:
 
     # --- what the engine does: matching ----------------------------------------
 
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        self._learned.update(hashes)
+
     def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> TierMatch:
         fetch = TierMatch(first, [])
         self._fetches.append(fetch)
@@ -331,6 +335,7 @@ class SimulatedTraffic:
 
     def match_further(self, fetch: TierMatch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
         assert not fetch.is_cancelled
+        assert self._learned.issuperset(hashes), "a tier may not know where these stand in their prompt"
         assert not fetch.hashes or fetch.has_all, "more is looked for behind what was not found"
         asked = _Asked(fetch, fetch.asked_end, list(hashes))
         fetch.hashes += hashes
@@ -439,6 +444,7 @@ class SimulatedTraffic:
 
     def offer(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
         assert len(hashes) == len(held.ids) > 0
+        assert self._learned.issuperset(hashes), "a tier may not know where these stand in their prompt"
         offer = _Offer(list(hashes), held)
         self._check(offer)
         self._device.hold(held)

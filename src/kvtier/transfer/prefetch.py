@@ -281,7 +281,7 @@ class Prefetch:
     def _hashed(self) -> list[BlockHash]:
         """The hashes of all wanted blocks that may be known by now."""
         self.blocks.extend_hashes()
-        self._shared.traffic.hierarchy.learn(self.blocks.hashes)
+        self._shared.traffic.learn(self.blocks.hashes)
         return self.blocks.hashes[: self.blocks.num_wanted]
 
     # --- verdicts --------------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ class Prefetch:
         if num_full <= first:
             return
         blocks.extend_hashes()
-        self._shared.traffic.hierarchy.learn(blocks.hashes)
+        self._shared.traffic.learn(blocks.hashes)
         hashes = blocks.hashes[first:num_full]
         self._shared.traffic.storer.offer(hashes, blocks.lease(first, num_full))
         if self._shared.offered_again is not None:

@@ -9,8 +9,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import TierError
 from kvtier.tiers.hierarchy import Hierarchy
@@ -79,6 +80,10 @@ class Traffic:
     def generation(self) -> object:
         """Changes when a tier may have lost what it was offered: its server was away."""
         return tuple(guard.tier.generation for guard in self.hierarchy.guards)
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All hashes of a prompt so far, from its first block on; see `Tier.learn`."""
+        self.hierarchy.learn(hashes)
 
     def wake(self) -> None:
         """From any thread: end a `wait`, for there is something new to do."""

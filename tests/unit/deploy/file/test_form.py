@@ -80,8 +80,8 @@ def test_everything_that_does_not_fit_is_told_at_once_in_the_order_of_lines(refu
         ),
         ("cache:\n", "3: cache must be a mapping or a list, each a mapping, not empty"),
         ("cache: [7]\n", "3: cache[0] must be a mapping, not 7"),
-        ("cache:\n  memory: 1GiB\n  colour: 3\n", "5: cache.colour is unknown; allowed: socket, "),
-        ("cache:\n  - memory: 1GiB\n  - colour: 3\n", "5: cache[1].colour is unknown; allowed: socket, "),
+        ("cache:\n  memory: 1GiB\n  taste: 3\n", "5: cache.taste is unknown; allowed: socket, "),
+        ("cache:\n  - memory: 1GiB\n  - taste: 3\n", "5: cache[1].taste is unknown; allowed: socket, "),
         ("http:\n  api_keys:\n    - key: x\n", "5: http.api_keys[0] lacks name"),
         ("    default_options: {max_token: 3}\n", "3: models[0].default_options.max_token is unknown; did you mean m"),
         (

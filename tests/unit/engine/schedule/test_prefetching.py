@@ -666,7 +666,9 @@ def test_a_match_of_nothing_that_the_device_has_lost_for_good_ends_in_computing(
     engine.traffic.is_smooth = True
     engine.traffic.is_quick = True
     request = engine.submit(prompt_of(13))
-    lost = engine.traffic.match(2, engine.traffic.book.note(prompt_of(13))[2:3])
+    hashes = engine.traffic.book.note(prompt_of(13))
+    engine.traffic.learn(hashes)
+    lost = engine.traffic.match(2, hashes[2:3])
     lost.num_rematches = 2
     request.prefetch.match, request.prefetch.state = lost, State.MATCHING
 
