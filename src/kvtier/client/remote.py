@@ -44,8 +44,11 @@ class RemoteBlocks(ServerBlocks):
 
     def stream(self, hashes: Sequence[BlockHash], into: list[memoryview] | None) -> Iterator[tuple[int, memoryview]]:
         per_frame = max(1, _STREAM_FRAME_BYTES // self._block_bytes)
-        scratch = [memoryview(bytearray(self._block_bytes)) for _ in range(per_frame if into is None else 0)]
-        targets = list(itertools.islice(itertools.cycle(scratch), len(hashes))) if into is None else into
+        if into is None:
+            scratch = [memoryview(bytearray(self._block_bytes)) for _ in range(min(per_frame, len(hashes)))]
+            targets = list(itertools.islice(itertools.cycle(scratch), len(hashes)))
+        else:
+            targets = into
 
         def deadline() -> float:
             return self._endpoint.deadline(None, self._block_bytes)

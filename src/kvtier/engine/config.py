@@ -28,9 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `swap_space` is memory of this host for blocks. `cache_server` is where cache servers listen: one of this host
     (`unix:/path`), whose memory is used in place, or some over TCP (`tcp://host:port`), with a token from
     `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. `cluster` is a Valkey or
-    Redis Cluster below all of that. What the tiers have is
-    loaded where that is faster than computing it, or always with `always_load`. `identity` tells weights from others by
-    samples of every tensor, or, with "full", by all of their bytes, which are read once.
+    Redis Cluster below all of that. What the tiers have is loaded where that is faster than computing it, or always
+    with `always_load`. `identity` tells weights from others by samples of every tensor, or, with "full", by all of
+    their bytes, which are read once.
     """
 
     model: str

@@ -19,7 +19,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.errors import RemoteProtocolError, TierFull, TierRefused
 from kvtier.memory.checksum import checksum_of
 from kvtier.observe.log_limit import LogLimit
-from kvtier.stores.valkey.cluster import ASKING, Cluster, NodeFailure, Share
+from kvtier.stores.valkey.cluster import Cluster, NodeFailure, Share
 from kvtier.stores.valkey.node import NodeAddress, NodeConnection, is_refusal
 from kvtier.stores.valkey.resp import Reply, ReplyError, command, command_around
 from kvtier.stores.valkey.segments import Segments
@@ -126,17 +126,14 @@ class ClusterBlocks:
 
         def act(node: NodeConnection, share: Share) -> None:
             trailer = memoryview(bytearray(_TRAILER.size))
-            per_command = 2 if share.is_asking else 1
             asked = iter(share.positions)
             replies = iter(share.positions)
             for num_more in self._paced(len(share.positions)):
-                request = b"".join(self._request(share, b"GET", names[next(asked)]) for _ in range(num_more))
+                request = b"".join(share.prefix + command(b"GET", names[next(asked)]) for _ in range(num_more))
                 if request:
                     node.send([request], deadline)
                 position = next(replies)
-                if per_command == 2:
-                    node.read(deadline)
-                reply = node.read(deadline, (into[position], trailer))
+                reply = share.read(node, deadline, (into[position], trailer))
                 if isinstance(reply, ReplyError):
                     self._refused(share, position, reply, node)
                 elif reply is not None:
@@ -173,11 +170,9 @@ class ClusterBlocks:
             replies = iter(share.positions)
             for num_more in self._paced(len(share.positions)):
                 for _ in range(num_more):
-                    node.send(([ASKING] if share.is_asking else []) + parts(next(asked)), deadline)
+                    node.send([share.prefix, *parts(next(asked))], deadline)
                 position = next(replies)
-                if share.is_asking:
-                    node.read(deadline)
-                reply = node.read(deadline)
+                reply = share.read(node, deadline)
                 if isinstance(reply, ReplyError):
                     if reply.code == "OOM":
                         num_refused += 1
@@ -206,12 +201,9 @@ class ClusterBlocks:
         def act(node: NodeConnection, share: Share) -> None:
             for first in range(0, len(share.positions), _MANY_KEYS):
                 some = share.positions[first : first + _MANY_KEYS]
-                prefix = ASKING if share.is_asking else b""
-                node.send([b"".join(prefix + request(position) for position in some)], deadline)
+                node.send([b"".join(share.prefix + request(position) for position in some)], deadline)
                 for position in some:
-                    if share.is_asking:
-                        node.read(deadline)
-                    reply = node.read(deadline)
+                    reply = share.read(node, deadline)
                     if isinstance(reply, ReplyError):
                         self._refused(share, position, reply, node)
                     elif isinstance(reply, int):
@@ -221,9 +213,6 @@ class ClusterBlocks:
 
         self._note(self._cluster.spread(slots, act, deadline, split_above=len(slots)))
         return answers
-
-    def _request(self, share: Share, *words: bytes) -> bytes:
-        return (ASKING if share.is_asking else b"") + command(*words)
 
     def _paced(self, count: int) -> Iterator[int]:
         """For each reply, how many more commands to send before it is read.

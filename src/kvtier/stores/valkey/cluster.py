@@ -31,7 +31,7 @@ _KEEPER_S = 0.5
 _REFRESH_S = 30.0
 _PROBE_S = 1.0
 _SLOTS = command(b"CLUSTER", b"SLOTS")
-ASKING = command(b"ASKING")
+_ASKING = command(b"ASKING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,17 @@ class Share:
     positions: Sequence[int]
     is_asking: bool = False
     redirections: dict[int, Redirection] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> bytes:
+        """What comes before each command."""
+        return _ASKING if self.is_asking else b""
+
+    def read(self, node: NodeConnection, deadline: float, into: Sequence[memoryview] | None = None) -> Reply:
+        """The reply to a command that was sent with the prefix."""
+        if self.is_asking:
+            node.read(deadline)
+        return node.read(deadline, into)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class NodeConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls is None:
                 sock.settimeout(None)  # the kernel waits, and sends a large value in one go
-            if access.tls is not None:
+            else:
                 with self._translated():
                     self._tls = self._sock = access.tls.wrap_socket(sock, server_hostname=address.host)
             self._reader = ReplyReader(self._receive)
@@ -96,7 +96,7 @@ class NodeConnection:
         """All of the parts, gathered from where they lie."""
         give_way()
         self._deadline = deadline
-        left = [memoryview(part) for part in parts]
+        left = [memoryview(part) for part in parts if len(part)]
         position = 0
         with self._translated():
             while position < len(left):
