@@ -59,7 +59,8 @@ class TestClusterTier(TierContract):
 
         for seed, is_there in zip(seeds, flags, strict=True):
             assert fetch_all(tier, chain(seed, 1)) == payloads(chain(seed, 1))[: int(is_there)]
-            assert tier.match(chain(seed, 1)).ended is (MatchEnd.ALL if is_there else MatchEnd.EVICTED)
+            with tier.match(chain(seed, 1)) as lease:
+                assert lease.ended is (MatchEnd.ALL if is_there else MatchEnd.EVICTED)
 
     def test_a_match_tells_what_was_evicted_from_what_was_never_there_or_was_dropped(
         self, tier: Tier, cluster: ValkeyCluster
