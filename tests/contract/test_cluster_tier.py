@@ -52,7 +52,7 @@ class TestClusterTier(TierContract):
 
     def test_a_flood_evicts_the_coldest_and_keeps_the_newest(self, tier: Tier, cluster: ValkeyCluster) -> None:
         """A node looks at one slot at a time for what would go first: of many slots, that is not always the coldest."""
-        seeds = [100 + number for number in range(CAPACITY_BLOCKS)]
+        seeds = [9100 + number for number in range(CAPACITY_BLOCKS)]
         for seed in seeds:
             tier.offer(chain(seed, 1), payloads(chain(seed, 1)))
         flags = flooded(tier, cluster, [chain(seed, 1)[0] for seed in seeds])
@@ -65,7 +65,7 @@ class TestClusterTier(TierContract):
     def test_a_match_tells_what_was_evicted_from_what_was_never_there_or_was_dropped(
         self, tier: Tier, cluster: ValkeyCluster
     ) -> None:
-        hashes = chain(1, 4)
+        hashes = chain(9002, 4)
         tier.offer(hashes, payloads(hashes))
         flooded(tier, cluster, hashes)
 
@@ -74,7 +74,7 @@ class TestClusterTier(TierContract):
         assert tier.match(hashes[3:]).ended is MatchEnd.NEVER_STORED
 
     def test_a_prefix_loses_its_end_before_its_beginning(self, tier: Tier, cluster: ValkeyCluster) -> None:
-        hashes = chain(1, CAPACITY_BLOCKS // 2)
+        hashes = chain(9001, CAPACITY_BLOCKS // 2)
         tier.offer(hashes, payloads(hashes))
         flags = flooded(tier, cluster, hashes)
 
@@ -82,7 +82,10 @@ class TestClusterTier(TierContract):
 
 
 def flooded(tier: Tier, cluster: ValkeyCluster, hashes: list[BlockHash]) -> list[bool]:
-    """Let the node have no more memory than now, and offer blocks until some of `hashes` are gone: which are there."""
+    """Let the node have no more memory than now, and offer blocks until some of `hashes` are gone: which are there.
+
+    They are of no other test: a node remembers which keys it would evict next, even when it has lost all since.
+    """
     (node,) = cluster.primaries
     cluster.call(node, b"CONFIG", b"SET", b"maxmemory", b"%d" % cluster.used_bytes(node))
     for seed in range(1000, 5000):

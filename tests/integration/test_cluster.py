@@ -7,6 +7,7 @@ import logging
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -91,6 +92,20 @@ def test_every_key_has_a_time_to_live_and_the_end_of_a_prompt_goes_first(cluster
         later = [cluster.call(node, b"PEXPIRETIME", key_of(hashes, position)) for position in range(SEGMENT)]
 
     assert all(after >= before > 0 for after, before in zip(later, times, strict=True))  # type: ignore[operator]
+
+
+def test_a_prompt_that_is_stored_in_parts_still_loses_its_end_first(cluster: ValkeyCluster) -> None:
+    hashes = chain(2, SEGMENT)
+    node = cluster.owner_of(slot_of(tag_of(hashes[0])))
+    with opened(cluster) as tier:
+        known(tier).learn(hashes)
+        for first in range(0, SEGMENT, 4):
+            stored_at = time.time()
+            tier.offer(hashes[first : first + 4], payloads(hashes[first : first + 4]))
+            wait_until(lambda at=stored_at: time.time() > at + SEGMENT / 1000)  # longer than places count
+        times = [cluster.call(node, b"PEXPIRETIME", key_of(hashes, position)) for position in range(SEGMENT)]
+
+    assert times == sorted(times, key=lambda at: -int(at))  # type: ignore[arg-type]
 
 
 def test_a_dead_node_costs_its_own_blocks_and_is_used_again_when_it_is_back(cluster: ValkeyCluster) -> None:

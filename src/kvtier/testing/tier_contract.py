@@ -53,9 +53,7 @@ def fetch_all(tier: Tier, hashes: list[BlockHash]) -> list[bytes]:
 
 
 class TierContract:
-    """Laws of a tier that holds `CAPACITY_BLOCKS` blocks of `LAYOUT` in `NAMESPACE`, or a few more."""
-
-    most_blocks = CAPACITY_BLOCKS
+    """Laws of a tier that holds `CAPACITY_BLOCKS` blocks of `LAYOUT` in `NAMESPACE`."""
 
     @pytest.fixture
     def make_tier(self) -> Iterator[MakeTier]:
@@ -160,7 +158,7 @@ class TierContract:
         assert tier.contains(chain(seeds[0], 1)) == [False]
         assert fetch_all(tier, chain(seeds[-1], 1)) == payloads(chain(seeds[-1], 1))
         present = sum(tier.contains([chain(seed, 1)[0] for seed in seeds]))
-        assert 1 <= present <= self.most_blocks
+        assert 1 <= present <= CAPACITY_BLOCKS
 
     def test_a_match_tells_what_was_evicted_from_what_was_never_there_or_was_dropped(self, tier: Tier) -> None:
         seeds = range(100, 100 + 3 * CAPACITY_BLOCKS)

@@ -68,7 +68,7 @@ class ClusterTier(PlainTier):
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         if not hashes:
             return EmptyLease(MatchEnd.ALL)
-        found = self._blocks.touch(hashes, self._timeout_s if timeout_s is None else timeout_s)
+        found = self._blocks.ask(hashes, self._timeout_s if timeout_s is None else timeout_s)
         num_blocks = next((position for position, is_there in enumerate(found) if not is_there), len(found))
         self._note_seen(hashes[:num_blocks])
         ended = self._ending(hashes[num_blocks], found[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL

@@ -2,8 +2,9 @@
 
 Keys are ``kvt1:{<namespace>:<segment head>}:<hash>``, in hex: what stands in the braces decides the shard. A value is
 the payload, four bytes of magic and an XXH3 over key and payload. Every key has a time to live, which a match renews.
-The later a block stands in its prompt, the sooner it would go: with ``maxmemory-policy volatile-ttl`` a prompt loses
-its end before its beginning. Nothing is leased: what was matched may be gone when it is fetched.
+The later a block stands in its prompt, the sooner it would go, whenever it was stored (`Segments`): with
+``maxmemory-policy volatile-ttl`` a prompt loses its end before its beginning. Nothing is leased: what was matched may
+be gone when it is fetched.
 """
 
 from __future__ import annotations
@@ -73,8 +74,13 @@ class ClusterBlocks:
         """All of a prompt's hashes so far, from its first block on; see `Segments`."""
         self._segments.learn(hashes)
 
-    def touch(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
+    def ask(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
         """Which blocks are there; they live on from now. None where nobody could say."""
+        self._segments.ask(hashes)
+        return self.touch(hashes, timeout_s)
+
+    def touch(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
+        """As `ask`, but they live on from when their prompt was asked for."""
         names, slots = self.keys_of(hashes)
         expiries = self._expiries_ms(hashes)
         return self._ask_each(
@@ -245,9 +251,12 @@ class ClusterBlocks:
         return bool(magic == _MAGIC and checksum == checksum_of(self._namespace, block_hash, payload))
 
     def _expiries_ms(self, hashes: Sequence[BlockHash]) -> list[bytes]:
-        """When each block goes, in milliseconds since 1970."""
-        at_ms = int(time.time() * 1000) + self._ttl_ms
-        return [b"%d" % (at_ms - _POSITION_MS * place.position) for place in self._segments.places(hashes)]
+        """When each block goes, in milliseconds since 1970; not before half of its time is over."""
+        soonest_ms = int(time.time() * 1000) + self._ttl_ms // 2
+        return [
+            b"%d" % max(soonest_ms, place.asked_ms + self._ttl_ms - _POSITION_MS * place.position)
+            for place in self._segments.places(hashes)
+        ]
 
     def _note(self, failures: Sequence[NodeFailure]) -> None:
         for failure in failures:
