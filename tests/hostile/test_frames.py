@@ -36,7 +36,7 @@ from tests.support.waiting import LIMIT_S
 @pytest.mark.parametrize(
     ("num_frames", "num_sent", "seed"),
     [
-        (8_000, 20_000, 1),
+        (2_000, 5_000, 1),
         pytest.param(100_000, 250_000, 3, marks=pytest.mark.slow),
         *[pytest.param(800_000, 2_000_000, seed, marks=pytest.mark.soak) for seed in (11, 13, 15, 17, 19)],
     ],

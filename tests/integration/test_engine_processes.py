@@ -77,12 +77,14 @@ def _settings(server: ServerProcess, transport: str) -> dict[str, object]:
 # --- killed in the middle of stores --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "num_kills"),
+    [("unix", 3), *(pytest.param(transport, 10, marks=pytest.mark.slow) for transport in ("unix", "tcp"))],
+)
 def test_an_engine_killed_in_the_middle_of_stores_leaves_whole_blocks_only(
-    model: Path, children: Nursery, transport: str
+    model: Path, children: Nursery, transport: str, num_kills: int
 ) -> None:
-    _kill_in_the_middle(model, children, transport, num_kills=10)
+    _kill_in_the_middle(model, children, transport, num_kills)
 
 
 @pytest.mark.soak

@@ -195,7 +195,7 @@ def test_what_a_preempted_request_loads_back_does_not_count_as_cached_before(mod
                 assert cached(output.outputs[0]) == {}, llm.engine.explain(output.request_id).sentence()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("kind", TIERS)
 def test_a_tier_that_is_far_too_small_changes_nothing(model: Path, expected: list[RequestOutput], kind: str) -> None:
     with tiers(kind, host_bytes=5 * BLOCK_BYTES, memory="1MiB", disk="2MiB") as below:
@@ -256,7 +256,7 @@ def _forget_all(below: Tiers, llm: LLM) -> None:
         guard.tier.drop()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: list[RequestOutput], kind: str) -> None:
     asked = questions()
@@ -278,7 +278,7 @@ def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: li
         below.assert_nothing_held()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_an_interrupted_call_leaves_an_engine_that_can_be_used(
     model: Path, expected: list[RequestOutput], kind: str

@@ -36,11 +36,11 @@ BESIDE = (*ONCE, "--long-tokens", "200", "--window", "24")
 HITS = (*TINY, "--output-tokens", "2", "--hit-rates", "0", "50", "--repeats", "1", "--always-load")
 
 MAINS = {
+    "copies": (copies.main, (*ONCE, "--blocks", "8", "--passes", "1"), "copy_out_loaded_gbs"),
     "swap_out": (swap_out.main, STORE, "swap_out_qps_min"),
     "swap_in": (swap_in.main, HITS, "host_over_device_50"),
     "offloading_long_prefill": (offloading_long_prefill.main, HOST, "host_ttft_cold_over_hit"),
     "prefills": (prefills.main, (*TINY, "--model-shape", "small", "--repeats", "1"), "prefill_over_copy_small"),
-    "copies": (copies.main, (*ONCE, "--blocks", "8", "--passes", "1"), "copy_out_loaded_gbs"),
     "quantized": (quantized.main, (*ONCE, "--output-tokens", "3"), "gptq_decode_x"),
     "restart": (restart.main, (*ONCE, "--always-load", "--parts", "server", "disk"), "disk_of_raw"),
     "decode_beside_load": (decode_beside_load.main, BESIDE, "decode_p99_growth"),
@@ -51,7 +51,7 @@ MAINS = {
 }
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("name", MAINS)
 def test_a_tiny_run_passes_its_checks_and_writes_its_figure(name, tmp_path):
     main, arguments, figure = MAINS[name]
@@ -80,7 +80,7 @@ def test_tcp_after_a_restart_stands_beside_a_bare_socket(tmp_path):
     assert [row["what"] for row in document["rows"]][1:] == ["raw socket, 1 connections", "raw socket, 4 connections"]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("main", "name"), [(swap_out_profile.main, "store"), (swap_in_profile.main, "load")])
 def test_a_profile_leaves_a_trace_with_the_copies_and_the_engines_steps(main, name, tmp_path):
     target = tmp_path / "trace.json"

@@ -585,6 +585,7 @@ def test_an_older_format_that_fills_the_budget_is_removed_with_a_sentence(
         assert len(read_rightly(store, space_of(store), range(500))) == 500
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_blocks_are_recovered_by_few_reads(tmp_path: Path) -> None:
     """The files are made here: records of blocks whose payloads were never written, and a few that were."""
     num_blocks = 100_000
