@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
 
 BARS = {"c_get_of_python": ">= 0.95", "c_views_of_python": ">= 1.0"}
@@ -115,7 +115,7 @@ def measure(
 
 
 def take_turns(
-    act: str, client: SingleClient, c: CClient, hashes: list[BlockHash], layout: KvLayout, repeats: int
+    act: str, client: CacheClient, c: CClient, hashes: list[BlockHash], layout: KvLayout, repeats: int
 ) -> dict[str, float]:
     """Median seconds of both."""
     memory = BlockMemory(NUM_BLOCKS, layout.block_bytes)
@@ -137,7 +137,7 @@ def take_turns(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def get_of(client: SingleClient, hashes: list[BlockHash], memory: BlockMemory) -> Callable[[], None]:
+def get_of(client: CacheClient, hashes: list[BlockHash], memory: BlockMemory) -> Callable[[], None]:
     def get() -> None:
         if client.get(hashes, memory.blocks) != NUM_BLOCKS:
             raise AssertionError("not all blocks were read")
@@ -145,7 +145,7 @@ def get_of(client: SingleClient, hashes: list[BlockHash], memory: BlockMemory) -
     return get
 
 
-def views_of(client: SingleClient, hashes: list[BlockHash]) -> Callable[[], None]:
+def views_of(client: CacheClient, hashes: list[BlockHash]) -> Callable[[], None]:
     def look() -> None:
         with client.match(hashes) as lease:
             if len(lease.views()) != NUM_BLOCKS:

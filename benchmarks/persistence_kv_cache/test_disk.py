@@ -26,7 +26,7 @@ from benchmarks.shapes import NUM_BLOCKS, SHAPES
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.sizes import format_size
 from kvtier.stores.disk import DiskStore
 from kvtier.testing.servers import cache_server
@@ -285,7 +285,7 @@ class DiskServer:
                     slots.commit()
                 client.flush(timeout_s=60)
 
-    def _connect(self) -> SingleClient:
+    def _connect(self) -> CacheClient:
         return kvtier.connect(self._server.unix, layout=self._layout, namespace=self._namespace, timeout_s=60)
 
 

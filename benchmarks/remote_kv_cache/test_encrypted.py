@@ -19,7 +19,7 @@ import kvtier
 from benchmarks.harness import BlockMemory, Contender, Result, console, parse_options, print_figures, print_table, race
 from benchmarks.shapes import SHAPES
 from kvtier import BlockHash, Namespace, block_hashes
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import cache_server
 
 NAMESPACE = Namespace(bytes(range(32)))
@@ -38,7 +38,7 @@ def _certificate(folder: Path) -> bool:
 
 
 def _contender(
-    way: str, what: str, client: SingleClient, hashes: list[BlockHash], stored: BlockMemory, got: BlockMemory
+    way: str, what: str, client: CacheClient, hashes: list[BlockHash], stored: BlockMemory, got: BlockMemory
 ) -> Contender:
     if what == "set":
         return Contender(way, lambda: client.set(hashes, stored.blocks), prepare=client.drop)
@@ -71,7 +71,7 @@ def main() -> None:
             stored = BlockMemory(count, layout.block_bytes, seed=1)
             got = BlockMemory(count, layout.block_bytes)
             with contextlib.ExitStack() as servers:
-                clients: dict[str, SingleClient] = {}
+                clients: dict[str, CacheClient] = {}
                 for way, (server_options, client_options) in ways.items():
                     server = servers.enter_context(cache_server(*server_options, memory="1GiB", tcp=True))
                     clients[way] = servers.enter_context(

@@ -48,7 +48,7 @@ from benchmarks.tier_stand import (
 )
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import SingleServerTier
+from kvtier.tiers.remote import RemoteTier
 
 GPU_SHAPE = "Qwen2.5-7B"
 PARTS = ("server", "tcp", "disk")
@@ -228,7 +228,7 @@ class Restart:
             stand.settle()
             assert stand.llm.engine.transfer.traffic is not None
             for guard in stand.llm.engine.transfer.traffic.hierarchy.guards:
-                if isinstance(guard.tier, SingleServerTier):
+                if isinstance(guard.tier, RemoteTier):
                     guard.tier.client.flush(timeout_s=_PATIENCE_S)
             layout = stand.llm.engine.arena.layout
             num_blocks = size.prompts * int(full_share(size.input_tokens) * size.input_tokens / layout.block_tokens)

@@ -22,7 +22,7 @@ def test_the_deployment_is_planned_with_a_cache_and_both_apis(tmp_path: Path) ->
 
     (engine,), (cache,) = plan.engines, plan.caches
     assert engine.served_as == "qwen"
-    assert engine.engine.cache_servers == (str(cache.server.unix),)
+    assert engine.engine.cache_server == str(cache.server.unix)
     assert [(one.api, one.port) for one in plan.http.listeners] == [("openai", 8080), ("ollama", 11434)]
 
 

@@ -16,7 +16,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
 from kvtier.wire.messages import LISTED_DISK
@@ -32,7 +32,7 @@ def alter(address: str, position: int) -> None:
         vandal.arena.view(lease.offsets[position], 5)[:] = b"wrong"
 
 
-def wait_until_sealed(client: SingleClient) -> None:
+def wait_until_sealed(client: CacheClient) -> None:
     wait_until(lambda: client.stats()["unsealed_blocks"] == 0)
 
 

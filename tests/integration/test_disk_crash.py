@@ -11,7 +11,7 @@ import pytest
 
 import kvtier
 from kvtier import BlockHash, KvLayout, Namespace
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError, TierFull, TierRefused
 from kvtier.testing.servers import start_cache_server
 from tests.support.actors import NOTHING_HELD, held, payload, wait_until
@@ -91,7 +91,7 @@ class _History:
 class _Writer(threading.Thread):
     """Sets, gets, drops and flushes until the server is gone."""
 
-    def __init__(self, client: SingleClient, history: _History, seed: int) -> None:
+    def __init__(self, client: CacheClient, history: _History, seed: int) -> None:
         super().__init__()
         self._client = client
         self._history = history
@@ -146,7 +146,7 @@ class _Writer(threading.Thread):
                 self._unflushed.clear()
 
 
-def _check(client: SingleClient, history: _History, rng: random.Random, *, is_last: bool) -> int:
+def _check(client: CacheClient, history: _History, rng: random.Random, *, is_last: bool) -> int:
     """After a restart. Returns how many blocks had to be there."""
     wait_until(lambda: held(client) == NOTHING_HELD)
     needed = history.must_be_there()
@@ -168,7 +168,7 @@ def _check(client: SingleClient, history: _History, rng: random.Random, *, is_la
     return len(needed)
 
 
-def _get(client: SingleClient, block_hash: BlockHash, wrong: list[str]) -> bool:
+def _get(client: CacheClient, block_hash: BlockHash, wrong: list[str]) -> bool:
     into = bytearray(_BLOCK_BYTES)
     if not client.get([block_hash], [into]):
         return False

@@ -17,7 +17,7 @@ import pytest
 import kvtier
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, KvtierError, TierRefused
 from kvtier.stores.disk import DiskStore
 from kvtier.stores.records import (
@@ -52,7 +52,7 @@ _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount"
 
 
 @contextlib.contextmanager
-def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) -> Iterator[SingleClient]:
+def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) -> Iterator[CacheClient]:
     """A server in this process, whose log can be seen and whose files can be made to fail."""
     values = {"memory_bytes": 8 << 20, "file_bytes": 32 << 20, **settings}
     config = CacheServerConfig(
@@ -82,16 +82,16 @@ def _mounted(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-def _is_up(client: SingleClient) -> bool:
+def _is_up(client: CacheClient) -> bool:
     return client.stats()["disk_up"] == 1
 
 
-def _set(client: SingleClient, seed: int, num_blocks: int = 8) -> None:
+def _set(client: CacheClient, seed: int, num_blocks: int = 8) -> None:
     hashes = chain(seed, num_blocks)
     assert client.set(hashes, payloads(hashes)) == num_blocks
 
 
-def _assert_served(client: SingleClient, seed: int, num_blocks: int = 8) -> None:
+def _assert_served(client: CacheClient, seed: int, num_blocks: int = 8) -> None:
     hashes = chain(seed, num_blocks)
     assert read_all(client, hashes) == payloads(hashes)
 

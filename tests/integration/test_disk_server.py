@@ -19,7 +19,7 @@ import kvtier
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.cli.cache import cache
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, TierRefused
 from kvtier.stores.disk import DiskStore
 from kvtier.testing.servers import cache_server
@@ -46,7 +46,7 @@ _SLOT_BYTES = LAYOUT.slot_bytes
 
 
 @contextlib.contextmanager
-def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) -> Iterator[SingleClient]:
+def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) -> Iterator[CacheClient]:
     values = {"memory_bytes": 8 << 20, "file_bytes": 32 << 20, "max_leased_bytes": 8 << 20, **settings}
     socket = folder.parent / "kvtier.sock"
     config = CacheServerConfig(unix=UnixAddress(str(socket)), folder=folder, **values)  # type: ignore[arg-type]
@@ -58,13 +58,13 @@ def _served(folder: Path, files: FaultyFiles | None = None, **settings: object) 
         server.close()
 
 
-def _set(client: SingleClient, *seeds: int, num_blocks: int = 8) -> None:
+def _set(client: CacheClient, *seeds: int, num_blocks: int = 8) -> None:
     for seed in seeds:
         hashes = chain(seed, num_blocks)
         assert client.set(hashes, payloads(hashes)) == num_blocks
 
 
-def _assert_served(client: SingleClient, *seeds: int, num_blocks: int = 8) -> None:
+def _assert_served(client: CacheClient, *seeds: int, num_blocks: int = 8) -> None:
     for seed in seeds:
         hashes = chain(seed, num_blocks)
         assert read_all(client, hashes) == payloads(hashes), f"prompt {seed}"
@@ -75,7 +75,7 @@ def _stored(folder: Path, hashes: list[kvtier.BlockHash]) -> list[bool]:
         return store.contains(store.open(NAMESPACE, "", BLOCK_BYTES, LAYOUT.block_tokens), hashes)
 
 
-def _number(client: SingleClient, name: str) -> float:
+def _number(client: CacheClient, name: str) -> float:
     value = client.stats()[name]
     assert isinstance(value, int | float)
     return value

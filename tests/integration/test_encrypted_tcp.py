@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, TierRefused
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.support.actors import LAYOUT, NAMESPACE, chain, open_client, payloads, raw_socket, read_all
@@ -28,7 +28,7 @@ def serving(tmp_path: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def encrypted(address: str, token: str, secret: str | None = SECRET) -> SingleClient:
+def encrypted(address: str, token: str, secret: str | None = SECRET) -> CacheClient:
     return kvtier.connect(
         address, token=token, secret=secret, layout=LAYOUT, namespace=NAMESPACE, timeout_s=CALL_S, max_connections=4
     )

@@ -18,7 +18,7 @@ import torch
 import kvtier
 from kvtier import LLM, SamplingParams
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import save_tiny_model
 from kvtier.tiers.host import HostTier
@@ -62,7 +62,7 @@ def children(everyone: Nursery) -> Iterator[Nursery]:
 
 
 @contextlib.contextmanager
-def _client(server: ServerProcess, llm: LLM) -> Iterator[SingleClient]:
+def _client(server: ServerProcess, llm: LLM) -> Iterator[CacheClient]:
     """A client of the engine's own namespace."""
     fields = llm.engine.parts.namespace_fields
     with kvtier.connect(server.unix, layout=fields.layout, namespace=fields, timeout_s=CALL_S) as client:
@@ -138,7 +138,7 @@ def _kill_in_the_middle(model: Path, children: Nursery, transport: str, num_kill
             assert output.outputs[0].token_ids == right.outputs[0].token_ids
 
 
-def _compare_blocks(client: SingleClient, reference: LLM, prompt: list[int]) -> int:
+def _compare_blocks(client: CacheClient, reference: LLM, prompt: list[int]) -> int:
     """The KV that the server has of a prompt is what another engine computes. Returns how many blocks that were."""
     hashes = client.hashes(prompt)
     with client.match(hashes) as lease:

@@ -16,7 +16,7 @@ from kvtier import KvLayout, NamespaceFields
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.cli.explain import ModelOptions
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.servers import ServerProcess, cache_server, start_cache_server
 from kvtier.tiers.explaining import explain, explain_request
@@ -40,17 +40,17 @@ def fields(**changes: object) -> NamespaceFields:
     return NamespaceFields(**({"layout": layout, "weights": "w", "model_config": CONFIG} | changes))  # type: ignore[arg-type]
 
 
-def client_of(server: ServerProcess, namespace: NamespaceFields | None = None, name: str = "model") -> SingleClient:
+def client_of(server: ServerProcess, namespace: NamespaceFields | None = None, name: str = "model") -> CacheClient:
     namespace = fields() if namespace is None else namespace
     return kvtier.connect(server.unix, layout=namespace.layout, namespace=namespace, name=name, timeout_s=CALL_S)
 
 
-def store(client: SingleClient, tokens: Sequence[int], num_blocks: int | None = None) -> None:
+def store(client: CacheClient, tokens: Sequence[int], num_blocks: int | None = None) -> None:
     hashes = client.hashes(tokens)[:num_blocks]
     assert client.set(hashes, [bytes(client.layout.block_bytes)] * len(hashes)) == len(hashes)
 
 
-def flood(client: SingleClient, num_blocks: int) -> None:
+def flood(client: CacheClient, num_blocks: int) -> None:
     """Blocks of other prompts, enough to push others out."""
     for seed in range(num_blocks):
         store(client, [1_000_000 + seed] * 16)
@@ -73,7 +73,7 @@ def noted(request_id: str = "r1", **changes: object) -> Explanation:
 
 
 @contextlib.contextmanager
-def served(*options: str, memory: str = "64MiB") -> Iterator[tuple[ServerProcess, SingleClient]]:
+def served(*options: str, memory: str = "64MiB") -> Iterator[tuple[ServerProcess, CacheClient]]:
     with cache_server(*options, memory=memory) as server, client_of(server) as client:
         yield server, client
 
@@ -477,36 +477,23 @@ def test_noting_never_raises_for_a_server_that_died_and_notes_do_not_survive_it(
         server.process.stdout.close()
 
 
-# --- several servers -----------------------------------------------------------------------------------------------
+# --- servers that die ----------------------------------------------------------------------------------------------
 
 
-def test_several_servers_are_asked_as_one() -> None:
+def test_a_server_that_died_is_told_from_one_that_has_nothing() -> None:
     with (
-        cache_server(tcp=True) as one,
-        cache_server(tcp=True) as two,
+        cache_server(tcp=True) as server,
         kvtier.connect(
-            [one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields(), timeout_s=CALL_S
+            server.tcp, token=server.token, layout=LAYOUT, namespace=fields(salt="a"), timeout_s=CALL_S
         ) as client,
-        kvtier.connect(
-            [one.tcp, two.tcp], token=one.token, layout=LAYOUT, namespace=fields(salt="a"), timeout_s=CALL_S
-        ) as other,
     ):
-        hashes = other.hashes(range(800))
-        other.set(hashes, [bytes(LAYOUT.block_bytes)] * len(hashes))
-        client.note(noted("r1"))
-        client.flush()
+        hashes = client.hashes(range(800))
+        client.set(hashes, [bytes(LAYOUT.block_bytes)] * len(hashes))
+        assert explain(client, fields(salt="a"), range(800)).reason is MatchEnd.ALL
 
-        assert explain(other, fields(salt="a"), range(800)).reason is MatchEnd.ALL
-        assert explain(client, fields(), range(800)).detail.endswith("which differs in salt")
-        assert explain_request(client, "r1") is not None
-        assert client.match(client.hashes(range(800))).ended is MatchEnd.NEVER_STORED
-
-        two.kill()
-        with other.match(hashes) as lease:
+        server.kill()
+        with client.match(hashes) as lease:
             assert lease.ended is MatchEnd.TIER_DOWN
-        assert explain(other, fields(salt="a"), range(800)).reason is MatchEnd.TIER_DOWN
-        assert explain_request(client, "r1") is not None
-        one.kill()
         with pytest.raises(TierError):
             explain(client, fields(), range(800))
 

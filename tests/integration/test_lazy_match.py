@@ -10,7 +10,7 @@ import kvtier
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.support.waiting import CALL_S
 
@@ -18,7 +18,7 @@ LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=32, dtype="float32", block_toke
 NUM_BLOCKS = 12
 
 
-def connect(server: ServerProcess, *, tcp: bool = False) -> SingleClient:
+def connect(server: ServerProcess, *, tcp: bool = False) -> CacheClient:
     return kvtier.connect(
         server.tcp if tcp else server.unix,
         token=server.token,

@@ -13,7 +13,7 @@ import kvtier
 from kvtier import BlockHash, KvLayout, Namespace, block_hashes
 from kvtier.blocks.hashing import join_hashes, split_hashes
 from kvtier.cacheserver.catalog import Catalog
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import cache_server
 from tests.support.waiting import CALL_S
 
@@ -46,13 +46,13 @@ def test_nine_tenths_of_the_budget_are_usable_after_another_model_with_a_twentie
             _check_usable(a, leased_bytes)
 
 
-def _prompt(client: SingleClient, seed: int) -> list[BlockHash]:
+def _prompt(client: CacheClient, seed: int) -> list[BlockHash]:
     """Blocks for twice the budget."""
     num_blocks = 2 * _BUDGET // client.layout.slot_bytes
     return client.hashes([seed] * (num_blocks * client.layout.block_tokens))
 
 
-def _fill(client: SingleClient, seed: int) -> None:
+def _fill(client: CacheClient, seed: int) -> None:
     """Commit twice what the arena holds; the bytes do not matter here."""
     hashes = _prompt(client, seed)
     for first in range(0, len(hashes), 16):
@@ -60,7 +60,7 @@ def _fill(client: SingleClient, seed: int) -> None:
             reservation.commit()
 
 
-def _check_usable(client: SingleClient, leased_bytes: int) -> None:
+def _check_usable(client: CacheClient, leased_bytes: int) -> None:
     stats = client.stats()
     assert stats["used_bytes"] >= 0.9 * _BUDGET  # type: ignore[operator]
     spaces = stats["namespaces"]
@@ -70,7 +70,7 @@ def _check_usable(client: SingleClient, leased_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _leased(client: SingleClient, rng: random.Random) -> Iterator[int]:
+def _leased(client: CacheClient, rng: random.Random) -> Iterator[int]:
     """Lease a twentieth of what the client has in the arena, at random places."""
     asked = [block_hash for seed in (1, 2, 3) for block_hash in _prompt(client, seed)]
     cached = [block_hash for block_hash, is_in in zip(asked, client.contains(asked), strict=True) if is_in]

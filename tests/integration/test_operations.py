@@ -11,7 +11,7 @@ import pytest
 import kvtier
 from kvtier import KvLayout
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import LeaseError
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.support.actors import (
@@ -42,32 +42,32 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[SingleClient]:
+def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[CacheClient]:
     with open_client(getattr(server, request.param), server.token) as opened:
         yield opened
 
 
 @pytest.fixture
-def other(client: SingleClient, server: ServerProcess) -> Iterator[SingleClient]:
+def other(client: CacheClient, server: ServerProcess) -> Iterator[CacheClient]:
     """A client of the other transport."""
     with open_client(server.tcp if client.is_local else server.unix, server.token) as opened:
         yield opened
 
 
-def _flood(client: SingleClient) -> None:
+def _flood(client: CacheClient) -> None:
     """Store four times what the arena holds."""
     for seed in range(1000, 1000 + 4 * _BLOCKS // 16):
         client.set(chain(seed, 16), payloads(chain(seed, 16)))
 
 
-def test_what_one_client_sets_another_gets_over_the_other_transport(client: SingleClient, other: SingleClient) -> None:
+def test_what_one_client_sets_another_gets_over_the_other_transport(client: CacheClient, other: CacheClient) -> None:
     assert client.set(_HASHES, payloads(_HASHES)) == 16
     assert read_all(other, _HASHES) == payloads(_HASHES)
     assert client.set(_HASHES, payloads(_HASHES)) == 0, "nothing is written twice"
     assert other.contains([*_HASHES, *chain(2, 1)]) == [True] * 16 + [False]
 
 
-def test_a_match_ends_where_the_prefix_does(client: SingleClient) -> None:
+def test_a_match_ends_where_the_prefix_does(client: CacheClient) -> None:
     client.set(_HASHES[:5], payloads(_HASHES[:5]))
     client.set(_HASHES[6:], payloads(_HASHES[6:]))
     with client.match(_HASHES) as lease:
@@ -77,7 +77,7 @@ def test_a_match_ends_where_the_prefix_does(client: SingleClient) -> None:
     assert client.get(_HASHES, empty_buffers(16)) == 5
 
 
-def test_a_block_being_written_is_pending_for_others(server: ServerProcess, client: SingleClient) -> None:
+def test_a_block_being_written_is_pending_for_others(server: ServerProcess, client: CacheClient) -> None:
     with open_client(server.unix) as writer, writer.reserve(_HASHES[:4]) as reservation:
         reservation.fill([memoryview(block) for block in payloads(_HASHES[:4])])
         assert (client.match(_HASHES).num_blocks, client.match(_HASHES).ended) == (0, MatchEnd.PENDING)
@@ -87,7 +87,7 @@ def test_a_block_being_written_is_pending_for_others(server: ServerProcess, clie
     assert client.contains(_HASHES[:4]) == [True, True, False, False]
 
 
-def test_stream_get_gives_each_block_in_order(client: SingleClient) -> None:
+def test_stream_get_gives_each_block_in_order(client: CacheClient) -> None:
     client.set(_HASHES, payloads(_HASHES))
     asked = [*_HASHES, *chain(2, 2)]
     assert [(position, bytes(view)) for position, view in client.stream_get(asked)] == list(
@@ -98,9 +98,7 @@ def test_stream_get_gives_each_block_in_order(client: SingleClient) -> None:
     assert [bytes(buffer) for buffer in into] == payloads(_HASHES)
 
 
-def test_a_stream_left_in_the_middle_holds_nothing_and_spoils_nothing(
-    client: SingleClient, other: SingleClient
-) -> None:
+def test_a_stream_left_in_the_middle_holds_nothing_and_spoils_nothing(client: CacheClient, other: CacheClient) -> None:
     client.set(_HASHES, payloads(_HASHES))
     stream = client.stream_get(_HASHES)
     assert next(stream)[0] == 0
@@ -110,7 +108,7 @@ def test_a_stream_left_in_the_middle_holds_nothing_and_spoils_nothing(
 
 
 def test_a_deferred_set_is_there_after_a_flush_and_its_buffers_are_free_at_once(
-    client: SingleClient, other: SingleClient
+    client: CacheClient, other: CacheClient
 ) -> None:
     buffers = [bytearray(block) for block in payloads(_HASHES)]
     assert client.set(_HASHES, buffers, deferred=True) == 16
@@ -130,7 +128,7 @@ def test_a_deferred_set_is_not_lost_when_the_client_is_closed(server: ServerProc
             assert read_all(watcher, chain(seed, 4)) == payloads(chain(seed, 4))
 
 
-def test_pinned_blocks_survive_a_flood_and_unpinned_ones_do_not(client: SingleClient) -> None:
+def test_pinned_blocks_survive_a_flood_and_unpinned_ones_do_not(client: CacheClient) -> None:
     kept, lost = chain(1, 8), chain(2, 8)
     client.set(kept, payloads(kept))
     client.set(lost, payloads(lost))
@@ -147,9 +145,7 @@ def test_pinned_blocks_survive_a_flood_and_unpinned_ones_do_not(client: SingleCl
     assert client.stats()["pinned_bytes"] == 0
 
 
-def test_drop_forgets_what_is_named_or_everything_of_this_namespace(
-    server: ServerProcess, client: SingleClient
-) -> None:
+def test_drop_forgets_what_is_named_or_everything_of_this_namespace(server: ServerProcess, client: CacheClient) -> None:
     with kvtier.connect(server.unix, layout=LAYOUT, namespace=OTHER_NAMESPACE, timeout_s=CALL_S) as neighbour:
         neighbour.set(_HASHES, payloads(_HASHES))
         client.set(_HASHES, payloads(_HASHES))
@@ -161,7 +157,7 @@ def test_drop_forgets_what_is_named_or_everything_of_this_namespace(
         assert read_all(neighbour, _HASHES) == payloads(_HASHES)
 
 
-def test_a_dropped_block_stays_readable_for_who_leases_it(server: ServerProcess, client: SingleClient) -> None:
+def test_a_dropped_block_stays_readable_for_who_leases_it(server: ServerProcess, client: CacheClient) -> None:
     with open_client(server.unix) as reader:
         reader.set(_HASHES, payloads(_HASHES))
         with reader.match(_HASHES) as lease:
@@ -171,7 +167,7 @@ def test_a_dropped_block_stays_readable_for_who_leases_it(server: ServerProcess,
         wait_until(lambda: held(client) == NOTHING_HELD)
 
 
-def test_a_flood_evicts_the_blocks_that_were_not_used_longest(client: SingleClient) -> None:
+def test_a_flood_evicts_the_blocks_that_were_not_used_longest(client: CacheClient) -> None:
     old, used = chain(1, 8), chain(2, 8)
     client.set(old, payloads(old))
     client.set(used, payloads(used))
@@ -198,7 +194,7 @@ def test_views_in_use_keep_their_lease() -> None:
         wait_until(lambda: held(client) == NOTHING_HELD)
 
 
-def test_info_and_stats_tell_who_and_how_much(server: ServerProcess, client: SingleClient) -> None:
+def test_info_and_stats_tell_who_and_how_much(server: ServerProcess, client: CacheClient) -> None:
     client.set(_HASHES, payloads(_HASHES))
     read_all(client, _HASHES)
     client.match(chain(9, 2))

@@ -12,7 +12,7 @@ import pytest
 import kvtier
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.transfer.page_jobs import EndedJob, PageJob, PageJobs
 from kvtier.transfer.page_lookups import PageLookups
@@ -30,7 +30,7 @@ class Engine:
     """Host memory in pages: the first eight rows are filled."""
 
     server: ServerProcess
-    client: SingleClient
+    client: CacheClient
     memory: bytearray
     jobs: PageJobs
     lookups: PageLookups

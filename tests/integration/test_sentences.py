@@ -175,8 +175,9 @@ def test_an_address_that_is_none_is_a_config_error() -> None:
     for address in ("kvtier.sock", "http://localhost:80", "tcp://localhost", "tcp://localhost:99999", "unix:"):
         with pytest.raises(ConfigError):
             open_client(address)
-    with pytest.raises(ConfigError, match="at least one address"):
-        kvtier.connect([])
+    for addresses in ([], ["tcp://a:1", "tcp://b:1"]):
+        with pytest.raises(ConfigError, match=r"connect\(\) takes one address.*cluster:"):
+            kvtier.connect(addresses)  # type: ignore[arg-type]
 
 
 # --- starting --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire import messages as wire
@@ -52,7 +52,7 @@ def serving(tmp_path: Path, text: str, *options: str, memory: str = "64MiB") -> 
         yield server
 
 
-def tenant(server: ServerProcess, name: str, timeout_s: float = CALL_S) -> SingleClient:
+def tenant(server: ServerProcess, name: str, timeout_s: float = CALL_S) -> CacheClient:
     return open_client(server.tcp, f"the secret of {name}", timeout_s)
 
 
@@ -259,7 +259,7 @@ def test_a_certificate_stands_for_a_token(tmp_path: Path) -> None:
     tls = ("--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key"))
     text = '[alice]\ncertificate = "alice"\n[bob]\ntoken = "the secret of bob"\n'
 
-    def connected(server: ServerProcess, name: str | None, token: str | None = None) -> SingleClient:
+    def connected(server: ServerProcess, name: str | None, token: str | None = None) -> CacheClient:
         own = {"certificate": tmp_path / f"{name}.pem", "key": tmp_path / f"{name}.key"} if name else {}
         return kvtier.connect(
             server.tcp,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.testing.servers import cache_server
 from kvtier.wire import messages as wire
@@ -41,7 +41,7 @@ def _tls_options(folder: Path) -> tuple[str, ...]:
     return ("--tls-cert", certificate, "--tls-key", key)
 
 
-def _tls_client(address: str, token: str, ca_file: Path, timeout_s: float = CALL_S) -> SingleClient:
+def _tls_client(address: str, token: str, ca_file: Path, timeout_s: float = CALL_S) -> CacheClient:
     return kvtier.connect(
         address, token=token, ca_file=ca_file, layout=LAYOUT, namespace=NAMESPACE, timeout_s=timeout_s
     )

@@ -17,7 +17,7 @@ import kvtier
 from kvtier.blocks.hashing import BlockHash
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import TierFull, TierRefused
 from kvtier.transport.address import TcpAddress, UnixAddress
 from tests.support.actors import LAYOUT, NAMESPACE, chain, payload
@@ -59,7 +59,7 @@ class Tenants(RuleBasedStateMachine):
         server = CacheServer(config)
         self._stack.callback(server.close)
         self.server = server
-        self.clients: dict[str, SingleClient] = {
+        self.clients: dict[str, CacheClient] = {
             name: self._stack.enter_context(
                 kvtier.connect(
                     f"tcp://127.0.0.1:{server.tcp_port}",

@@ -24,7 +24,7 @@ import msgspec
 
 import kvtier
 from kvtier import BlockHash, KvLayout, Namespace, block_hashes
-from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError, TierFull
 from kvtier.testing.servers import ServerProcess, start_cache_server
 from kvtier.wire import messages as wire
@@ -65,7 +65,7 @@ def read_all(client: CacheClient, hashes: Sequence[BlockHash]) -> list[bytes]:
     return [bytes(buffer) for buffer in into[: client.get(hashes, into)]]
 
 
-def open_client(address: str, token: str | None = None, timeout_s: float = CALL_S) -> SingleClient:
+def open_client(address: str, token: str | None = None, timeout_s: float = CALL_S) -> CacheClient:
     return kvtier.connect(address, token=token, layout=LAYOUT, namespace=NAMESPACE, timeout_s=timeout_s)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import kvtier
 from kvtier import LLM, SamplingParams
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.engine.answer import Completion, RequestOutput
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.testing.tiny_models import VOCAB_SIZE
@@ -167,7 +167,7 @@ class Tiers:
     """Where the engine that stored something finds it again."""
 
     @contextlib.contextmanager
-    def operator(self) -> Iterator[SingleClient]:
+    def operator(self) -> Iterator[CacheClient]:
         assert self.server is not None
         with kvtier.connect(self.server.unix, timeout_s=CALL_S) as client:
             yield client
@@ -187,7 +187,7 @@ class Tiers:
             wait_until(lambda: _held(client) == (0, 0, 0))
 
 
-def _held(client: SingleClient) -> tuple[object, object, object]:
+def _held(client: CacheClient) -> tuple[object, object, object]:
     stats = client.stats()
     return stats["leases"], stats["reservations"], stats["held_bytes"]
 

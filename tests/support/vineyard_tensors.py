@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from kvtier.vineyard import KVTensor, VineyardCacheConfig
 from kvtier.vineyard.kv_tensor import TokenTensors
 from kvtier.vineyard.shared_cache import SharedCache
+from tests.support.waiting import CALL_S
 
 TENSOR_BYTES = 1000
 LAYERS = 2
@@ -60,17 +61,14 @@ def expect(tokens: Sequence[int], kv: Sequence[TokenTensors], nbytes: int = TENS
 
 
 def open_cache(
-    socket: str | Sequence[str],
+    socket: str,
     *,
     capacity: int = 1 << 30,
     name: str = "tree",
-    replicas: int = 1,
     token: str | None = None,
-    timeout_s: float = 1.0,
+    timeout_s: float = CALL_S,
 ) -> SharedCache:
-    config = VineyardCacheConfig(
-        socket=socket, llm_cache_object_name=name, replicas=replicas, token=token, timeout_s=timeout_s
-    )
+    config = VineyardCacheConfig(socket=socket, llm_cache_object_name=name, token=token, timeout_s=timeout_s)
     return SharedCache(config, tensor_bytes=TENSOR_BYTES, cache_capacity=capacity, layer=LAYERS)
 
 

@@ -20,7 +20,7 @@ import kvtier
 from benchmarks.harness import BlockMemory, Contender, Result, console, parse_options, print_table, race
 from benchmarks.shapes import NUM_BLOCKS, SHAPES
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.memory.copying import address_of
 from kvtier.testing.servers import cache_server
 
@@ -68,7 +68,7 @@ def measure(shape: str, torch: Any, repeats: int, result: Result) -> None:
     result.figures[f"gpu_hit_of_pinned_{shape}"] = seconds["pinned memory to GPU"] / seconds["server's arena to GPU"]
 
 
-def _race(torch: Any, client: SingleClient, first: int, source: BlockMemory, repeats: int) -> dict[str, float]:
+def _race(torch: Any, client: CacheClient, first: int, source: BlockMemory, repeats: int) -> dict[str, float]:
     arena = client.arena
     cudart = torch.cuda.cudart()
     registered_bytes = source.nbytes

@@ -37,7 +37,7 @@ from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.cacheserver.catalog import Catalog
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.memory.copying import address_of
 from kvtier.sizes import format_size
 from kvtier.testing.servers import cache_server
@@ -309,7 +309,7 @@ def _row(name: str, seconds: float, memcpy_s: float, nbytes: int) -> dict[str, o
     return {"what": name, "ms": f"{seconds * 1000:.2f}", "GB/s": copies, "x memcpy": f"{seconds / memcpy_s:.3f}"}
 
 
-def _first_set(client: SingleClient, hashes: list[BlockHash], source: BlockMemory) -> float:
+def _first_set(client: CacheClient, hashes: list[BlockHash], source: BlockMemory) -> float:
     started_at = time.perf_counter()
     _all(client.set(hashes, source.blocks))
     return time.perf_counter() - started_at
@@ -320,12 +320,12 @@ def _all(count: int) -> None:
         raise AssertionError(f"{count} of {NUM_BLOCKS} blocks")
 
 
-def _view_all(client: SingleClient, hashes: list[BlockHash]) -> None:
+def _view_all(client: CacheClient, hashes: list[BlockHash]) -> None:
     with client.match(hashes) as lease:
         _all(len(lease.views()))
 
 
-def _verify(client: SingleClient, hashes: list[BlockHash], source: BlockMemory) -> None:
+def _verify(client: CacheClient, hashes: list[BlockHash], source: BlockMemory) -> None:
     """What is in the arena is what was set; looked at in place."""
     with client.match(hashes) as lease:
         _all(lease.num_blocks)
@@ -334,7 +334,7 @@ def _verify(client: SingleClient, hashes: list[BlockHash], source: BlockMemory) 
 
 
 def _verify_flushed(
-    client: SingleClient, hashes: list[BlockHash], source: BlockMemory, reader: SingleClient | None = None
+    client: CacheClient, hashes: list[BlockHash], source: BlockMemory, reader: CacheClient | None = None
 ) -> None:
     client.flush(timeout_s=30)
     _verify(reader or client, hashes, source)

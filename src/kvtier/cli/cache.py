@@ -14,7 +14,7 @@ from kvtier.blocks.layout import KvLayout, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.tenants import split_tagged
 from kvtier.cli.connection_options import Reach, connection_options
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
@@ -77,7 +77,7 @@ class _ServerCached:
         with self._connect() as client:
             return client.drop()
 
-    def _connect(self) -> SingleClient:
+    def _connect(self) -> CacheClient:
         """Only while it is needed: there may be more namespaces than a server has connections."""
         # Any layout of the right size will do: bytes are not looked into. The server shows the tokens to others.
         tokens = self._block_tokens if self.block_bytes % (2 * self._block_tokens) == 0 else 1

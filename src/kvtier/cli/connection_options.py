@@ -13,7 +13,7 @@ import click
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace
 from kvtier.cli.cache_server import default_socket, read_token
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -44,7 +44,7 @@ class Reach:
 
     def connect(
         self, timeout_s: float, layout: KvLayout | None = None, namespace: Namespace | None = None, name: str = ""
-    ) -> SingleClient:
+    ) -> CacheClient:
         return connect(
             self.address,
             layout=layout,

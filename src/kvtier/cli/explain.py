@@ -13,7 +13,7 @@ import click
 from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.cli.connection_options import Reach, connection_options
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.observe.printable import printable
@@ -110,7 +110,7 @@ def explain_command(
     num_prompts = sum(given is not None for given in (prompt, prompt_file, tokens))
     if (request_id is None) == (model is None) or num_prompts != (model is not None):
         raise click.UsageError("Give a request id, or --model with one of --prompt, --prompt-file and --tokens.")
-    ask: Callable[[SingleClient], Explanation | None]
+    ask: Callable[[CacheClient], Explanation | None]
     try:
         if model is None:
             assert request_id is not None

@@ -7,7 +7,7 @@ answers with less, and counts why. What an operator asks for (info, stats, pin, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
@@ -28,94 +28,18 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
 from kvtier.workers import Workers
 
-__all__ = ["CacheClient", "ClientOptions", "Note", "SingleClient"]
+__all__ = ["CacheClient", "ClientOptions", "Note"]
 
 _FLUSH_S = 60.0
 
 
-class CacheClient(Protocol):
-    """What one server and several have in common. `hashes` are those of a prompt's blocks in order."""
+class CacheClient:
+    """Of one server. Without a layout it can only be asked about the server and what it holds.
 
-    metrics: TierMetrics
+    `hashes` are those of a prompt's blocks in order.
+    """
 
-    @property
-    def layout(self) -> KvLayout: ...
-
-    def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
-        """The hashes of the full blocks of `tokens` in this client's namespace."""
-
-    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """Lease the longest cached prefix. Empty, never an exception, when the server does not answer."""
-
-    def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], *, timeout_s: float | None = None) -> int:
-        """Fill `into` with the longest cached prefix. Returns how many blocks; the rest of `into` is undefined."""
-
-    def stream_get(
-        self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
-    ) -> Iterator[tuple[int, memoryview]]:
-        """The longest cached prefix a block at a time, as `(position, view)`, each as soon as it is there.
-
-        The view is `into[position]`, filled; without `into` it is valid until the next step only.
-        """
-
-    def set(
-        self,
-        hashes: Sequence[BlockHash],
-        blocks: Sequence[Buffer],
-        *,
-        deferred: bool = False,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Store blocks; returns how many were written (those already there are not written again).
-
-        When it returns the caller's buffers are free. With `deferred` it returns before the server has confirmed;
-        `flush` waits for that. Raises `TierFull` when there was room for none of them.
-        """
-
-    def contains(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[bool]: ...
-
-    def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Keep what is cached of `hashes` until `unpin` or `drop`. Returns how many blocks."""
-
-    def unpin(self, hashes: Sequence[BlockHash]) -> int: ...
-
-    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        """Forget `hashes`, or everything of this namespace. Returns how many blocks went."""
-
-    def flush(self, *, timeout_s: float | None = None) -> None:
-        """Wait until all that was set before, deferred too, is in the cache."""
-
-    @property
-    def num_returns(self) -> tuple[int, ...]:
-        """For each server, how often it was away and came back, the same or another one."""
-
-    def info(self) -> dict[str, object]: ...
-
-    def stats(self) -> dict[str, object]: ...
-
-    def namespaces(self) -> list[KnownNamespace]:
-        """Every namespace that is cached or in use."""
-
-    def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
-        """Where each of `hashes` is, of any namespace: LISTED_ flags (see `wire.messages`). Uses none of them."""
-
-    def note(self, note: Note) -> None:
-        """Have a server keep what is to be said of a request, soon. Lost without a word when it does not answer."""
-
-    def noted(self, request_id: str) -> str | None:
-        """What was noted of a request, unless it is too long ago."""
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class SingleClient(CacheClient):
-    """A `CacheClient` of one server. Without a layout it can only be asked about the server and what it holds."""
+    # As large as it is, since all that a program may ask of a server is asked here; each is a line or two.
 
     def __init__(
         self,
@@ -167,8 +91,9 @@ class SingleClient(CacheClient):
         return self._endpoint.has_disk
 
     @property
-    def num_returns(self) -> tuple[int, ...]:
-        return (self._endpoint.background.num_returns,)
+    def num_returns(self) -> int:
+        """How often the server was away and came back, the same or another one."""
+        return self._endpoint.background.num_returns
 
     @property
     def arena(self) -> MappedArena:
@@ -179,6 +104,7 @@ class SingleClient(CacheClient):
         return self._endpoint.mapping.arena
 
     def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
+        """The hashes of the full blocks of `tokens` in this client's namespace."""
         return block_hashes(self._namespace or _no_layout(), tokens, self.layout.block_tokens)
 
     def ping(self) -> None:
@@ -188,6 +114,7 @@ class SingleClient(CacheClient):
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        """Lease the longest cached prefix. Empty, never an exception, when the server does not answer."""
         return (self._blocks or _no_layout()).match(hashes, timeout_s)
 
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
@@ -198,11 +125,16 @@ class SingleClient(CacheClient):
         return (self._blocks or _no_layout()).match(hashes, timeout_s, is_lazy=True)
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], *, timeout_s: float | None = None) -> int:
+        """Fill `into` with the longest cached prefix. Returns how many blocks; the rest of `into` is undefined."""
         return (self._blocks or _no_layout()).get(hashes[: len(into)], into, timeout_s)
 
     def stream_get(
         self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
     ) -> Iterator[tuple[int, memoryview]]:
+        """The longest cached prefix a block at a time, as `(position, view)`, each as soon as it is there.
+
+        The view is `into[position]`, filled; without `into` it is valid until the next step only.
+        """
         blocks = self._blocks or _no_layout()
         if into is not None:
             hashes = hashes[: len(into)]
@@ -223,6 +155,11 @@ class SingleClient(CacheClient):
         deferred: bool = False,
         timeout_s: float | None = None,
     ) -> int:
+        """Store blocks; returns how many were written (those already there are not written again).
+
+        When it returns the caller's buffers are free. With `deferred` it returns before the server has confirmed;
+        `flush` waits for that. Raises `TierFull` when there was room for none of them.
+        """
         return len(self.store(hashes, blocks, deferred=deferred, timeout_s=timeout_s))
 
     def store(
@@ -265,12 +202,14 @@ class SingleClient(CacheClient):
     # --- operating -------------------------------------------------------------------------------------------------
 
     def pin(self, hashes: Sequence[BlockHash]) -> int:
+        """Keep what is cached of `hashes` until `unpin` or `drop`. Returns how many blocks."""
         return (self._admin or _no_layout()).change(lambda space, part: wire.PinRequest(space, part, True), hashes)
 
     def unpin(self, hashes: Sequence[BlockHash]) -> int:
         return (self._admin or _no_layout()).change(lambda space, part: wire.PinRequest(space, part, False), hashes)
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        """Forget `hashes`, or everything of this namespace. Returns how many blocks went."""
         if hashes is not None and not hashes:
             return 0
         return (self._admin or _no_layout()).change(wire.DropRequest, hashes or ())
@@ -284,6 +223,7 @@ class SingleClient(CacheClient):
         return (self._admin or _no_layout()).verify(hashes)
 
     def flush(self, *, timeout_s: float | None = None) -> None:
+        """Wait until all that was set before, deferred too, is in the cache."""
         deadline = self._endpoint.deadline(timeout_s) + (0 if timeout_s is not None else _FLUSH_S)
         self._endpoint.background.wait_for_chores(deadline)
         self._endpoint.call(wire.Flush(), wire.Done, deadline)
@@ -295,9 +235,11 @@ class SingleClient(CacheClient):
         return self._server.document(wire.StatsRequest())
 
     def namespaces(self) -> list[KnownNamespace]:
+        """Every namespace that is cached or in use."""
         return read_namespaces(self._server.described_namespaces())
 
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:
+        """Where each of `hashes` is, of any namespace: LISTED_ flags (see `wire.messages`). Uses none of them."""
         return self._server.presence(namespace, hashes)
 
     def look(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[int]:
@@ -313,12 +255,19 @@ class SingleClient(CacheClient):
         self._server.note(note)
 
     def noted(self, request_id: str) -> str | None:
+        """What was noted of a request, unless it is too long ago."""
         return self._server.noted(request_id)
 
     def close(self) -> None:
         """Give back every lease and disconnect. Leases still open must not be used any more."""
         self._transfers.close()
         self._endpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _no_layout() -> NoReturn:

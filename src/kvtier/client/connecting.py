@@ -1,24 +1,20 @@
-"""`connect`: from addresses to a client."""
+"""`connect`: from an address to a client."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace, NamespaceFields
-from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.options import DEFAULT_TRANSFER_CONNECTIONS, ClientOptions
-from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError, TierError, TierRefused
 from kvtier.observe.metrics import TierMetrics
-from kvtier.transport.address import parse_address
+from kvtier.transport.address import check_is_one, parse_address
 from kvtier.wire.messages import MAX_FIELDS_CHARS
 
 
-@overload
 def connect(
     address: str,
     *,
@@ -35,56 +31,16 @@ def connect(
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
     metrics: TierMetrics | None = None,
     must_answer: bool = True,
-) -> SingleClient: ...
-
-
-@overload
-def connect(
-    address: Sequence[str],
-    *,
-    replicas: int = 1,
-    layout: KvLayout | None = None,
-    namespace: Namespace | NamespaceFields | None = None,
-    name: str = "",
-    token: str | bytes | None = None,
-    secret: str | bytes | None = None,
-    ca_file: str | Path | None = None,
-    certificate: str | Path | None = None,
-    key: str | Path | None = None,
-    timeout_s: float = 1.0,
-    max_connections: int = 8,
-    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
-    metrics: TierMetrics | None = None,
-    must_answer: bool = True,
-) -> CacheClient: ...
-
-
-def connect(
-    address: str | Sequence[str],
-    *,
-    replicas: int = 1,
-    layout: KvLayout | None = None,
-    namespace: Namespace | NamespaceFields | None = None,
-    name: str = "",
-    token: str | bytes | None = None,
-    secret: str | bytes | None = None,
-    ca_file: str | Path | None = None,
-    certificate: str | Path | None = None,
-    key: str | Path | None = None,
-    timeout_s: float = 1.0,
-    max_connections: int = 8,
-    transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
-    metrics: TierMetrics | None = None,
-    must_answer: bool = True,
 ) -> CacheClient:
-    """A client of the cache server at `unix:/path` or `tcp://host:port`, or of several.
+    """A client of the cache server at `unix:/path` or `tcp://host:port`.
 
     `layout` is the shape of a block and `namespace` what it belongs to; `name` is what people see in `stats`. Over TCP
     a `token` is needed, or a `certificate` with its `key`; `ca_file` turns TLS on, and `secret` encrypts without TLS if
-    the server was given the same. Raises `ConfigError` for what cannot work and `TierRefused` when a server refuses
-    this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when no server answers now; without, it
-    comes back empty-handed until one does.
+    the server was given the same. Raises `ConfigError` for what cannot work and `TierRefused` when the server refuses
+    this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when it does not answer now; without, the
+    client comes back empty-handed until it does.
     """
+    check_is_one("connect()", address)
     options = ClientOptions(
         token=token.encode() if isinstance(token, str) else token,
         secret=secret.encode() if isinstance(secret, str) else secret,
@@ -95,48 +51,22 @@ def connect(
         max_connections=max_connections,
         transfer_connections=transfer_connections,
     )
-    addresses = [address] if isinstance(address, str) else list(address)
-    if not addresses:
-        raise ConfigError("connect() needs at least one address")
-    digest = _namespace_of(namespace, layout)
-    metrics = TierMetrics() if metrics is None else metrics
-    clients = [
-        SingleClient(
-            parse_address(text),
-            layout=layout,
-            namespace=digest,
-            name=name,
-            options=options,
-            metrics=metrics,
-            fields=_fields_text(namespace),
-        )
-        for text in addresses
-    ]
+    client = CacheClient(
+        parse_address(address),
+        layout=layout,
+        namespace=_namespace_of(namespace, layout),
+        name=name,
+        options=options,
+        metrics=TierMetrics() if metrics is None else metrics,
+        fields=_fields_text(namespace),
+    )
     try:
-        _check_answers(clients, must_answer)
-        if isinstance(address, str):
-            if replicas != 1:
-                raise ConfigError("replicas needs several addresses")
-            return clients[0]
-        return ReplicatedClient(clients, replicas, metrics)
-    except BaseException:
-        for client in clients:
+        client.ping()
+    except BaseException as error:
+        if must_answer or not isinstance(error, TierError) or isinstance(error, TierRefused):
             client.close()
-        raise
-
-
-def _check_answers(clients: Sequence[SingleClient], must_answer: bool) -> None:
-    """One refusal, or silence from everyone, is an error."""
-    silence: list[TierError] = []
-    for client in clients:
-        try:
-            client.ping()
-        except TierRefused:
             raise
-        except TierError as error:
-            silence.append(error)
-    if must_answer and len(silence) == len(clients):
-        raise silence[-1]
+    return client
 
 
 def _namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout | None) -> Namespace | None:

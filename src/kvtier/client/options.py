@@ -1,4 +1,4 @@
-"""How a client talks to cache servers."""
+"""How a client talks to its cache server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How to talk to cache servers; the same for each of several.
+    """How to talk to a cache server.
 
     `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
     transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who

@@ -12,6 +12,7 @@ from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
 from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.transport.address import check_is_one
 
 _MOST = {
     "block_size": 1 << 16,
@@ -52,14 +53,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: bool = True
     salt: str = ""
     swap_space: int = 0
-    cache_server: str | tuple[str, ...] = ()
+    cache_server: str = ""
     cache_server_token: str | None = None
     cache_server_secret: str | None = None
     cache_server_ca_file: str | None = None
     cache_server_certificate: str | None = None
     cache_server_key: str | None = None
     cache_server_timeout_s: float = 1.0
-    cache_server_replicas: int = 1
     cluster: ClusterConfig | None = None
     always_load: bool = False
     identity: IdentityKind = "sampled"
@@ -76,11 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} must be at most {_MOST[name]}, not {value}")
         if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
-        servers = self.cache_server
-        if not isinstance(servers, str) and not (
-            isinstance(servers, (tuple, list)) and all(isinstance(one, str) for one in servers)
-        ):
-            raise ConfigError(f"cache_server must be an address or several, not {servers!r}")
+        check_is_one("cache_server", self.cache_server)
         for name in (
             "cache_server_token",
             "cache_server_secret",
@@ -95,9 +91,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         timeout_s = self.cache_server_timeout_s
         if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
             raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
-        replicas, num_servers = self.cache_server_replicas, max(1, len(self.cache_servers))
-        if not isinstance(replicas, int) or isinstance(replicas, bool) or not 1 <= replicas <= num_servers:
-            raise ConfigError(f"cache_server_replicas must be from 1 to {num_servers}, not {replicas!r}")
         if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
             raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
         if not isinstance(self.always_load, bool):
@@ -113,10 +106,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {utilization!r}")
-
-    @property
-    def cache_servers(self) -> tuple[str, ...]:
-        return (self.cache_server,) if isinstance(self.cache_server, str) else tuple(self.cache_server)
 
     @property
     def num_steps_ahead(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.client.client import SingleClient
 from kvtier.client.connecting import connect
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
@@ -12,7 +11,7 @@ from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.cluster import open_cluster_tier
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.remote import RemoteTier, SingleServerTier
+from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.tier import Tier
 
 _MIN_STAGING_BYTES = 256 << 20
@@ -24,7 +23,7 @@ _MIN_STAGED_BLOCKS = 64
 
 def has_tiers(config: EngineConfig) -> bool:
     """There is something below the device."""
-    return bool(config.cache_servers or config.swap_space or config.cluster)
+    return bool(config.cache_server or config.swap_space or config.cluster)
 
 
 def make_hierarchy(
@@ -37,10 +36,9 @@ def make_hierarchy(
     Raises `ConfigError` or `TierRefused` with one sentence for settings that cannot work.
     """
     metrics = TierMetrics()
-    servers = config.cache_servers
     tiers: list[Tier] = []
     try:
-        if servers:
+        if config.cache_server:
             tiers.append(_server_tier(config, layout, fields, name, metrics))
         if config.cluster is not None:
             tiers.append(open_cluster_tier(config.cluster, layout, fields.digest(), metrics))
@@ -62,26 +60,8 @@ def make_hierarchy(
 def _server_tier(
     config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str, metrics: TierMetrics
 ) -> RemoteTier:
-    servers = config.cache_servers
-    if len(servers) > 1:
-        several = connect(
-            servers,
-            replicas=config.cache_server_replicas,
-            layout=layout,
-            namespace=fields,
-            name=name,
-            token=config.cache_server_token,
-            secret=config.cache_server_secret,
-            ca_file=config.cache_server_ca_file,
-            certificate=config.cache_server_certificate,
-            key=config.cache_server_key,
-            timeout_s=config.cache_server_timeout_s,
-            metrics=metrics,
-            must_answer=False,
-        )
-        return RemoteTier(several)
-    client: SingleClient = connect(
-        servers[0],
+    client = connect(
+        config.cache_server,
         layout=layout,
         namespace=fields,
         name=name,
@@ -94,4 +74,4 @@ def _server_tier(
         metrics=metrics,
         must_answer=False,
     )
-    return SingleServerTier(client)
+    return RemoteTier(client)

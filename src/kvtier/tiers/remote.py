@@ -1,4 +1,4 @@
-"""Cache servers as a tier: one on this host through shared memory, or several over TCP. Thread-safe."""
+"""A cache server as a tier: on this host through shared memory, or over TCP. Thread-safe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.memory.mapped import MappedArena
@@ -15,7 +15,10 @@ from kvtier.tiers.tier import PlainTier
 
 
 class RemoteTier(PlainTier):
-    """Owns `client`, which has deadlines, a breaker and the way back of its own."""
+    """Owns `client`, which has deadlines, a breaker and the way back of its own.
+
+    On this host, the server's slots can be written in place.
+    """
 
     keeps_notes = True
 
@@ -32,11 +35,25 @@ class RemoteTier(PlainTier):
         return self._client.layout
 
     @property
-    def generation(self) -> tuple[int, ...]:
+    def is_local(self) -> bool:
+        return self._client.is_local
+
+    @property
+    def arena(self) -> MappedArena | None:
+        return self._client.arena if self._client.is_local else None
+
+    @property
+    def generation(self) -> int:
         return self._client.num_returns
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         return self._client.match(hashes, timeout_s=timeout_s)
+
+    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        return self._client.match_lazily(hashes, timeout_s=timeout_s)
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        return self._client.reserve(hashes)
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         return self._client.set(hashes, blocks)
@@ -52,25 +69,3 @@ class RemoteTier(PlainTier):
 
     def close(self) -> None:
         self._client.close()
-
-
-class SingleServerTier(RemoteTier):
-    """One cache server. On this host, its slots can be written in place."""
-
-    def __init__(self, client: SingleClient, name: str = "server") -> None:
-        super().__init__(client, name)
-        self._single = client
-
-    @property
-    def is_local(self) -> bool:
-        return self._single.is_local
-
-    @property
-    def arena(self) -> MappedArena | None:
-        return self._single.arena if self._single.is_local else None
-
-    def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        return self._single.match_lazily(hashes, timeout_s=timeout_s)
-
-    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
-        return self._single.reserve(hashes)

@@ -37,7 +37,7 @@ class StagedTier(PlainTier):
         return self._staging
 
     @property
-    def generation(self) -> tuple[int, ...]:
+    def generation(self) -> int:
         return self._inner.generation
 
     @property

@@ -50,8 +50,8 @@ class Tier(Protocol):
         ...
 
     @property
-    def generation(self) -> tuple[int, ...]:
-        """How often each of its servers has come back: what was offered before may be gone."""
+    def generation(self) -> int:
+        """How often its server has come back: what was offered before may be gone."""
         ...
 
     @property
@@ -140,8 +140,8 @@ class PlainTier(ABC):
         return None
 
     @property
-    def generation(self) -> tuple[int, ...]:
-        return ()
+    def generation(self) -> int:
+        return 0
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027  most tiers keep a block wherever it stands
         pass

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError, TierError, TierUnavailable
 from kvtier.memory.lease import Reservation
 from kvtier.memory.mapped import MappedArena
@@ -57,7 +57,7 @@ class _Job:
 class SharedStores(Generic[StoreT]):
     """The scheduler's half. Called by its thread; what waits for the server is done by `threads`."""
 
-    def __init__(self, client: SingleClient, num_ranks: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, client: CacheClient, num_ranks: int, threads: ThreadPoolExecutor) -> None:
         self._client = client
         self._num_ranks = num_ranks
         self._threads = threads
@@ -165,7 +165,7 @@ class _Share:
 class ShareWriter:
     """A rank's half: writes its heads into slots that the scheduler has reserved. One thread copies."""
 
-    def __init__(self, client: SingleClient, copier: Copier) -> None:
+    def __init__(self, client: CacheClient, copier: Copier) -> None:
         self._client = client
         self._copier = copier
         self._condition = threading.Condition()

@@ -50,3 +50,14 @@ def parse_host_port(text: str) -> TcpAddress:
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"{text!r} is not host:port")
     return TcpAddress(host, int(port))
+
+
+def check_is_one(setting: str, given: object) -> None:
+    """Raises `ConfigError` for several addresses: what outgrows a server is a cluster's to keep."""
+    if isinstance(given, str):
+        return
+    if isinstance(given, (tuple, list)):
+        raise ConfigError(
+            f"{setting} takes one address: what outgrows a cache server goes into a cluster (cluster:, docs/cluster.md)"
+        )
+    raise ConfigError(f"{setting} must be an address, not {given!r}")

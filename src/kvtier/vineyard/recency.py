@@ -17,7 +17,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.errors import TierError, TierFull
 from kvtier.memory.lease import Lease
@@ -96,7 +96,7 @@ class SharedRecency:
         self._lock = threading.Lock()
         self._tree_arena: MappedArena | None = None
         self._retry_at = 0.0
-        self._client: SingleClient | None = None
+        self._client: CacheClient | None = None
         self._lease: Lease | None = None
         self._entries: memoryview | None = None
 
@@ -138,7 +138,7 @@ class SharedRecency:
             if lease.ended is MatchEnd.TIER_DOWN or time.monotonic() > deadline or not self._make(client):
                 return False
 
-    def _connect(self, memory_bytes: int) -> SingleClient:
+    def _connect(self, memory_bytes: int) -> CacheClient:
         """Every process that shares the tree finds the same table, for its size follows from the server's."""
         num_tokens = (memory_bytes + self._disk_bytes()) // self._slot_bytes
         nbytes = min(_MAX_TABLE_BYTES, memory_bytes // _MAX_PART_OF_MEMORY, 2 * _ENTRY_BYTES * num_tokens)
@@ -155,7 +155,7 @@ class SharedRecency:
             must_answer=False,
         )
 
-    def _make(self, client: SingleClient) -> bool:
+    def _make(self, client: CacheClient) -> bool:
         """All zeros, unless another process is about to. False when there is no room."""
         try:
             with client.reserve([self._hash]) as reservation:

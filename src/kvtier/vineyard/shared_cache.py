@@ -22,9 +22,8 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import CacheClient, SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
-from kvtier.client.replicated import ReplicatedClient
 from kvtier.errors import ConfigError, LeaseError, TierError, TierFull, TierTimeout, TierUnavailable
 from kvtier.memory.copying import address_of, copy_blocks
 from kvtier.memory.lease import Lease, Reservation
@@ -68,8 +67,8 @@ class SharedCache(ClosedAtExit):
     """
 
     def __init__(self, config: VineyardCacheConfig, *, tensor_bytes: int, cache_capacity: int, layer: int) -> None:
-        """Raises `ConfigError` for bad sizes, `TierUnavailable` when no server answers, `TierRefused` when one will not
-        have blocks of this size.
+        """Raises `ConfigError` for bad sizes, `TierUnavailable` when the server does not answer, `TierRefused` when it
+        will not have blocks of this size.
         """
         tensor_bytes = whole_number("tensor_bytes", tensor_bytes, most=MAX_TOKEN_BYTES)
         cache_capacity = whole_number("cache_capacity", cache_capacity)
@@ -97,13 +96,7 @@ class SharedCache(ClosedAtExit):
         with contextlib.ExitStack() as stack:
             self._reader = stack.enter_context(_connect(config, layout, namespace))
             self._writer = stack.enter_context(_connect(config, layout, namespace))
-            self._bound = TokenBound(
-                _servers_of(self._writer),
-                namespace,
-                capacity=cache_capacity,
-                replicas=config.replicas,
-                timeout_s=config.timeout_s,
-            )
+            self._bound = TokenBound(self._writer, namespace, capacity=cache_capacity, timeout_s=config.timeout_s)
             stack.pop_all()
         self._clients = TreeClients(self._reader, self._writer, self._bound)
 
@@ -317,7 +310,7 @@ class SharedCache(ClosedAtExit):
                     part = hashes[num_stored : num_stored + step]
                     first = num_stored * len(self._offsets)
                     of_part = sources[first : first + len(part) * len(self._offsets)]
-                    if isinstance(self._writer, SingleClient) and self._writer.is_local:
+                    if self._writer.is_local:
                         # Open until all is stored: nothing of a sequence is evicted to make room for its end.
                         reservation = held.enter_context(self._writer.reserve(part))
                         self._write(reservation, of_part)
@@ -355,7 +348,7 @@ class SharedCache(ClosedAtExit):
         reservation.commit()
 
     def _send(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> bool:
-        """To servers whose memory is not written in place: gathered here first. True when it took every token."""
+        """To a server whose memory is not written in place: gathered here first. True when it took every token."""
         block_bytes = self._writer.layout.block_bytes
         memory = memoryview(bytearray(len(hashes) * block_bytes))
         start = address_of(memory)
@@ -440,38 +433,14 @@ def _namespace(name: str, tensor_bytes: int, layer: int) -> Namespace:
 
 def _connect(config: VineyardCacheConfig, layout: KvLayout, namespace: Namespace) -> CacheClient:
     try:
-        return _client(config, layout, namespace)
-    except (TierTimeout, TierUnavailable) as error:
-        raise TierUnavailable(f"no cache server answers at {', '.join(config.addresses)}: {error}") from error
-
-
-def _client(config: VineyardCacheConfig, layout: KvLayout, namespace: Namespace) -> CacheClient:
-    addresses = config.addresses
-    name = config.llm_cache_object_name[:256]
-    if len(addresses) == 1:
         return connect(
-            addresses[0],
+            config.address,
             layout=layout,
             namespace=namespace,
-            name=name,
+            name=config.llm_cache_object_name[:256],
             token=config.token,
             ca_file=config.ca_file,
             timeout_s=config.timeout_s,
         )
-    return connect(
-        addresses,
-        replicas=config.replicas,
-        layout=layout,
-        namespace=namespace,
-        name=name,
-        token=config.token,
-        ca_file=config.ca_file,
-        timeout_s=config.timeout_s,
-    )
-
-
-def _servers_of(client: CacheClient) -> list[SingleClient]:
-    if isinstance(client, ReplicatedClient):
-        return client.clients
-    assert isinstance(client, SingleClient)
-    return [client]
+    except (TierTimeout, TierUnavailable) as error:
+        raise TierUnavailable(f"no cache server answers at {config.address}: {error}") from error

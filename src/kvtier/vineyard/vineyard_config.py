@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvtier.errors import ConfigError
-from kvtier.transport.address import parse_address
+from kvtier.transport.address import check_is_one, parse_address
 from kvtier.vineyard.whole_numbers import whole_number
 
 _MAX_TIMEOUT_S = 3600.0
 
 
 class VineyardCacheConfig(msgspec.Struct, frozen=True):
-    """`socket` is the Unix socket of a cache server (`kvtier cache-server`), or several, of which each token is kept on
-    `replicas`; an address (`tcp://host:port`, with a `token`) may stand for a path.
+    """`socket` is the Unix socket of a cache server (`kvtier cache-server`); an address (`tcp://host:port`, with a
+    `token`) may stand for it.
 
     `llm_cache_object_name` names the tree: caches of the same name, layers and tensor size share it. `block_size`,
     `sync_interval`, `llm_cache_sync_lock` and `llm_ref_cnt_object_name` are accepted and do nothing: tokens are
     kept one by one, and every process sees an update at once, without a lock or a reference count of its own.
-    `timeout_s` bounds each call to a server.
+    `timeout_s` bounds each call to the server.
     """
 
-    socket: str | Sequence[str]
+    socket: str
     block_size: int = 5
     sync_interval: int = 3
     llm_cache_sync_lock: str = "llmCacheSyncLock"
     llm_cache_object_name: str = "llm_cache_object"
     llm_ref_cnt_object_name: str = "llm_refcnt_object"
-    replicas: int = 1
     token: str | None = None
     ca_file: str | Path | None = None
     timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "sync_interval", "replicas"):
+        for name in ("block_size", "sync_interval"):
             msgspec.structs.force_setattr(self, name, whole_number(name, getattr(self, name)))
         for name in ("llm_cache_sync_lock", "llm_cache_object_name", "llm_ref_cnt_object_name"):
             if not _is_text(getattr(self, name)):
@@ -49,20 +47,15 @@ class VineyardCacheConfig(msgspec.Struct, frozen=True):
             raise ConfigError("token must be a text that is not empty, or None")
         if self.ca_file is not None and not isinstance(self.ca_file, str | Path):
             raise ConfigError(f"ca_file must be the path of a file, not {self.ca_file!r}")
-        if len(set(self.addresses)) < len(self.addresses):
-            raise ConfigError(f"socket names a server twice: {', '.join(self.addresses)}")
-        if self.replicas > len(self.addresses):
-            raise ConfigError(f"replicas must be at most the number of servers, {len(self.addresses)}")
+        check_is_one("socket", self.socket)
+        if not _is_text(self.socket):
+            raise ConfigError(f"socket must be the path of a cache server's socket, not {self.socket!r}")
+        parse_address(self.address)
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        """The servers as kvtier writes them. Raises `ConfigError` for what is no path and no address."""
-        sockets = (self.socket,) if isinstance(self.socket, str) else self.socket
-        is_sequence = isinstance(sockets, Sequence) and not isinstance(sockets, bytes | bytearray)
-        if not is_sequence or not sockets or not all(map(_is_text, sockets)):
-            raise ConfigError(f"socket must be the path of a cache server's socket, not {self.socket!r}")
-        addresses = [each if each.startswith(("unix:", "tcp://")) else f"unix:{each}" for each in sockets]
-        return tuple(str(parse_address(address)) for address in addresses)
+    def address(self) -> str:
+        """The server as kvtier writes it."""
+        return self.socket if self.socket.startswith(("unix:", "tcp://")) else f"unix:{self.socket}"
 
 
 def _is_number(value: object) -> bool:

@@ -13,7 +13,7 @@ from vllm import LLM
 
 import kvtier
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.memory.lease import Lease
 from kvtier.testing.servers import ServerProcess
 from tests.compat.vllm.engines import (
@@ -44,19 +44,19 @@ class Asked:
 def _watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     asked = Asked()
     connector: Any = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    answer, match = connector.get_num_new_matched_tokens, SingleClient.match_lazily
+    answer, match = connector.get_num_new_matched_tokens, CacheClient.match_lazily
 
     def answered(*arguments: Any) -> tuple[int | None, bool]:
         asked.answers.append(answer(*arguments))
         return asked.answers[-1]
 
-    def matched(client: SingleClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+    def matched(client: CacheClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         asked.num_blocks.append(len(hashes))
         return match(client, hashes, timeout_s=timeout_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(connector, "get_num_new_matched_tokens", answered)
-        patch.setattr(SingleClient, "match_lazily", matched)
+        patch.setattr(CacheClient, "match_lazily", matched)
         yield asked
 
 

@@ -16,7 +16,7 @@ import pytest
 from vllm import LLM
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.memory.lease import Lease
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.transfer.copier import Copies
@@ -204,14 +204,14 @@ def test_requests_that_were_given_up_are_not_matched(server: ServerProcess, monk
     prompts = [tokens_of(200, seed=number) for number in range(1, 41)]
     answers_again = threading.Event()
     lengths: list[int] = []
-    at_once = SingleClient.match_lazily
+    at_once = CacheClient.match_lazily
 
-    def slow(client: SingleClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+    def slow(client: CacheClient, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         lengths.append(len(hashes))
         answers_again.wait(10.0)
         return at_once(client, hashes, timeout_s=timeout_s)
 
-    monkeypatch.setattr(SingleClient, "match_lazily", slow)
+    monkeypatch.setattr(CacheClient, "match_lazily", slow)
     with engine(model_folder(), server.unix, settings={"match_timeout_s": 30.0}) as llm:
         for number, prompt in enumerate(prompts):
             begin(llm, str(number), prompt, max_tokens=1)

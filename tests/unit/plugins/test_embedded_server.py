@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.runtime_folder import server_folder, try_lock
@@ -267,7 +267,7 @@ def test_a_killed_server_is_started_again_while_it_is_wanted(runtime: Path) -> N
     assert stays(lambda: not server_pids(runtime), 1.0), "nobody wants it any more"
 
 
-def _answers(client: SingleClient) -> bool:
+def _answers(client: CacheClient) -> bool:
     with contextlib.suppress(KvtierError):
         return bool(client.stats())
     return False

@@ -137,7 +137,7 @@ def test_a_wrapped_tier_claims_no_capability(make_tier: MakeTier) -> None:
     wrapped = WrappedTier(make_tier())
 
     assert (wrapped.answers_at_once, wrapped.is_local, wrapped.keeps_notes) == (False, False, False)
-    assert (wrapped.arena, wrapped.staging, wrapped.generation) == (None, None, ())
+    assert (wrapped.arena, wrapped.staging, wrapped.generation) == (None, None, 0)
 
 
 # --- failing tiers -------------------------------------------------------------------------------------------------

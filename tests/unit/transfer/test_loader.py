@@ -16,7 +16,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.memory.lease import BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.remote import RemoteTier, SingleServerTier
+from kvtier.tiers.remote import RemoteTier
 from kvtier.transfer.copier import Copier, Mark
 from kvtier.transfer.load import DISK, Load, LoadPlan, Order, Span
 from kvtier.transfer.loader import Loader
@@ -32,10 +32,10 @@ def _bringing(num_host_blocks: int | None) -> Loader:
 
 class _Client:
     layout = _LAYOUT
-    is_local = True
 
-    def __init__(self, num_slots: int | None) -> None:
+    def __init__(self, num_slots: int | None, is_local: bool) -> None:
         self._num_slots = num_slots
+        self.is_local = is_local
 
     @property
     def arena(self) -> object:
@@ -44,25 +44,25 @@ class _Client:
         return SimpleNamespace(nbytes=self._num_slots * _LAYOUT.slot_bytes)
 
 
-def _client(num_slots: int | None) -> Any:
-    return _Client(num_slots)
+def _client(num_slots: int | None, is_local: bool = True) -> Any:
+    return _Client(num_slots, is_local)
 
 
 @pytest.mark.parametrize(
     ("num_slots", "expected"), [(10_000, 70), (70 * 48, 70), (480, 10), (48, 1), (5, 1), (None, 70)]
 )
 def test_units_are_a_small_part_of_a_servers_memory(num_slots: int | None, expected: int) -> None:
-    assert _bringing(None)._unit_blocks(70, SingleServerTier(_client(num_slots))) == expected
+    assert _bringing(None)._unit_blocks(70, RemoteTier(_client(num_slots))) == expected
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(None, 70), (10_000, 70), (240, 10), (5, 1)])
 def test_units_from_elsewhere_are_a_small_part_of_the_hosts_tier(num_blocks: int | None, expected: int) -> None:
-    assert _bringing(num_blocks)._unit_blocks(70, RemoteTier(_client(None))) == expected
+    assert _bringing(num_blocks)._unit_blocks(70, RemoteTier(_client(None, is_local=False))) == expected
 
 
 def test_units_fit_into_the_smaller_memory() -> None:
-    assert _bringing(240)._unit_blocks(70, SingleServerTier(_client(960))) == 10
-    assert _bringing(480)._unit_blocks(70, SingleServerTier(_client(480))) == 10
+    assert _bringing(240)._unit_blocks(70, RemoteTier(_client(960))) == 10
+    assert _bringing(480)._unit_blocks(70, RemoteTier(_client(480))) == 10
 
 
 _MIB = 1 << 20

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import TierUnavailable
 from kvtier.memory.lease import Reservation
 from kvtier.memory.mapped import MappedArena
@@ -88,9 +88,9 @@ def bench() -> Iterator[Bench]:
     with contextlib.ExitStack() as stack:
         stack.callback(client.memory.close)
         threads = stack.enter_context(ThreadPoolExecutor(2))
-        stores: SharedStores[str] = SharedStores(cast(SingleClient, client), 2, threads)
+        stores: SharedStores[str] = SharedStores(cast(CacheClient, client), 2, threads)
         stack.callback(stores.close)
-        ranks = [ShareWriter(cast(SingleClient, client), device) for device in devices]
+        ranks = [ShareWriter(cast(CacheClient, client), device) for device in devices]
         for rank, device in zip(ranks, devices, strict=True):
             stack.callback(rank.close)
             stack.callback(device.gate.set)

@@ -19,9 +19,15 @@ def test_the_defaults_are_vineyards():
 
 
 def test_a_path_is_a_unix_address():
-    config = VineyardCacheConfig(socket=["/run/a.sock", "unix:/run/b.sock", "tcp://host:1"], replicas=2)
+    given = ["/run/a.sock", "unix:/run/b.sock", "tcp://host:1"]
 
-    assert config.addresses == ("unix:/run/a.sock", "unix:/run/b.sock", "tcp://host:1")
+    addresses = [VineyardCacheConfig(socket=socket).address for socket in given]
+    assert addresses == ["unix:/run/a.sock", "unix:/run/b.sock", "tcp://host:1"]
+
+
+def test_several_servers_are_a_cluster():
+    with pytest.raises(ConfigError, match=r"socket takes one address.*cluster:"):
+        VineyardCacheConfig(socket=["/run/a.sock", "/run/b.sock"])
 
 
 @pytest.mark.parametrize(
@@ -35,8 +41,6 @@ def test_a_path_is_a_unix_address():
         {"socket": "/a", "block_size": 0},
         {"socket": "/a", "sync_interval": -1},
         {"socket": "/a", "llm_cache_object_name": ""},
-        {"socket": "/a", "replicas": 2},
-        {"socket": "/a", "replicas": True},
         {"socket": "/a", "timeout_s": 0},
         {"socket": "/a", "timeout_s": -1.0},
         {"socket": "/a", "timeout_s": "1"},
@@ -64,7 +68,9 @@ def test_what_cannot_work_is_refused(fields):
 
 
 def test_numbers_of_numpy_are_numbers():
-    config = VineyardCacheConfig(socket="/a", block_size=np.int64(4), replicas=np.uint8(1), timeout_s=np.float32(0.5))
+    config = VineyardCacheConfig(
+        socket="/a", block_size=np.int64(4), sync_interval=np.uint8(1), timeout_s=np.float32(0.5)
+    )
 
-    assert (config.block_size, config.replicas, config.timeout_s) == (4, 1, 0.5)
-    assert [type(value) for value in (config.block_size, config.replicas, config.timeout_s)] == [int, int, float]
+    assert (config.block_size, config.sync_interval, config.timeout_s) == (4, 1, 0.5)
+    assert [type(value) for value in (config.block_size, config.sync_interval, config.timeout_s)] == [int, int, float]

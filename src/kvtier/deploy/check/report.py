@@ -47,7 +47,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int | None = None
     kv_cache_bytes: int | None = None
     swap_bytes: int = 0
-    cache_servers: tuple[str, ...] = ()
+    cache_server: str = ""
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) ->
         kv_token_bytes=facts.kv_token_bytes if facts else None,
         kv_cache_bytes=engine.kv_cache_space or (_DEFAULT_HOST_KV_BYTES if device == "cpu" else None),
         swap_bytes=engine.swap_space,
-        cache_servers=engine.cache_servers,
+        cache_server=engine.cache_server,
     )
 
 
@@ -158,7 +158,7 @@ def _vllm_use(part: VllmPart) -> EngineUse:
         device=part.device,
         share=0.0,
         architecture="vLLM",
-        cache_servers=(part.cache_server,) if part.cache_server else (),
+        cache_server=part.cache_server,
     )
 
 

@@ -20,6 +20,7 @@ from kvtier.deploy.file.yaml_file import YamlFile
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
 from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S
+from kvtier.transport.address import check_is_one
 
 DEFAULT_OPENAI_PORT = 8080
 DEFAULT_OLLAMA_PORT = 11434
@@ -112,24 +113,23 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Load what the tiers have even where computing it would be faster."""
     identity: Literal["sampled", "full"] = "sampled"
     """How weights are told from others: by samples of every tensor, or by all bytes, which are read once."""
-    cache_server: str | tuple[str, ...] = ()
-    """Cache servers outside of this deployment, such as `tcp://host:7700`, in place of `cache`."""
+    cache_server: str | tuple[str, ...] = ""
+    """A cache server outside of this deployment, such as `tcp://host:7700`, in place of `cache`."""
     cache_server_token_file: Path | None = None
-    """File with the token for them."""
+    """File with the token for it."""
     cache_server_secret_file: Path | None = None
-    """File with the secret that they encrypt with, if they do so without TLS."""
+    """File with the secret that it encrypts with, if it does so without TLS."""
     cache_server_certificate: Path | None = None
-    """Certificate (PEM) of the engine, if they know it by that and not by a token. Needs `cache_server_key`."""
+    """Certificate (PEM) of the engine, if it knows it by that and not by a token. Needs `cache_server_key`."""
     cache_server_key: Path | None = None
     """Its private key (PEM)."""
     cache_server_ca_file: Path | None = None
-    """Certificate (PEM) of who signed theirs: they are spoken to in TLS."""
+    """Certificate (PEM) of who signed the server's: it is spoken to in TLS."""
     cache_server_timeout_s: float = 1.0
     """Seconds after which a cache server that does not answer is passed over."""
-    cache_server_replicas: int = 1
-    """On how many of several cache servers each block is kept."""
 
     def __post_init__(self) -> None:
+        check_is_one("cache_server", self.cache_server)
         for name in self.names:
             check_name(name)
         if self.engines is not None and not 1 <= self.engines <= _MAX_ENGINES:

@@ -151,8 +151,8 @@ def _configs(
     except ConfigError as error:
         raise origin.wrong(place, str(error)) from error
     try:
-        for address in configs[0].cache_servers:
-            parse_address(address)
+        if configs[0].cache_server:
+            parse_address(configs[0].cache_server)
     except ConfigError as error:
         raise origin.wrong(place, f"cache_server: {error}", about="cache_server") from error
     return configs

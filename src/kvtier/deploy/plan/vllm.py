@@ -41,7 +41,6 @@ _HINTS = {
     "default_options": "give vllm --override-generation-config",
     "block_size": "give vllm --block-size",
     "cuda_graphs": "give vllm --enforce-eager",
-    "cache_server_replicas": "one cache server serves it",
 }
 
 
@@ -117,13 +116,11 @@ def _address(model: ModelSection, cache: CachePart | None) -> str:
     """Of the cache server; empty without one."""
     if cache is not None:
         return str(cache.server.unix)
-    return model.cache_server if isinstance(model.cache_server, str) else "".join(model.cache_server)
+    return str(model.cache_server)
 
 
 def _connector(model: ModelSection, cache: CachePart | None, place: Location, origin: Origin) -> str | None:
     """vLLM's `--kv-transfer-config`; None for a model without a cache."""
-    if not isinstance(model.cache_server, str) and len(model.cache_server) > 1:
-        raise origin.wrong(place, "cache_server must be one for vLLM", about="cache_server")
     address = _address(model, cache)
     if not address:
         return None

@@ -41,7 +41,7 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
     if part.engine.swap_space:
         tiers.append(f"host {part.engine.swap_space // slot_bytes} ({format_size(part.engine.swap_space)})")
     for cache in plan.caches:
-        if str(cache.server.unix) in part.engine.cache_servers:
+        if str(cache.server.unix) == part.engine.cache_server:
             server = cache.server
             if server.keeps_memory:
                 tiers.append(f"{cache.name} {server.memory_bytes // slot_bytes} ({format_size(server.memory_bytes)})")

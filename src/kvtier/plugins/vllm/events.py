@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError
 from kvtier.observe.log_limit import LogLimit
 from kvtier.plugins.vllm.compat import event_extra_keys, kind_of, made_with_known
@@ -78,7 +78,7 @@ class _Entry:
 
 
 def server_events(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, client: SingleClient, identity: Identity
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, client: CacheClient, identity: Identity
 ) -> ServerEvents | None:
     """Of an engine with one group of full attention. None where vLLM publishes no events."""
     config = vllm_config.kv_events_config
@@ -92,7 +92,7 @@ class ServerEvents:
     """Of one engine with one group of KV cache. The scheduler's thread calls `note` and `take`, which are short."""
 
     def __init__(
-        self, client: SingleClient, page_tokens: int, kind: str | None, *, block_tokens: int = BLOCK_TOKENS
+        self, client: CacheClient, page_tokens: int, kind: str | None, *, block_tokens: int = BLOCK_TOKENS
     ) -> None:
         self._client = client
         self._block_tokens = block_tokens

@@ -9,7 +9,7 @@ import msgspec
 from vllm.v1.request import Request
 
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.tiers.explanation import Explanation, MatchEnd
 
@@ -20,7 +20,7 @@ _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
 class Explainer:
     """For the requests of one engine. The scheduler's thread calls it, and never waits."""
 
-    def __init__(self, client: SingleClient, identity: Identity) -> None:
+    def __init__(self, client: CacheClient, identity: Identity) -> None:
         self._client = client
         self._identity = identity
         self._namespace = identity.fields.digest()

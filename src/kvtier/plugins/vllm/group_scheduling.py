@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.pins import Pins
 from kvtier.plugins.vllm.plan import Save
@@ -38,7 +38,7 @@ class GroupSchedulerSide(SchedulerSide):
 
     def __init__(
         self,
-        client: SingleClient,
+        client: CacheClient,
         identity: Identity,
         settings: ConnectorSettings,
         chunk_tokens: int,

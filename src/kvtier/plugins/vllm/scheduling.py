@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from kvtier.blocks.hashing import BlockHash, block_hashes, salted_root
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError
 from kvtier.plugins.vllm.compat import CacheHitSource
 from kvtier.plugins.vllm.events import ServerEvents
@@ -36,7 +36,7 @@ from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.plugins.vllm.step_times import StepTimes
 from kvtier.tiers.explanation import Explanation
-from kvtier.tiers.remote import SingleServerTier
+from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
@@ -90,7 +90,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        client: SingleClient,
+        client: CacheClient,
         identity: Identity,
         settings: ConnectorSettings,
         chunk_tokens: int,
@@ -127,7 +127,7 @@ class SchedulerSide:
         self._decision = LoadOrCompute(
             Speeds(), identity.layout, chunk_tokens, always_loads=settings.always_load, clock=time.monotonic
         )
-        tier = SingleServerTier(client, "server" if client.is_local else "tcp")
+        tier = RemoteTier(client, "server" if client.is_local else "tcp")
         search = self._search_in(tier, identity)
         self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s, search=search)
         self._steps = StepTimes(self._decision.speeds)

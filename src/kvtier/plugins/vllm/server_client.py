@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.settings import ServerSettings
@@ -25,7 +25,7 @@ class Cached(Protocol):
     def name(self) -> str: ...
 
 
-def client_of(settings: ServerSettings, cached: Cached, server: EmbeddedServer | None) -> SingleClient:
+def client_of(settings: ServerSettings, cached: Cached, server: EmbeddedServer | None) -> CacheClient:
     """Of the server that the settings name, or else of `server`, which is started if it does not run."""
     if server is not None:
         server.ensure()

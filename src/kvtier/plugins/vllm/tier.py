@@ -17,7 +17,7 @@ import vllm
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
 from kvtier.plugins.vllm.compat import (
@@ -49,7 +49,7 @@ _PATIENCE = 2.0
 class _Pages:
     """The engine's pages and the server's."""
 
-    client: SingleClient
+    client: CacheClient
     jobs: PageJobs
     lookups: PageLookups
     memory: memoryview
@@ -210,7 +210,7 @@ def _open(settings: ServerSettings, identity: PageIdentity, view: memoryview) ->
     return _Pages(client, jobs, lookups, memory, server)
 
 
-def _most_held(client: SingleClient, num_pages: int) -> int:
+def _most_held(client: CacheClient, num_pages: int) -> int:
     """Pages that may be leased between their lookup and their load. A client may hold half of a server's memory."""
     memory_bytes = client.info().get("memory_bytes")
     if not isinstance(memory_bytes, int):

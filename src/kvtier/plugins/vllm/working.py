@@ -11,12 +11,12 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from kvtier.client.client import SingleClient
+from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.compat import KVConnectorTransferResults
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
-from kvtier.tiers.remote import SingleServerTier
+from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.staged import StagedTier
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copier, Copies
@@ -39,7 +39,7 @@ _ARRIVING_S = 0.05
 class WorkerSide:
     """Of one rank of an engine."""
 
-    def __init__(self, client: SingleClient, identity: Identity, rank: int) -> None:
+    def __init__(self, client: CacheClient, identity: Identity, rank: int) -> None:
         self._client = client
         self._identity = identity
         self._rank = rank
@@ -66,7 +66,7 @@ class WorkerSide:
         identity, client = self._identity, self._client
         copier = self._new_copier([kv_caches[name] for name in identity.layer_names])
         assert identity.num_ranks > 1 or copier.is_whole, "a block must not be shown without its heads"
-        tier: Tier = SingleServerTier(client, "server" if client.is_local else "tcp")
+        tier: Tier = RemoteTier(client, "server" if client.is_local else "tcp")
         if not client.is_local:
             slot_bytes = identity.layout.slot_bytes
             tier = StagedTier(tier, max(_STAGING_PIECES * PIECE_BYTES, _MIN_STAGING_BLOCKS * slot_bytes))

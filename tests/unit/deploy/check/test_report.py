@@ -67,7 +67,7 @@ def test_the_report_says_what_every_part_takes(deploy: Deploy, tiny: Path) -> No
     assert on_host.architecture == "Qwen2ForCausalLM"
     assert on_host.kv_token_bytes == 2 * 2 * 2 * 16 * 4
     assert on_host.weights_bytes
-    assert on_host.cache_servers == ("unix:/run/kvtier/cache.sock",)
+    assert on_host.cache_server == "unix:/run/kvtier/cache.sock"
     assert report.host_bytes == (256 << 20) + 3 * GIB + on_host.weights_bytes
     assert report.disk_bytes == 3 * GIB
 

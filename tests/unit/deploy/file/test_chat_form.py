@@ -188,11 +188,11 @@ def test_each_model_has_its_own_cache(deploy: Deploy) -> None:
     )
 
     assert [part.name for part in plan.caches] == ["cache-0", "cache-1", "cache-2"]
-    assert [part.engine.cache_servers for part in plan.engines] == [
-        ("unix:/run/kvtier/cache-2.sock",),
-        ("unix:/run/kvtier/cache-1.sock",),
-        (),
-        (),
+    assert [part.engine.cache_server for part in plan.engines] == [
+        "unix:/run/kvtier/cache-2.sock",
+        "unix:/run/kvtier/cache-1.sock",
+        "",
+        "",
     ]
 
 

@@ -165,7 +165,7 @@ def test_default_options_reach_the_http_server_as_they_are(deploy: Deploy) -> No
 
 
 def test_the_file_can_set_every_setting_of_an_engine() -> None:
-    of_the_plan = {"model", "cache_server_token", "cache_server_secret", "cluster"}  # files for secrets; a section
+    of_the_plan = {"model", "cache_server_token", "cache_server_secret", "cluster", "objects"}  # secrets; sections
 
     assert set(EngineConfig.__struct_fields__) - of_the_plan <= set(EngineOptions.__struct_fields__)
 
@@ -290,7 +290,7 @@ class TestCaches:
         assert [part.engine.cache_server for part in plan.engines] == [
             "unix:/run/kvtier/a.sock",
             "unix:/run/kvtier/b.sock",
-            (),
+            "",
         ]
 
     @pytest.mark.parametrize(
@@ -317,15 +317,21 @@ class TestCaches:
         assert refuse(models + "true\n") == ["deploy.yml:3: cache is true, but the file has no cache"]
         assert refuse(models + "b\n") == ["deploy.yml:3: there is no cache 'b'; the file has no cache"]
 
-    def test_servers_outside_take_the_place_of_the_cache(self, deploy: Deploy, here: Path) -> None:
+    def test_several_servers_outside_are_a_cluster(self, refuse: Refuse) -> None:
+        servers = "models:\n  - model: o/a\n    cache_server: [tcp://one:7700, tcp://two:7700]\n"
+
+        [sentence] = refuse(servers)
+        assert "cache_server takes one address" in sentence
+        assert "cluster:" in sentence
+
+    def test_a_server_outside_takes_the_place_of_the_cache(self, deploy: Deploy, here: Path) -> None:
         (here / "token").write_text("a long secret\n")
         (here / "ca.pem").touch()
         plan = deploy(
             """
             models:
               - model: o/a
-                cache_server: [tcp://one:7700, tcp://two:7700]
-                cache_server_replicas: 2
+                cache_server: tcp://one:7700
                 cache_server_token_file: token
                 cache_server_ca_file: ca.pem
               - model: o/b
@@ -334,10 +340,10 @@ class TestCaches:
         )
 
         outside, inside = (part.engine for part in plan.engines)
-        assert outside.cache_servers == ("tcp://one:7700", "tcp://two:7700")
+        assert outside.cache_server == "tcp://one:7700"
         assert outside.cache_server_token == "a long secret"
         assert outside.cache_server_ca_file == str(here / "ca.pem")
-        assert inside.cache_servers == ("unix:/run/kvtier/cache.sock",)
+        assert inside.cache_server == "unix:/run/kvtier/cache.sock"
 
     @pytest.mark.parametrize(
         ("caches", "sentence"),
@@ -473,7 +479,7 @@ cache:
         )
         (cache,), (engine,) = plan.caches, plan.engines
         assert cache.cluster == engine.engine.cluster == expected
-        assert engine.engine.cache_servers == (str(cache.server.unix),)
+        assert engine.engine.cache_server == str(cache.server.unix)
         assert decode_part(encode_part(engine), EnginePart) == engine
 
     @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def _plan(
 ) -> DeploymentPlan:
     settings = {"memory_bytes": 256 * _MIB, "unix": _UNIX, **server}
     cache = CachePart(name="cache", server=CacheServerConfig(**settings))  # type: ignore[arg-type]
-    engine = EngineConfig(model="m", swap_space=swap_bytes, cache_server=str(_UNIX) if has_cache else ())
+    engine = EngineConfig(model="m", swap_space=swap_bytes, cache_server=str(_UNIX) if has_cache else "")
     return DeploymentPlan(
-        caches=(cache,) if has_cache else (),
+        caches=(cache,) if has_cache else "",
         engines=(EnginePart(name="engine-0", served_as="glm", engine=engine, socket="/run/e.sock"),),
         http=HttpPart(name="http", api=ApiConfig(models=(), keys=keys), listeners=listeners),
     )
