@@ -77,14 +77,12 @@ def _settings(server: ServerProcess, transport: str) -> dict[str, object]:
 # --- killed in the middle of stores --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("transport", "num_kills"),
-    [("unix", 3), *(pytest.param(transport, 10, marks=pytest.mark.slow) for transport in ("unix", "tcp"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_an_engine_killed_in_the_middle_of_stores_leaves_whole_blocks_only(
-    model: Path, children: Nursery, transport: str, num_kills: int
+    model: Path, children: Nursery, transport: str
 ) -> None:
-    _kill_in_the_middle(model, children, transport, num_kills)
+    _kill_in_the_middle(model, children, transport, num_kills=10)
 
 
 @pytest.mark.soak
@@ -211,7 +209,7 @@ def test_what_one_engine_is_computing_is_waited_for_by_another_process(model: Pa
         assert cached(output.outputs[0]).get("server", 0) > LONG_TOKENS // 2, llm.engine.explain("request-0").sentence()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num_waiting", [1, 40])
 def test_who_waits_for_an_engine_that_dies_or_stops_goes_on_by_itself(

@@ -182,6 +182,7 @@ def test_a_server_killed_between_requests_costs_no_answer_and_is_used_again_once
             _answered(llm, ASKED, expected)
 
 
+@pytest.mark.slow
 def test_a_server_killed_at_any_moment_of_loads_and_stores_costs_no_answer(
     model: Path,
     expected: list[RequestOutput],

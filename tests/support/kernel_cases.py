@@ -21,7 +21,7 @@ def run_cases(files: Iterable[Path], number: int, num_shares: int, config: pytes
     """
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     is_short = config.getoption("cases") == "sample"
-    cases, share = ("sample", f"{number}/{4 * num_shares}") if is_short else ("all", f"{number}/{num_shares}")
+    cases, share = ("sample", f"{number}/{8 * num_shares}") if is_short else ("all", f"{number}/{num_shares}")
     options = ["-p", "no:xdist", "--cases", cases, "--share", share, "--durations", "10"]
 
     done = subprocess.run(
