@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def run_cases(files: Iterable[Path], number: int, num_shares: int, config: pytest.Config) -> None:
-    """A share of the cases: of a quarter of the sample in the short run, and of all in the others.
+    """A share of the cases: of an eighth of the sample in the short run, and of all in the others.
 
     A failure is told with all the output.
     """
