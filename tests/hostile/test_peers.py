@@ -270,7 +270,7 @@ def test_bodies_that_never_end_take_little_memory() -> None:
         with crowd(server.tcp, 16, promise):
             assert server.resident_bytes() < before + 10 * MAX_BODY_BYTES
             assert comes_in(server.tcp, server.token)
-        wait_until(lambda: server.resident_bytes() < before + 5 * MAX_BODY_BYTES, "their memory has come back")
+        wait_until(lambda: server.resident_bytes() < before + MAX_BODY_BYTES, "their memory has come back")
 
 
 def test_idle_connections_keep_nothing_of_large_requests() -> None:

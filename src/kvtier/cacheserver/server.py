@@ -23,6 +23,7 @@ from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.sealer import LATEST_S, NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant, Tenants
 from kvtier.errors import ConfigError, LeaseError
+from kvtier.memory.heap import give_back_large_buffers
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
 from kvtier.sizes import format_size
@@ -114,6 +115,7 @@ class CacheServer:
             self._spawn("kvtier-accept-tcp", self._accept, self._tcp, tls)
         if config.touches_memory:
             self._spawn("kvtier-touch-memory", self._touch_memory)
+        give_back_large_buffers()
         gc.freeze()  # what start-up made stays; the collector need not walk it again
 
     @property
