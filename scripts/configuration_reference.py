@@ -112,6 +112,7 @@ SECTIONS: list[tuple[str, str, type[msgspec.Struct]]] = [
     ("`models`", "A list, one mapping per model.", native.ModelSection),
     ("`cache`", "One mapping, or a list of them with different names.", native.CacheSection),
     ("`cache.cluster`", "docs/cluster.md has more.", native.ClusterSection),
+    ("`cache.objects`", "docs/objects.md has more.", native.ObjectsSection),
     ("`http`", "A port of 0 is any that is free.", native.HttpSection),
     ("`http.api_keys`", "A list, one mapping per key.", native.ApiKeySection),
     ("The other form", "A file with one of these has this form.", chat_form.ChatDeployment),

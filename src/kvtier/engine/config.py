@@ -11,6 +11,7 @@ import msgspec
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import check_is_one
 
@@ -26,12 +27,12 @@ _SCHEDULE = re.compile(r"sync|async-([1-9][0-9]?)")
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is run. Sizes are bytes; `None` means that the engine finds a value at start-up.
 
-    `swap_space` is memory of this host for blocks. `cache_server` is where cache servers listen: one of this host
-    (`unix:/path`), whose memory is used in place, or some over TCP (`tcp://host:port`), with a token from
-    `cache_server_token` and TLS if `cache_server_ca_file` names who signed their certificates. `cluster` is a Valkey or
-    Redis Cluster below all of that. What the tiers have is loaded where that is faster than computing it, or always
-    with `always_load`. `identity` tells weights from others by samples of every tensor, or, with "full", by all of
-    their bytes, which are read once.
+    `swap_space` is memory of this host for blocks. `cache_server` is where a cache server listens: on this host
+    (`unix:/path`), where its memory is used in place, or over TCP (`tcp://host:port`), with a token from
+    `cache_server_token` and TLS if `cache_server_ca_file` names who signed its certificate. `cluster` is a Valkey or
+    Redis Cluster below that, `objects` an object store below all. What the tiers have is loaded where that is faster
+    than computing it, or always with `always_load`. `identity` tells weights from others by samples of every tensor,
+    or, with "full", by all of their bytes, which are read once.
     """
 
     model: str
@@ -61,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_server_key: str | None = None
     cache_server_timeout_s: float = 1.0
     cluster: ClusterConfig | None = None
+    objects: ObjectsConfig | None = None
     always_load: bool = False
     identity: IdentityKind = "sampled"
 
@@ -93,6 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
         if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
             raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
+        if self.objects is not None and not isinstance(self.objects, ObjectsConfig):
+            raise ConfigError(f"objects must be an ObjectsConfig, not {self.objects!r}")
         if not isinstance(self.always_load, bool):
             raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
         if self.identity not in get_args(IdentityKind):

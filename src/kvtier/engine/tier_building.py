@@ -1,4 +1,4 @@
-"""From settings to the tiers below the device: host memory of the engine's own, cache servers, a cluster."""
+"""From settings to the tiers below the device: the engine's own host memory, a cache server, a cluster, objects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.cluster import open_cluster_tier
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.objects import open_object_tier
 from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.tier import Tier
 
@@ -23,7 +24,7 @@ _MIN_STAGED_BLOCKS = 64
 
 def has_tiers(config: EngineConfig) -> bool:
     """There is something below the device."""
-    return bool(config.cache_server or config.swap_space or config.cluster)
+    return bool(config.cache_server or config.swap_space or config.cluster or config.objects)
 
 
 def make_hierarchy(
@@ -42,6 +43,8 @@ def make_hierarchy(
             tiers.append(_server_tier(config, layout, fields, name, metrics))
         if config.cluster is not None:
             tiers.append(open_cluster_tier(config.cluster, layout, fields.digest(), metrics))
+        if config.objects is not None:
+            tiers.append(open_object_tier(config.objects, layout, fields.digest(), metrics))
         swap_space = config.swap_space
         if not swap_space and not all(tier.is_local for tier in tiers):
             wanted = min(_MAX_STAGING_BYTES, device_bytes)

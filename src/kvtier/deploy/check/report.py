@@ -14,6 +14,7 @@ from kvtier.blocks.layout import slot_bytes_of
 from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
 from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
+from kvtier.deploy.check.objects import notes_on_objects
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener, VllmPart
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
@@ -99,6 +100,8 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
     for cache in plan.caches:
         if cache.cluster is not None:
             notes += notes_on_cluster(cache.cluster)
+        if cache.objects is not None:
+            notes += notes_on_objects(cache.objects)
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
         problems += _problems_of_socket(cache, runtime_folder)
         problems += _problems_of_neighbours(cache, plan)

@@ -19,6 +19,7 @@ from kvtier.deploy.file.vllm_arguments import check_arguments
 from kvtier.deploy.file.yaml_file import YamlFile
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.objects.config import DEFAULT_BUFFER
 from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S
 from kvtier.transport.address import check_is_one
 
@@ -233,6 +234,23 @@ class ClusterSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Speak to nodes on other hosts without TLS: whoever is on the network can read and alter blocks."""
 
 
+class ObjectsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An object store below a cache, for documents that come back after days."""
+
+    url: str
+    """`s3://bucket/folder`, `gs://`, `az://`, or `file:///folder`. Keys for it are looked for in the environment."""
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+    """More about it by the names of `obstore`, such as `endpoint` and `region`."""
+    segment: int | None = None
+    """Blocks in a row of a prompt that are one object, 32 MiB of them unless told. All hosts must agree on it."""
+    buffer: Size = Size(DEFAULT_BUFFER)
+    """Most memory of each engine for blocks that wait for the rest of their object."""
+    timeout_s: float = 2.0
+    """Seconds after which a store that does not answer is passed over."""
+    plaintext: bool = False
+    """Speak to an `http://` endpoint on another host: whoever is on the network can read and alter blocks."""
+
+
 class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cache server."""
 
@@ -248,6 +266,8 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Keep blocks on disk alone; `memory` is then only what passes through."""
     cluster: ClusterSection | None = None
     """Also keep blocks in a Valkey or Redis Cluster, for engines of other hosts."""
+    objects: ObjectsSection | None = None
+    """Also keep long prompts in an object store, for days."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.named_file import read_secret, require_file
-from kvtier.deploy.file.native import CacheSection, ClusterSection, Deployment, check_host
+from kvtier.deploy.file.native import CacheSection, ClusterSection, Deployment, ObjectsSection, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
 from kvtier.deploy.plan.parts import CachePart
@@ -14,6 +14,7 @@ from kvtier.deploy.plan.runtime_names import RuntimeNames, unix_address
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, parse_host_port
 
@@ -74,7 +75,12 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         )
     except ConfigError as error:
         raise origin.wrong(place, str(error)) from error
-    return CachePart(name=name, server=server, cluster=_plan_cluster(cache.cluster, (*place, "cluster"), origin))
+    return CachePart(
+        name=name,
+        server=server,
+        cluster=_plan_cluster(cache.cluster, (*place, "cluster"), origin),
+        objects=_plan_objects(cache.objects, (*place, "objects"), origin),
+    )
 
 
 def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origin) -> ClusterConfig | None:
@@ -119,3 +125,19 @@ def _check_apart(part: CachePart, other: CachePart, place: Location, origin: Ori
     ):
         if one is not None and two is not None and one.resolve() == two.resolve():
             raise origin.wrong(place, f"{one} is the {field} of the cache {other.name} already", about=field)
+
+
+def _plan_objects(objects: ObjectsSection | None, place: Location, origin: Origin) -> ObjectsConfig | None:
+    if objects is None:
+        return None
+    try:
+        return ObjectsConfig(
+            url=objects.url,
+            settings=objects.settings,
+            segment=objects.segment,
+            buffer=int(objects.buffer),
+            timeout_s=objects.timeout_s,
+            plaintext=objects.plaintext,
+        )
+    except ConfigError as error:
+        raise origin.wrong(place, str(error)) from error

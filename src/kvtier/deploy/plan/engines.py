@@ -146,6 +146,7 @@ def _configs(
     if cache is not None:
         settings["cache_server"] = str(cache.server.unix)
         settings["cluster"] = cache.cluster
+        settings["objects"] = cache.objects
     try:
         configs = [EngineConfig(model=found, device=device, **settings) for device in model.device_of_each_engine]
     except ConfigError as error:

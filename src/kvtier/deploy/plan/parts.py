@@ -13,17 +13,19 @@ import msgspec
 from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.engine.config import EngineConfig
+from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 
 _Part = TypeVar("_Part")
 
 
 class CachePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache server. `server.unix` is where its engines reach it, which also use the `cluster`."""
+    """A cache server. `server.unix` is where its engines reach it, which also use the `cluster` and the `objects`."""
 
     name: str
     server: CacheServerConfig
     cluster: ClusterConfig | None = None
+    objects: ObjectsConfig | None = None
 
 
 class EnginePart(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,10 +55,11 @@ def plan_vllm(
 ) -> tuple[VllmPart, ...]:
     """One per engine. `found` is the model's folder or its name on the hub, `names` are what clients call it."""
     _check_fields(model, place, origin)
-    if cache is not None and cache.cluster is not None:
-        raise origin.wrong(
-            place, f"vLLM cannot use the cluster of {cache.name}: give it a cache without", about="cache"
-        )
+    for name in ("cluster", "objects"):
+        if cache is not None and getattr(cache, name) is not None:
+            raise origin.wrong(
+                place, f"vLLM cannot use the {name} of {cache.name}: give it a cache without", about="cache"
+            )
     for name in names:
         if name.startswith("-"):
             raise origin.wrong(place, f"name must not begin with a dash for vLLM, as {name!r} does", about="name")

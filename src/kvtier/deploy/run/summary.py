@@ -49,6 +49,8 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
                 tiers.append(f"disk {server.file_bytes // slot_bytes} ({format_size(server.file_bytes)})")
     if part.engine.cluster is not None:
         tiers.append(f"cluster {part.engine.cluster.valkey[0]}")
+    if part.engine.objects is not None:
+        tiers.append(f"objects {part.engine.objects.url}")
     return [
         f"  {'engine':12} {part.name}: {part.served_as}, {facts.get('architecture', '')} {kind} "
         f"on {facts.get('device', '')}, weights {format_size(_whole(facts, 'weights_bytes'))}, "

@@ -1,0 +1,346 @@
+"""Blocks of one namespace in an object store: whole segments under ``kvt1/<namespace>/<segment>``. Thread-safe.
+
+Nothing is ever listed to find a block: an object's name follows from the prompt. An object that was found once is
+taken to be there still, until reading it shows otherwise; one that was not there is not looked for again for a while.
+Writing happens behind whoever offers, a segment at a time, and what cannot be written soon is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import RemoteProtocolError, TierError
+from kvtier.memory.checksum import checksum_of
+from kvtier.observe.log_limit import LogLimit
+from kvtier.stores.objects.bucket import Bucket
+from kvtier.stores.objects.collector import Collector
+from kvtier.stores.objects.index import Index, decode_index, encode_index, index_bytes
+from kvtier.stores.objects.segment_book import Place, SegmentBook
+
+logger = logging.getLogger(__name__)
+
+_MAX_KNOWN = 4096
+_ABSENT_S = 10.0
+_MAX_UPLOADS = 8
+_UPLOAD_THREADS = 2
+_IN_FLIGHT_BYTES = 256 << 20
+_FIRST_LOOK = 1
+_LOOK = 16
+_CLOSE_S = 10.0
+
+OnLoss: TypeAlias = Callable[[str, int], None]
+
+
+class _Upload(NamedTuple):
+    segment: BlockHash
+    hashes: Sequence[BlockHash]
+    payloads: list[bytes]
+
+
+class ObjectBlocks:
+    """Owns `bucket`. `on_loss` hears of what was lost: of which kind, and how many blocks."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        namespace: Namespace,
+        block_bytes: int,
+        *,
+        segment_blocks: int,
+        buffer_bytes: int,
+        on_loss: OnLoss = lambda kind, count: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bucket = bucket
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._segment_blocks = segment_blocks
+        self._book = SegmentBook(segment_blocks)
+        self._collector = Collector(block_bytes, buffer_bytes)
+        self._on_loss = on_loss
+        self._clock = clock
+        self._log = LogLimit(logger)
+        self._lock = threading.Condition(threading.Lock())
+        self._known: dict[BlockHash, Index] = {}
+        self._absent: dict[BlockHash, float] = {}
+        self._uploading: set[BlockHash] = set()
+        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._upload_all, name="kvtier-objects-write", daemon=True)
+            for _ in range(_UPLOAD_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All of a prompt's hashes so far, from its first block on; see `SegmentBook`."""
+        self._book.learn(hashes)
+
+    def find(self, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
+        """Which blocks are there. Looks no further than the first segment that is not."""
+        places = [self._book.place(block_hash) for block_hash in hashes]
+        indices: dict[BlockHash, Index | None] = {}
+        for names in _rounds(places):
+            indices.update(zip(names, self._indices(names, deadline), strict=True))
+            if None in indices.values():
+                break
+        return [
+            place is not None and _has(indices.get(place.segment), place, block_hash)
+            for place, block_hash in zip(places, hashes, strict=True)
+        ]
+
+    def get(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], deadline: float) -> list[bool]:
+        """Which blocks came whole: a store that fails brings fewer. An object with a damaged one is deleted."""
+        arrived = [False] * len(hashes)
+        try:
+            self._read(hashes, into, arrived, deadline)
+        except TierError as error:
+            self._on_loss(error.kind, 1)
+            self._log.warning(error.kind, "objects: %s", str(error))
+            for place in map(self._book.place, hashes):
+                if place is not None:
+                    self._forget(place.segment)  # whoever looks for it next finds out how the store is
+        return arrived
+
+    def put(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> int:
+        """Take blocks in; those whose segment is whole then are written behind. Returns how many were taken."""
+        num_taken = 0
+        segments: dict[BlockHash, None] = {}
+        for block_hash, payload in zip(hashes, blocks, strict=True):
+            place = self._book.place(block_hash)
+            if place is not None:
+                with self._lock:
+                    if place.segment in self._known or place.segment in self._uploading:
+                        continue
+                segments[place.segment] = None
+            num_taken += self._collector.add(block_hash, payload)
+        for segment in segments:
+            self._write_behind(segment)
+        return num_taken
+
+    def drop(self, hashes: Sequence[BlockHash], deadline: float) -> int:
+        """The segments that have one of these, as far as they are known. Returns how many of `hashes` went."""
+        found = self.find(hashes, deadline)
+        places = [self._book.place(block_hash) for block_hash in hashes]
+        segments = {place.segment for place, is_there in zip(places, found, strict=True) if place and is_there}
+        self._delete(segments, deadline)
+        return sum(found)
+
+    def drop_all(self, deadline: float) -> int:
+        """Returns how many blocks the segments had."""
+        names = self._bucket.list_names(self._prefix)
+        self._bucket.delete(names, deadline)
+        with self._lock:
+            self._known.clear()
+        return len(names) * self._segment_blocks
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was taken in and is whole is written, or lost; False when that takes longer."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._uploading, timeout_s)
+
+    def close(self) -> None:
+        """What is being written has a few seconds."""
+        deadline = time.monotonic() + _CLOSE_S
+        for _ in self._threads:
+            self._uploads.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._bucket.close()
+
+    # --- private: finding ------------------------------------------------------------------------------------------
+
+    @property
+    def _prefix(self) -> str:
+        return f"kvt1/{self._namespace.hex()}"
+
+    def _name(self, segment: BlockHash) -> str:
+        return f"{self._prefix}/{segment.hex()}"
+
+    def _indices(self, segments: Sequence[BlockHash], deadline: float) -> list[Index | None]:
+        """None for a segment that is not there. Raises a `TierError`."""
+        now = self._clock()
+        with self._lock:
+            asked = [
+                segment
+                for segment in segments
+                if segment not in self._known and self._absent.get(segment, 0.0) < now - _ABSENT_S
+            ]
+        start = self._segment_blocks * self._block_bytes
+        end = start + index_bytes(self._segment_blocks)
+        wanted = [(self._name(segment), start, end) for segment in asked]
+        for segment, encoded in zip(asked, self._bucket.read_all(wanted, deadline), strict=True):
+            self._note(segment, encoded)
+        with self._lock:
+            return [self._known.get(segment) for segment in segments]
+
+    def _note(self, segment: BlockHash, encoded: bytes | None) -> None:
+        """What was read where an object's index should be."""
+        index = None
+        if encoded is not None:
+            try:
+                index = decode_index(self._namespace, self._block_bytes, self._segment_blocks, bytes(encoded))
+            except RemoteProtocolError as error:
+                self._on_loss("corrupt", 1)
+                self._log.warning("corrupt", "objects: segment %s has %s", segment.hex()[:16], str(error))
+        with self._lock:
+            if index is not None and index.hashes[-1] == segment:
+                self._remember(segment, index)
+                return
+            self._absent[segment] = self._clock()
+            while len(self._absent) > _MAX_KNOWN:
+                del self._absent[next(iter(self._absent))]
+
+    def _remember(self, segment: BlockHash, index: Index) -> None:
+        self._absent.pop(segment, None)
+        self._known[segment] = index
+        while len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def _forget(self, segment: BlockHash) -> None:
+        with self._lock:
+            self._known.pop(segment, None)
+
+    def _runs(self, hashes: Sequence[BlockHash], found: Sequence[bool]) -> Iterator[_Run]:
+        """What can be read at once: blocks that follow each other here and in their object."""
+        run: _Run | None = None
+        for position, (block_hash, is_there) in enumerate(zip(hashes, found, strict=True)):
+            place = self._book.place(block_hash) if is_there else None
+            if run is not None and place == Place(run.segment, run.number + run.num_blocks) and position == run.end:
+                run = run._replace(num_blocks=run.num_blocks + 1)
+                continue
+            if run is not None:
+                yield run
+            run = None if place is None else _Run(place.segment, place.number, position, 1)
+        if run is not None:
+            yield run
+
+    def _read(
+        self, hashes: Sequence[BlockHash], into: Sequence[memoryview], arrived: list[bool], deadline: float
+    ) -> None:
+        found = self.find(hashes, deadline)
+        runs = list(self._runs(hashes, found))
+        damaged: set[BlockHash] = set()
+        at_once = max(1, _IN_FLIGHT_BYTES // (self._segment_blocks * self._block_bytes))
+        for first in range(0, len(runs), at_once):
+            some = runs[first : first + at_once]
+            wanted = [(self._name(run.segment), *run.range_of(self._block_bytes)) for run in some]
+            for run, payloads in zip(some, self._bucket.read_all(wanted, deadline), strict=True):
+                if payloads is None:
+                    self._forget(run.segment)  # deleted, by the bucket's own rules perhaps
+                elif not self._copy(run, payloads, into, arrived):
+                    damaged.add(run.segment)
+        if damaged:
+            self._on_loss("corrupt", len(damaged))
+            self._log.warning("corrupt", "objects: %d segments were damaged, and are deleted", len(damaged))
+            self._delete(damaged, deadline)
+
+    def _copy(self, run: _Run, payloads: bytes, into: Sequence[memoryview], arrived: list[bool]) -> bool:
+        """Copy the blocks of `run` that are what was written. False unless all of them are."""
+        with self._lock:
+            index = self._known.get(run.segment)
+        if index is None or len(payloads) != run.num_blocks * self._block_bytes:
+            return False
+        with memoryview(payloads) as view:
+            for offset in range(run.num_blocks):
+                with view[offset * self._block_bytes : (offset + 1) * self._block_bytes] as payload:
+                    block_hash, checksum = index.hashes[run.number + offset], index.checksums[run.number + offset]
+                    if checksum_of(self._namespace, block_hash, payload) != checksum:
+                        return False
+                    into[run.first + offset][:] = payload
+                arrived[run.first + offset] = True
+        return True
+
+    def _delete(self, segments: set[BlockHash], deadline: float) -> None:
+        for segment in segments:
+            self._forget(segment)
+        self._bucket.delete([self._name(segment) for segment in segments], deadline)
+
+    # --- private: writing ------------------------------------------------------------------------------------------
+
+    def _write_behind(self, segment: BlockHash) -> None:
+        """Have a segment written if all of its blocks are here and not many wait already."""
+        hashes = self._book.blocks_of(segment)
+        payloads = self._collector.whole(hashes)
+        if payloads is None:
+            return
+        with self._lock:
+            if len(self._uploading) >= _MAX_UPLOADS:
+                self._on_loss("busy", len(hashes))
+                return
+            self._uploading.add(segment)
+        self._uploads.put(_Upload(segment, hashes, payloads))
+
+    def _upload_all(self) -> None:
+        while (upload := self._uploads.get()) is not None:
+            try:
+                self._upload(upload)
+            except TierError as error:
+                self._on_loss(error.kind, len(upload.hashes))
+                self._log.warning(error.kind, "objects: a segment was not written: %s", str(error))
+            else:
+                self._collector.discard(upload.hashes)
+            finally:
+                with self._lock:
+                    self._uploading.discard(upload.segment)
+                    self._lock.notify_all()
+
+    def _upload(self, upload: _Upload) -> None:
+        """Unless another host has written it."""
+        checksums = [
+            checksum_of(self._namespace, block_hash, memoryview(payload))
+            for block_hash, payload in zip(upload.hashes, upload.payloads, strict=True)
+        ]
+        start = self._segment_blocks * self._block_bytes
+        name = self._name(upload.segment)
+        self._note(upload.segment, self._bucket.read(name, start, start + index_bytes(self._segment_blocks)))
+        with self._lock:
+            if upload.segment in self._known:
+                return
+        index = encode_index(self._namespace, self._block_bytes, upload.hashes, checksums)
+        self._bucket.write(name, [*upload.payloads, index])
+        with self._lock:
+            self._remember(upload.segment, Index(tuple(upload.hashes), tuple(checksums)))
+
+
+class _Run(NamedTuple):
+    """`num_blocks` blocks from `number` on in an object, which are the blocks from `first` on of what was asked."""
+
+    segment: BlockHash
+    number: int
+    first: int
+    num_blocks: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_blocks
+
+    def range_of(self, block_bytes: int) -> tuple[int, int]:
+        return self.number * block_bytes, (self.number + self.num_blocks) * block_bytes
+
+
+def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:
+    """The segments of these places in order, up to the first block without one: one alone, then many at once.
+
+    Most prompts are not there at all, which the first one tells.
+    """
+    names: dict[BlockHash, None] = {}
+    for place in places:
+        if place is None:
+            break
+        names[place.segment] = None
+    ordered = list(names)
+    yield ordered[:_FIRST_LOOK]
+    for first in range(_FIRST_LOOK, len(ordered), _LOOK):
+        yield ordered[first : first + _LOOK]
+
+
+def _has(index: Index | None, place: Place, block_hash: BlockHash) -> bool:
+    return index is not None and index.hashes[place.number] == block_hash

@@ -1,0 +1,66 @@
+"""Which segment a block is in, for prompts that were seen lately. Thread-safe.
+
+A segment is a fixed number of blocks that follow each other in a prompt, counted from its beginning, and is named by
+its last block: that hash covers all before it, so one name stands for the same bytes for ever. Prompts that part within
+a segment have a segment each, with the same blocks at its beginning; a block that two of them have is looked for in the
+one that was seen last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.blocks.hashing import BlockHash
+
+_MAX_BLOCKS = 1 << 17
+
+
+class Place(NamedTuple):
+    """Of a block: its segment's name, and its number in it."""
+
+    segment: BlockHash
+    number: int
+
+
+class SegmentBook:
+    """Of segments of `segment_blocks`; what a prompt has behind its last whole one has no place."""
+
+    def __init__(self, segment_blocks: int, max_blocks: int = _MAX_BLOCKS) -> None:
+        self._segment_blocks = segment_blocks
+        self._max_segments = max(1, max_blocks // segment_blocks)
+        self._lock = threading.Lock()
+        self._segments: dict[BlockHash, tuple[BlockHash, ...]] = {}
+        self._places: dict[BlockHash, Place] = {}
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All of a prompt's blocks so far, from its first on."""
+        size = self._segment_blocks
+        with self._lock:
+            for first in range(0, len(hashes) - size + 1, size):
+                name = hashes[first + size - 1]
+                place = self._places.get(hashes[first])
+                if place is None or place.segment != name:  # whoever was seen last has all of its blocks
+                    self._add(name, tuple(hashes[first : first + size]))
+
+    def place(self, block_hash: BlockHash) -> Place | None:
+        with self._lock:
+            return self._places.get(block_hash)
+
+    def blocks_of(self, segment: BlockHash) -> Sequence[BlockHash]:
+        """Empty when the segment is not known any more."""
+        with self._lock:
+            return self._segments.get(segment, ())
+
+    def _add(self, name: BlockHash, blocks: tuple[BlockHash, ...]) -> None:
+        self._segments[name] = blocks
+        for number, block_hash in enumerate(blocks):
+            self._places[block_hash] = Place(name, number)
+        if len(self._segments) > self._max_segments:
+            for old in list(itertools.islice(self._segments, len(self._segments) - self._max_segments // 2)):
+                for block_hash in self._segments.pop(old):
+                    place = self._places.get(block_hash)
+                    if place is not None and place.segment == old:
+                        del self._places[block_hash]

@@ -1,0 +1,120 @@
+"""An object store as a tier: whole segments of long prompts, for days. Thread-safe.
+
+Its leases are weak: a block may be gone when it is fetched. What is offered is written behind, once all of its segment
+was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.blocks.ghosts import Ghosts
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import ConfigError
+from kvtier.memory.copying import Buffer, byte_views
+from kvtier.memory.lease import BlockLease, EmptyLease, Lease
+from kvtier.observe.metrics import TierMetrics
+from kvtier.stores.objects.blocks import ObjectBlocks
+from kvtier.stores.objects.config import ObjectsConfig, open_blocks
+from kvtier.tiers.tier import PlainTier
+
+_BYTES_PER_S = 20e6
+"""What a deadline assumes of the slowest store worth using."""
+_DROP_ALL_S = 600.0
+
+
+def open_object_tier(
+    config: ObjectsConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "objects"
+) -> ObjectTier:
+    """The store need not answer now: it is used once it does. Raises `ConfigError`."""
+
+    def count(kind: str, times: int) -> None:
+        metrics.failures.labels(tier=name, kind=kind).inc(times)
+
+    blocks = open_blocks(config, namespace, layout.block_bytes, count)
+    return ObjectTier(blocks, layout, timeout_s=config.timeout_s, name=name)
+
+
+class ObjectTier(PlainTier):
+    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+
+    def __init__(self, blocks: ObjectBlocks, layout: KvLayout, *, timeout_s: float, name: str = "objects") -> None:
+        self.name = name
+        self.layout = layout
+        self._blocks = blocks
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._seen = Ghosts()
+        """What this process has found: if it is missing, it was deleted."""
+
+    @property
+    def holds_leases(self) -> bool:
+        return False
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        self._blocks.learn(hashes)
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        if not hashes:
+            return EmptyLease(MatchEnd.ALL)
+        found = self._blocks.find(hashes, time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s))
+        num_blocks = found.index(False) if False in found else len(found)
+        with self._lock:
+            for block_hash in hashes[:num_blocks]:
+                if not self._seen.has(block_hash):
+                    self._seen.add(block_hash)
+            ended = MatchEnd.ALL
+            if num_blocks < len(hashes):
+                ended = MatchEnd.EVICTED if self._seen.has(hashes[num_blocks]) else MatchEnd.NEVER_STORED
+        if not num_blocks:
+            return EmptyLease(ended)
+        return BlockLease(
+            None,
+            range(num_blocks),
+            self.layout.block_bytes,
+            hashes[:num_blocks],
+            ended,
+            self._pull,
+            lambda count: count,
+            num_blocks,
+            lambda: None,
+            lambda: None,
+        )
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        """Returns how many were taken in; they are there once all of their segment were, and were written."""
+        if len(hashes) != len(blocks):
+            raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        return self._blocks.put(hashes, byte_views(blocks, self.layout.block_bytes, writable=False))
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Of those behind the first segment that is not there nothing is known."""
+        return self._blocks.find(hashes, time.monotonic() + self._timeout_s)
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        with self._lock:
+            if hashes is None:
+                self._seen.clear()
+            else:
+                for block_hash in hashes:
+                    self._seen.discard(block_hash)
+        if hashes is None:
+            return self._blocks.drop_all(time.monotonic() + _DROP_ALL_S)
+        return self._blocks.drop(hashes, time.monotonic() + self._timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until whole segments that were offered are written, or lost; False when that takes longer."""
+        return self._blocks.flush(timeout_s)
+
+    def close(self) -> None:
+        self._blocks.close()
+
+    def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
+        deadline = time.monotonic() + self._timeout_s + len(hashes) * self.layout.block_bytes / _BYTES_PER_S
+        arrived = self._blocks.get(hashes, into, deadline)
+        return arrived.index(False) if False in arrived else len(arrived)
