@@ -96,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
             raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
         if self.objects is not None and not isinstance(self.objects, ObjectsConfig):
-            raise ConfigError(f"objects must be an ObjectsConfig, not {self.objects!r}")
+            raise ConfigError(f"objects must be an ObjectsConfig, not a {type(self.objects).__name__}")
         if not isinstance(self.always_load, bool):
             raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
         if self.identity not in get_args(IdentityKind):

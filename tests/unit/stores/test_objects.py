@@ -149,6 +149,30 @@ def test_bytes_that_were_altered_are_misses_counted_and_never_blocks(server: Obj
             assert not server.objects, "they are deleted"
 
 
+def test_an_object_is_not_deleted_because_others_forgot_it_meanwhile(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = Counter[str]()
+    with opened(server, losses) as blocks:
+        store(blocks, HASHES)
+        read_all = blocks._bucket.read_all
+
+        def forgetting(wanted: Any, deadline: float) -> list[bytes | None]:
+            if wanted:  # payloads: the indices are known
+                blocks._known.clear()
+                blocks.learn(HASHES[:2] + chain(2, 6))
+            return read_all(wanted, deadline)
+
+        monkeypatch.setattr(blocks._bucket, "read_all", forgetting)
+        assert read(blocks, HASHES) == payloads(HASHES[:8])
+        assert len(server.objects) == 2
+        assert not losses
+
+
+def test_settings_are_not_shown(server: ObjectServer) -> None:
+    assert "secret" not in repr(ObjectsConfig(url="s3://b", settings={"secret_access_key": "secret"}))
+
+
 @pytest.mark.parametrize(
     ("fault", "error"), [("refuse", TierRefused), ("fail", TierUnavailable), ("hang", TierTimeout)]
 )
@@ -279,6 +303,9 @@ def test_blocks_that_wait_too_long_go_first() -> None:
         ({"url": "s3://b", "buffer": -1}, "buffer must be"),
         ({"url": "s3://b", "timeout_s": float("nan")}, "timeout_s must be"),
         ({"url": "s3://b", "settings": {"endpoint": "http://10.0.0.1:80"}}, "is not encrypted"),
+        ({"url": "s3://b", "settings": {"AWS_ENDPOINT_URL": "HTTP://10.0.0.1:80"}}, "is not encrypted"),
+        ({"url": "s3://key:secret@b"}, "url must not hold a key"),
+        ({"url": 5}, "url must be text"),
         ({"url": "s3://b", "settings": {str(number): "" for number in range(100)}}, "settings must be at most"),
     ],
 )
@@ -291,6 +318,7 @@ def test_settings_that_cannot_work_are_one_sentence(fields: dict[str, Any], sent
     ("fields", "sentence"),
     [
         ({"settings": {"no_such_setting": "1"}}, "object store s3://b"),
+        ({"settings": {"timeout": "1"}}, "object store s3://b"),
         ({"buffer": 10}, "it must hold two"),
     ],
 )

@@ -27,8 +27,9 @@ from kvtier.stores.objects.segment_book import Place, SegmentBook
 logger = logging.getLogger(__name__)
 
 _MAX_KNOWN = 4096
+_MAX_KNOWN_BLOCKS = 1 << 18
+_MAX_UPLOADS = 4
 _ABSENT_S = 10.0
-_MAX_UPLOADS = 8
 _UPLOAD_THREADS = 2
 _IN_FLIGHT_BYTES = 256 << 20
 _FIRST_LOOK = 1
@@ -85,16 +86,7 @@ class ObjectBlocks:
 
     def find(self, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
         """Which blocks are there. Looks no further than the first segment that is not."""
-        places = [self._book.place(block_hash) for block_hash in hashes]
-        indices: dict[BlockHash, Index | None] = {}
-        for names in _rounds(places):
-            indices.update(zip(names, self._indices(names, deadline), strict=True))
-            if None in indices.values():
-                break
-        return [
-            place is not None and _has(indices.get(place.segment), place, block_hash)
-            for place, block_hash in zip(places, hashes, strict=True)
-        ]
+        return [found is not None for found in self._look(hashes, deadline)]
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], deadline: float) -> list[bool]:
         """Which blocks came whole: a store that fails brings fewer. An object with a damaged one is deleted."""
@@ -127,6 +119,8 @@ class ObjectBlocks:
 
     def drop(self, hashes: Sequence[BlockHash], deadline: float) -> int:
         """The segments that have one of these, as far as they are known. Returns how many of `hashes` went."""
+        self._collector.discard(hashes)
+        self.flush(max(0.0, deadline - time.monotonic()))
         found = self.find(hashes, deadline)
         places = [self._book.place(block_hash) for block_hash in hashes]
         segments = {place.segment for place, is_there in zip(places, found, strict=True) if place and is_there}
@@ -201,32 +195,32 @@ class ObjectBlocks:
     def _remember(self, segment: BlockHash, index: Index) -> None:
         self._absent.pop(segment, None)
         self._known[segment] = index
-        while len(self._known) > _MAX_KNOWN:
+        while len(self._known) > max(1, min(_MAX_KNOWN, _MAX_KNOWN_BLOCKS // self._segment_blocks)):
             del self._known[next(iter(self._known))]
 
     def _forget(self, segment: BlockHash) -> None:
         with self._lock:
             self._known.pop(segment, None)
 
-    def _runs(self, hashes: Sequence[BlockHash], found: Sequence[bool]) -> Iterator[_Run]:
-        """What can be read at once: blocks that follow each other here and in their object."""
-        run: _Run | None = None
-        for position, (block_hash, is_there) in enumerate(zip(hashes, found, strict=True)):
-            place = self._book.place(block_hash) if is_there else None
-            if run is not None and place == Place(run.segment, run.number + run.num_blocks) and position == run.end:
-                run = run._replace(num_blocks=run.num_blocks + 1)
-                continue
-            if run is not None:
-                yield run
-            run = None if place is None else _Run(place.segment, place.number, position, 1)
-        if run is not None:
-            yield run
+    def _look(self, hashes: Sequence[BlockHash], deadline: float) -> list[_Found | None]:
+        """Where each block is, and its object's index; None for those that are not there."""
+        places = [self._book.place(block_hash) for block_hash in hashes]
+        indices: dict[BlockHash, Index | None] = {}
+        for names in _rounds(places):
+            indices.update(zip(names, self._indices(names, deadline), strict=True))
+            if None in indices.values():
+                break
+        found: list[_Found | None] = []
+        for place, block_hash in zip(places, hashes, strict=True):
+            index = None if place is None else indices.get(place.segment)
+            is_there = place is not None and index is not None and index.hashes[place.number] == block_hash
+            found.append(_Found(place, index) if is_there and place is not None and index is not None else None)
+        return found
 
     def _read(
         self, hashes: Sequence[BlockHash], into: Sequence[memoryview], arrived: list[bool], deadline: float
     ) -> None:
-        found = self.find(hashes, deadline)
-        runs = list(self._runs(hashes, found))
+        runs = list(_runs(self._look(hashes, deadline)))
         damaged: set[BlockHash] = set()
         at_once = max(1, _IN_FLIGHT_BYTES // (self._segment_blocks * self._block_bytes))
         for first in range(0, len(runs), at_once):
@@ -244,9 +238,8 @@ class ObjectBlocks:
 
     def _copy(self, run: _Run, payloads: bytes, into: Sequence[memoryview], arrived: list[bool]) -> bool:
         """Copy the blocks of `run` that are what was written. False unless all of them are."""
-        with self._lock:
-            index = self._known.get(run.segment)
-        if index is None or len(payloads) != run.num_blocks * self._block_bytes:
+        index = run.contents
+        if len(payloads) != run.num_blocks * self._block_bytes:
             return False
         with memoryview(payloads) as view:
             for offset in range(run.num_blocks):
@@ -272,6 +265,8 @@ class ObjectBlocks:
         if payloads is None:
             return
         with self._lock:
+            if segment in self._uploading:
+                return
             if len(self._uploading) >= _MAX_UPLOADS:
                 self._on_loss("busy", len(hashes))
                 return
@@ -285,6 +280,8 @@ class ObjectBlocks:
             except TierError as error:
                 self._on_loss(error.kind, len(upload.hashes))
                 self._log.warning(error.kind, "objects: a segment was not written: %s", str(error))
+            except Exception:
+                logger.exception("writing a segment failed")  # the thread goes on
             else:
                 self._collector.discard(upload.hashes)
             finally:
@@ -310,17 +307,21 @@ class ObjectBlocks:
             self._remember(upload.segment, Index(tuple(upload.hashes), tuple(checksums)))
 
 
+class _Found(NamedTuple):
+    """Where a block is."""
+
+    place: Place
+    contents: Index
+
+
 class _Run(NamedTuple):
     """`num_blocks` blocks from `number` on in an object, which are the blocks from `first` on of what was asked."""
 
     segment: BlockHash
+    contents: Index
     number: int
     first: int
     num_blocks: int
-
-    @property
-    def end(self) -> int:
-        return self.first + self.num_blocks
 
     def range_of(self, block_bytes: int) -> tuple[int, int]:
         return self.number * block_bytes, (self.number + self.num_blocks) * block_bytes
@@ -342,5 +343,15 @@ def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:
         yield ordered[first : first + _LOOK]
 
 
-def _has(index: Index | None, place: Place, block_hash: BlockHash) -> bool:
-    return index is not None and index.hashes[place.number] == block_hash
+def _runs(found: Sequence[_Found | None]) -> Iterator[_Run]:
+    """What can be read at once: blocks that follow each other here and in their object."""
+    run: _Run | None = None
+    for position, one in enumerate(found):
+        if run is not None and one is not None and one.place == Place(run.segment, run.number + run.num_blocks):
+            run = run._replace(num_blocks=run.num_blocks + 1)
+            continue
+        if run is not None:
+            yield run
+        run = None if one is None else _Run(one.place.segment, one.contents, one.place.number, position, 1)
+    if run is not None:
+        yield run

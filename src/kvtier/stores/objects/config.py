@@ -17,6 +17,11 @@ _SCHEMES = ("s3", "gs", "az", "file")
 _MAX_SEGMENT = 4096
 _MAX_TIMEOUT_S = 600.0
 _MAX_SETTINGS = 64
+_ENDPOINTS = frozenset(
+    f"{before}{after}"
+    for before in ("", "aws_", "azure_", "azure_storage_", "google_")
+    for after in ("endpoint", "endpoint_url")
+) | {"base_url", "google_base_url", "aws_endpoint_url_s3"}
 _BYTES_PER_S = 20e6
 """What a limit assumes of the slowest store worth using."""
 
@@ -37,6 +42,8 @@ class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     plaintext: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not isinstance(self.settings, dict):
+            raise ConfigError("url must be text, and settings a mapping of text")
         scheme = self.url.partition("://")[0]
         if scheme not in _SCHEMES or len(self.url) > 2048:
             raise ConfigError(
@@ -50,6 +57,8 @@ class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"timeout_s must be more than 0 and at most {_MAX_TIMEOUT_S:g}, not {self.timeout_s:g}")
         if len(self.settings) > _MAX_SETTINGS:
             raise ConfigError(f"settings must be at most {_MAX_SETTINGS}, not {len(self.settings)}")
+        if "@" in urlsplit(self.url).netloc:
+            raise ConfigError("url must not hold a key: leave keys to the environment, or to settings")
         endpoint = self._endpoint
         if endpoint.startswith("http://") and not self.plaintext and not _is_loopback(endpoint):
             raise ConfigError(f"{endpoint} is not encrypted: write https://, or plaintext: true if all may read blocks")
@@ -60,7 +69,12 @@ class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def _endpoint(self) -> str:
-        return next((value for name, value in self.settings.items() if name.lower().endswith("endpoint")), "")
+        """Lower case, so that nobody evades what is asked of `http://`."""
+        names = (name for name in self.settings if name.lower() in _ENDPOINTS)
+        return next((self.settings[name].lower() for name in names), "")
+
+    def __repr__(self) -> str:
+        return f"ObjectsConfig(url={self.url!r}, ...)"  # settings may hold keys
 
 
 def open_blocks(config: ObjectsConfig, namespace: Namespace, block_bytes: int, on_loss: OnLoss) -> ObjectBlocks:
