@@ -24,17 +24,22 @@ from kvtier.tiers.tier import PlainTier
 _BYTES_PER_S = 50e6
 """What a deadline assumes of the slowest network worth using."""
 _DROP_ALL_S = 60.0
+_FIRST_ANSWER_S = 5.0
 
 
 def open_cluster_tier(
     config: ClusterConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "cluster"
 ) -> ClusterTier:
-    """The cluster need not answer now: it is used once it does. Raises `ConfigError`."""
+    """The cluster has a moment to answer, so that the first request can hit; else it is used once it does.
+
+    Raises `ConfigError`.
+    """
 
     def count(kind: str, times: int) -> None:
         metrics.failures.labels(tier=name, kind=kind).inc(times)
 
     blocks = open_blocks(config, namespace, layout.block_bytes, count)
+    blocks.wait_until_known(min(config.timeout_s, _FIRST_ANSWER_S))
     return ClusterTier(blocks, layout, timeout_s=config.timeout_s, name=name)
 
 
