@@ -274,6 +274,27 @@ class BlockLease(_Scope):
         self._finish()
 
 
+def weak_lease(
+    hashes: Sequence[BlockHash],
+    block_bytes: int,
+    ended: MatchEnd,
+    pull: Callable[[Sequence[BlockHash], Sequence[memoryview]], int],
+) -> BlockLease:
+    """Of a tier that keeps nothing for whoever matched it: `pull` brings what is still there."""
+    return BlockLease(
+        None,
+        range(len(hashes)),
+        block_bytes,
+        hashes,
+        ended,
+        pull,
+        lambda count: count,
+        len(hashes),
+        lambda: None,
+        lambda: None,
+    )
+
+
 class Reservation(_Scope):
     """Slots to write in place, in an arena of this host. Not thread-safe.
 

@@ -15,7 +15,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
 from kvtier.memory.copying import Buffer, byte_views
-from kvtier.memory.lease import BlockLease, EmptyLease, Lease
+from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.blocks import ClusterBlocks
 from kvtier.stores.valkey.config import ClusterConfig, open_blocks
@@ -79,18 +79,7 @@ class ClusterTier(PlainTier):
         ended = self._ending(hashes[num_blocks], found[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
         if not num_blocks:
             return EmptyLease(ended)
-        return BlockLease(
-            None,
-            range(num_blocks),
-            self.layout.block_bytes,
-            hashes[:num_blocks],
-            ended,
-            self._pull,
-            lambda count: count,
-            num_blocks,
-            lambda: None,
-            lambda: None,
-        )
+        return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         if len(hashes) != len(blocks):

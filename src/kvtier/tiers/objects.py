@@ -17,7 +17,7 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
 from kvtier.memory.copying import Buffer, byte_views
-from kvtier.memory.lease import BlockLease, EmptyLease, Lease
+from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.objects.blocks import ObjectBlocks
 from kvtier.stores.objects.config import ObjectsConfig, open_blocks
@@ -73,18 +73,7 @@ class ObjectTier(PlainTier):
                 ended = MatchEnd.EVICTED if self._seen.has(hashes[num_blocks]) else MatchEnd.NEVER_STORED
         if not num_blocks:
             return EmptyLease(ended)
-        return BlockLease(
-            None,
-            range(num_blocks),
-            self.layout.block_bytes,
-            hashes[:num_blocks],
-            ended,
-            self._pull,
-            lambda count: count,
-            num_blocks,
-            lambda: None,
-            lambda: None,
-        )
+        return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         """Returns how many were taken in; they are there once all of their segment were, and were written."""

@@ -165,7 +165,7 @@ class ObjectBlocks:
             asked = [
                 segment
                 for segment in segments
-                if segment not in self._known and self._absent.get(segment, 0.0) < now - _ABSENT_S
+                if segment not in self._known and self._absent.get(segment, float("-inf")) < now - _ABSENT_S
             ]
         start = self._segment_blocks * self._block_bytes
         end = start + index_bytes(self._segment_blocks)
@@ -213,8 +213,10 @@ class ObjectBlocks:
         found: list[_Found | None] = []
         for place, block_hash in zip(places, hashes, strict=True):
             index = None if place is None else indices.get(place.segment)
-            is_there = place is not None and index is not None and index.hashes[place.number] == block_hash
-            found.append(_Found(place, index) if is_there and place is not None and index is not None else None)
+            if place is None or index is None or index.hashes[place.number] != block_hash:
+                found.append(None)
+            else:
+                found.append(_Found(place, index))
         return found
 
     def _read(
