@@ -12,6 +12,9 @@ VLLM ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# Tests start hundreds of processes: what they import is compiled once, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 # `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
 LOCKED ?=
 

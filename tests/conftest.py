@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from m
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from tests.support.dealing import dealt
 from tests.support.examples import SHORT_PROFILE, WHOLE_PROFILE
 from tests.support.guardian import guard_this_process
 from tests.support.sampling import covering, every_nth
@@ -52,7 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = kept[first - 1 :: step]
     left_out = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = kept
+    num_workers = getattr(config, "workerinput", {}).get("workercount")
+    items[:] = kept if num_workers is None else dealt(kept, num_workers, _module, _starts_processes)
+
+
+def _module(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Most tests but the unit tests do, and are slow."""
+    return not item.nodeid.startswith("tests/unit/") or item.nodeid.startswith("tests/unit/kernels/")
 
 
 def _cases(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
