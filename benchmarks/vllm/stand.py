@@ -165,6 +165,31 @@ class VllmEngine:
         seconds = time.perf_counter() - started_at
         return [_answer(output, 0.0) for output in outputs], seconds
 
+    def gaps_beside(
+        self, streams: Sequence[Sequence[int]], beside: Sequence[Sequence[int]], *, every: int
+    ) -> list[float]:
+        """Seconds between tokens of `streams`, while a prompt of `beside` comes after each `every` tokens of theirs."""
+        engine = self._llm.llm_engine
+        num_tokens = every * (len(beside) + 2)
+        for number, prompt in enumerate(streams):
+            engine.add_request(
+                f"stream-{number}-{uuid.uuid4()}", {"prompt_token_ids": list(prompt)}, _greedy(num_tokens)
+            )
+        told_at: dict[str, float] = {}
+        gaps: list[float] = []
+        waiting = list(beside)
+        while engine.has_unfinished_requests():
+            outputs = [output for output in engine.step() if output.request_id.startswith("stream-")]
+            now = time.perf_counter()
+            if len(told_at) == len(streams):
+                gaps += [now - told_at[output.request_id] for output in outputs]
+            told_at |= {output.request_id: now for output in outputs}
+            is_next = len(gaps) >= every * len(streams) * (len(beside) - len(waiting) + 1)
+            if waiting and is_next:
+                prompt = waiting.pop()
+                engine.add_request(str(uuid.uuid4()), {"prompt_token_ids": list(prompt)}, _greedy(1))
+        return gaps
+
     def forget_prefixes(self) -> None:
         """Empty vLLM's own prefix cache; it is not emptied while pages of finished requests are being saved."""
         wait_until(self._llm.reset_prefix_cache, "vLLM's prefix cache empty")
