@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm import LLM
 
+from kvtier.plugins.vllm import identity
 from kvtier.testing.servers import ServerProcess, cache_server
 from tests.compat.vllm.engines import (
     answers_without_cache,
@@ -86,6 +87,22 @@ def test_a_prefix_is_a_hit_for_the_next_engine_and_answers_are_those_without_the
     assert warm.tokens == expected
     assert warm.num_cached >= _LEAST[name]
     assert num_loaded == warm.num_cached
+
+
+def test_opaque_pages_of_another_device_are_not_found(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of another processor may keep another order inside a page."""
+    with _engine("gemma3", server.unix) as llm:
+        ask_one(llm, _PROMPT)
+        _settle(llm, server.unix)
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(identity, "page_device", lambda: ["cpu", "another processor"])
+        with _engine("gemma3", server.unix) as llm:
+            assert ask_one(llm, _PROMPT).num_cached == 0
+    with _engine("gemma3", server.unix) as llm:
+        assert ask_one(llm, _PROMPT).num_cached >= _LEAST["gemma3"]
+
+    assert len(namespaces_at(server.unix)) == 2
 
 
 @pytest.mark.nightly
