@@ -51,13 +51,15 @@ def runtime(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 def server_pids(runtime: Path) -> list[int]:
-    """Cache servers that listen somewhere in `runtime`."""
+    """Cache servers that listen somewhere in `runtime`; not what starts them, and has their words among its own."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
-                if "cache-server" in words and any(word.startswith(f"{runtime}/") for word in words):
+                if words[1:5] == ["-P", "-m", "kvtier", "cache-server"] and any(
+                    word.startswith(f"{runtime}/") for word in words
+                ):
                     found.append(int(entry.name))
     return found
 
