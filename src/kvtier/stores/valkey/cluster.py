@@ -86,6 +86,7 @@ class Cluster:
         self._shards: dict[NodeAddress, Shard] = {}
         self._owners: list[NodeAddress | None] = [None] * NUM_SLOTS
         self._workers = Workers(_MAX_THREADS, "kvtier-cluster")
+        self._probers = Workers(_MAX_THREADS, "kvtier-cluster-probe")
         self._log = LogLimit(logger)
         self._wakes = threading.Event()
         self._is_closed = False
@@ -164,6 +165,7 @@ class Cluster:
         self._is_closed = True
         self._wakes.set()
         self._keeper.join()
+        self._probers.close()
         self._workers.close()
         for shard in list(self._shards.values()):
             shard.close()
@@ -202,8 +204,7 @@ class Cluster:
         while not self._is_closed:
             has_down = False
             try:
-                for shard in [shard for shard in list(self._shards.values()) if shard.is_down]:
-                    has_down |= not shard.probe(_PROBE_S)
+                has_down = self._probe()
                 if self._is_stale or has_down or time.monotonic() - refreshed_at > _REFRESH_S:
                     self._is_stale = not self._refresh()
                     refreshed_at = time.monotonic()
@@ -216,6 +217,16 @@ class Cluster:
             self._wakes.wait(_KEEPER_S if self._is_stale or has_down else _REFRESH_S)
             if not self._is_closed and self._wakes.is_set():
                 time.sleep(_KEEPER_S / 10)
+
+    def _probe(self) -> bool:
+        """Whether a node that was down still is. Many may be silent at once, and none waits for the others."""
+
+        def is_back(shard: Shard) -> bool:
+            return not self._is_closed and shard.probe(_PROBE_S)
+
+        down = [shard for shard in list(self._shards.values()) if shard.is_down]
+        found = self._probers.map(is_back, down) if len(down) > 1 else [is_back(shard) for shard in down]
+        return not all(found)
 
     def _refresh(self) -> bool:
         """Ask the first node that answers who has the slots; False if none does."""

@@ -38,8 +38,11 @@ class Shard:
     def connection(self, deadline: float) -> Iterator[NodeConnection]:
         """A connection for the caller alone. A failure of it, and of nothing else, is the end of it.
 
-        Raises `TierUnavailable` at once while the node is down.
+        Raises `TierUnavailable` at once while the node is down, and `TierTimeout` at once after the deadline, for which
+        the node is not to blame: whoever asked had waited for others.
         """
+        if not self.is_down and time.monotonic() >= deadline:
+            raise TierTimeout(f"no time was left to ask the cluster's node {self.address}")
         connection = self._take(deadline)
         try:
             yield connection

@@ -1,0 +1,109 @@
+"""Which nodes of a cluster are down, and how they are found again. The nodes are sockets of this test."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvtier.errors import TierTimeout
+from kvtier.stores.valkey.cluster import Cluster, Share
+from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
+from kvtier.stores.valkey.shard import Shard
+from kvtier.stores.valkey.slots import NUM_SLOTS
+from tests.support.waiting import CALL_S, LIMIT_S, wait_until
+
+NUM_NODES = 3
+
+
+def port_of(sock: socket.socket) -> int:
+    port: int = sock.getsockname()[1]
+    return port
+
+
+def slots_reply(ports: Sequence[int]) -> bytes:
+    parts = [b"*%d\r\n" % len(ports)]
+    for number, port in enumerate(ports):
+        first, end = number * NUM_SLOTS // len(ports), (number + 1) * NUM_SLOTS // len(ports)
+        parts.append(b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, end - 1, port))
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def seed_that_names(ports: Sequence[int]) -> Iterator[NodeAddress]:
+    """A node without slots, which says who has them."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock:
+                    while request := sock.recv(4096):
+                        sock.sendall(slots_reply(ports) if b"SLOTS" in request else b"+OK\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield NodeAddress("127.0.0.1", port_of(listener))
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def answer_together(listeners: Sequence[socket.socket]) -> None:
+    """Answer nobody until all nodes are asked at the same time."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            asking = [stack.enter_context(listener.accept()[0]) for listener in listeners]
+            for sock in asking:
+                sock.recv(4096)
+            if all(is_open(sock) for sock in asking):
+                for sock in asking:
+                    sock.sendall(b"+OK\r\n")
+                return
+
+
+def is_open(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+
+
+def nothing(node: NodeConnection, share: Share) -> None:
+    raise AssertionError("nobody answers")
+
+
+def test_nodes_that_are_down_are_looked_for_at_the_same_time() -> None:
+    """One after the other, many silent ones would keep a node waiting that is back, and the end of the cluster."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(NUM_NODES)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))  # and does not listen
+        seed = stack.enter_context(seed_that_names([port_of(listener) for listener in listeners]))
+        cluster = stack.enter_context(contextlib.closing(Cluster([seed], Access())))
+        assert cluster.wait_until_known(LIMIT_S)
+        every_node = [number * NUM_SLOTS // NUM_NODES for number in range(NUM_NODES)]
+        failures = cluster.spread(every_node, nothing, time.monotonic() + CALL_S, split_above=NUM_NODES)
+        assert (len(failures), cluster.num_down) == (NUM_NODES, NUM_NODES)
+        for listener in listeners:
+            listener.listen()
+            listener.settimeout(LIMIT_S)
+
+        answer_together(listeners)
+
+        wait_until(lambda: cluster.num_down == 0)
+
+
+def test_a_node_that_nobody_had_time_to_ask_is_not_down() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with contextlib.closing(Shard(NodeAddress("127.0.0.1", port_of(listener)), Access())) as shard:
+            with pytest.raises(TierTimeout, match="no time was left"), shard.connection(time.monotonic() - 1):
+                raise AssertionError("it is too late")
+
+            assert not shard.is_down
