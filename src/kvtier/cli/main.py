@@ -10,6 +10,7 @@ _COMMANDS = {
     "cache": "kvtier.cli.cache:cache",
     "cache-server": "kvtier.cli.cache_server:cache_server",
     "check": "kvtier.cli.check:check_command",
+    "cluster": "kvtier.cli.cluster:cluster",
     "explain": "kvtier.cli.explain:explain_command",
     "serve": "kvtier.cli.serve:serve",
 }

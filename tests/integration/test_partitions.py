@@ -1,0 +1,231 @@
+"""Engines on hosts of their own over one Valkey cluster, and networks that fail between them. Hosts are namespaces.
+
+Three hosts have a node of the cluster each, two more have an engine each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier import LLM
+from kvtier.engine.answer import RequestOutput
+from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.testing.servers import cache_server
+from kvtier.testing.tiny_models import save_tiny_model
+from tests.support.namespaces import Host, Network, network
+from tests.support.tiered_engines import (
+    Asking,
+    Question,
+    answers,
+    ask,
+    assert_nothing_held,
+    assert_same_answers,
+    cached_by_tier,
+    cold,
+    full_blocks,
+    num_given_up,
+    open_engine,
+    questions,
+    settled,
+    tokens,
+)
+from tests.support.valkey import ValkeyCluster, valkey_cluster
+from tests.support.waiting import CALL_S, wait_until
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.slow  # each starts a cluster
+
+DEADLINE_S = 1.0
+"""Of a host that is cut off: what is lost costs it no more than that."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where everything is. `near` is the host that things happen to, `far` another one with an engine."""
+
+    joined: Network
+    cluster: ValkeyCluster
+    near: Host
+
+    @property
+    def nodes(self) -> list[Host]:
+        return self.joined.hosts[:3]
+
+    @property
+    def far(self) -> Host:
+        return self.joined.hosts[4]
+
+    def settings(self, timeout_s: float = CALL_S, **more: Any) -> dict[str, Any]:
+        seeds = tuple(f"tcp://{seed}" for seed in self.cluster.seeds)
+        config = ClusterConfig(valkey=seeds, segment=3, timeout_s=timeout_s, plaintext=True)
+        return {"cluster": config, "max_num_batched_tokens": 40, **more}
+
+    def num_calls(self, name: str) -> int:
+        """Of a command, by all nodes."""
+        texts = [self.cluster.call(node, b"INFO", b"commandstats") for node in self.cluster.primaries]
+        return sum(int(count) for text in texts for count in re.findall(rf"cmdstat_{name}:calls=(\d+)", _text(text)))
+
+
+def _text(reply: object) -> str:
+    assert isinstance(reply, bytes)
+    return reply.decode()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What happens to the host with this number."""
+
+    cut: Callable[[Site], None]
+    heal: Callable[[Site], None]
+    host: int = 3
+
+
+CUTS = {
+    "one node, packets dropped": Cut(
+        lambda site: site.joined.drop_between(site.near, site.nodes[:1]),
+        lambda site: site.joined.pass_between(site.near, site.nodes[:1]),
+    ),
+    "one node, unplugged": Cut(
+        lambda site: site.joined.unplug(site.nodes[0]),
+        lambda site: site.joined.plug_in_again(site.nodes[0]),
+    ),
+    "all nodes, packets dropped": Cut(
+        lambda site: site.joined.drop_between(site.near, site.nodes),
+        lambda site: site.joined.pass_between(site.near, site.nodes),
+    ),
+    "all nodes, link down": Cut(
+        lambda site: site.joined.take_down(site.near),
+        lambda site: site.joined.take_up(site.near),
+    ),
+    "all nodes, unplugged": Cut(
+        lambda site: site.joined.unplug(site.near),
+        lambda site: site.joined.plug_in_again(site.near),
+    ),
+    "all nodes but its own, unplugged": Cut(
+        lambda site: site.joined.unplug(site.near),
+        lambda site: site.joined.plug_in_again(site.near),
+        host=0,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny_model(path, "qwen3")
+    return path
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with network(5) as joined, valkey_cluster(3, hosts=joined.hosts[:3]) as cluster:
+        yield Site(joined, cluster, near=joined.hosts[3])
+
+
+@dataclass(frozen=True)
+class EngineOn:
+    """An engine that is asked on its host, so that its threads are there, whoever starts them."""
+
+    host: Host
+    llm: LLM
+
+    def ask(self, asked: Sequence[Question]) -> list[RequestOutput]:
+        with self.host.entered():
+            return ask(self.llm, asked)
+
+    def compute(self, asked: Sequence[Question]) -> list[RequestOutput]:
+        """As `ask`, and wait until all of it is stored that can be."""
+        outputs = self.ask(asked)
+        settled(self.llm)
+        return outputs
+
+    @contextlib.contextmanager
+    def asking(self, asked: Sequence[Question]) -> Iterator[Asking]:
+        with contextlib.ExitStack() as stack:
+            with self.host.entered():
+                asking = stack.enter_context(Asking(self.llm, asked))
+            yield asking
+
+
+@contextlib.contextmanager
+def engine_on(host: Host, model: Path, **settings: Any) -> Iterator[EngineOn]:
+    with contextlib.ExitStack() as stack:
+        with host.entered():
+            llm = stack.enter_context(open_engine(model, **settings))
+        yield EngineOn(host, llm)
+
+
+def test_a_prefix_computed_on_one_host_is_a_hit_on_another_from_its_first_request(model: Path, site: Site) -> None:
+    """Each host has a cache server of its own, which the other does not use."""
+    asked = questions()
+    expected = cold(model, asked)
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for host in (site.near, site.far):
+            with host.entered():
+                server = stack.enter_context(cache_server(memory="16MiB"))
+            kept = site.settings(cache_server=server.unix)
+            engines.append(stack.enter_context(engine_on(host, model, **kept)))
+        first, second = engines
+        assert_same_answers(first.compute(asked), expected)
+
+        found = second.ask(asked[:1])
+
+        assert_same_answers(found, expected[:1])
+        assert cached_by_tier(found) == {"cluster": full_blocks(asked[0].prompt)}
+        assert_same_answers(second.ask(asked), expected)
+        for engine in engines:
+            assert_nothing_held(engine.llm)
+
+
+@pytest.mark.parametrize("load", ["stores", "loads"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_host_that_is_cut_off_answers_and_uses_the_cluster_again_once_it_is_healed(
+    model: Path, site: Site, cut: str, load: str
+) -> None:
+    site = replace(site, near=site.joined.hosts[CUTS[cut].host])
+    asked = [question for seed in (1, 2, 3) for question in questions(seed)]
+    later = questions(4)
+    expected = answers(cold(model, asked))
+    with engine_on(site.far, model, **site.settings()) as far:
+        if load == "loads":
+            assert answers(far.compute(asked)) == expected
+        command = {"stores": "set", "loads": "get"}[load]
+        before = site.num_calls(command)
+        with engine_on(site.near, model, **site.settings(DEADLINE_S)) as near:
+            with near.asking(asked) as asking:
+                wait_until(lambda: site.num_calls(command) > before, f"{load} of the cluster")
+                CUTS[cut].cut(site)
+                assert answers(asking.result()) == expected
+            num_failed = num_given_up(near.llm)
+            assert_same_answers(near.compute(later), cold(model, later))
+            assert num_given_up(near.llm) > num_failed, "some of the cluster is out of reach"
+
+            CUTS[cut].heal(site)
+
+            wait_until(lambda: is_shared(far, near), "a hit on the host that was cut off")
+            wait_until(lambda: is_shared(near, far), "a hit of what that host has stored")
+            assert answers(near.ask(asked)) == expected
+            assert_nothing_held(near.llm)
+        assert_nothing_held(far.llm)
+
+
+_seeds = iter(range(1000, 100_000))
+
+
+def is_shared(computing: EngineOn, finding: EngineOn) -> bool:
+    """Whether all of a new prompt that one engine has computed is a hit for another, through the cluster."""
+    asked = [Question(tokens(next(_seeds), 150))]
+    expected = computing.compute(asked)
+    found = finding.ask(asked)
+    assert_same_answers(found, expected)
+    return cached_by_tier(found) == {"cluster": full_blocks(asked[0].prompt)}
