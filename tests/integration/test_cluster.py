@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from kvtier.stores.valkey.slots import slot_of
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, fetch_all, payload, payloads
 from kvtier.tiers.cluster import ClusterTier, open_cluster_tier
 from tests.support.certificates import make_certificate, needs_openssl
+from tests.support.cluster_load import Load
 from tests.support.valkey import TlsFront, ValkeyCluster, valkey_cluster
 from tests.support.waiting import CALL_S, wait_until
 
@@ -148,46 +147,6 @@ def test_a_hung_node_costs_one_deadline_and_comes_back(cluster: ValkeyCluster) -
         wait_until(lambda: count_found(tier, hashes) == SEGMENT)
         assert fetch_all(patient, hashes) == payloads(hashes)
     assert metrics.value(metrics.failures, tier="cluster", kind="timeout") >= 1
-
-
-class Load:
-    """Threads that store and read, until they are told to stop. No wrong byte, and no error, ever."""
-
-    def __init__(self, tier: ClusterTier, num_threads: int = 3) -> None:
-        self._tier = tier
-        self._is_over = threading.Event()
-        self._wrong: list[str] = []
-        self.num_read = 0
-        self._threads = [threading.Thread(target=self._work, args=(number,)) for number in range(num_threads)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-        assert self._wrong == []
-
-    def _work(self, number: int) -> None:
-        dice = random.Random(number)
-        try:
-            while not self._is_over.is_set():
-                hashes = chain(dice.randrange(30), dice.randrange(1, 12))
-                self._tier.offer(hashes, payloads(hashes))
-                found = fetch_all(self._tier, hashes)
-                self.num_read += len(found)
-                if found != payloads(hashes)[: len(found)]:
-                    self._wrong.append("wrong bytes")
-        except Exception as error:
-            self._wrong.append(repr(error))
-
-    def wait_for_reads(self) -> None:
-        before = self.num_read
-        wait_until(lambda: self.num_read > before + 200 or self._wrong)
-        assert not self._wrong
 
 
 def test_a_primary_killed_under_load_is_replaced_by_its_replica() -> None:

@@ -17,9 +17,13 @@ import torch
 
 from kvtier import LLM
 from kvtier.engine.answer import RequestOutput
+from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.testing.servers import cache_server
+from kvtier.testing.tier_contract import LAYOUT, NAMESPACE
 from kvtier.testing.tiny_models import save_tiny_model
+from kvtier.tiers.cluster import open_cluster_tier
+from tests.support.cluster_load import Load
 from tests.support.namespaces import Host, Network, network
 from tests.support.tiered_engines import (
     Asking,
@@ -217,6 +221,30 @@ def test_a_host_that_is_cut_off_answers_and_uses_the_cluster_again_once_it_is_he
             assert answers(near.ask(asked)) == expected
             assert_nothing_held(near.llm)
         assert_nothing_held(far.llm)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_blocks_that_a_cut_ends_half_way_are_misses_and_never_wrong(site: Site, cut: str) -> None:
+    """Threads store and read all the while."""
+    site = replace(site, near=site.joined.hosts[CUTS[cut].host])
+    metrics = TierMetrics()
+    config = site.settings(DEADLINE_S)["cluster"]
+    with contextlib.ExitStack() as stack:
+        with site.near.entered():
+            tier = stack.enter_context(contextlib.closing(open_cluster_tier(config, LAYOUT, NAMESPACE, metrics)))
+            load = stack.enter_context(Load(tier))
+        load.wait_for_reads()
+        for _ in range(2):
+            before = num_failures(metrics)
+            CUTS[cut].cut(site)
+            wait_until(lambda before=before: num_failures(metrics) > before, "what is lost")  # type: ignore[misc]
+            CUTS[cut].heal(site)
+            load.wait_for_reads()
+    assert metrics.value(metrics.failures, tier="cluster", kind="corrupt") == 0
+
+
+def num_failures(metrics: TierMetrics) -> float:
+    return sum(sample.value for sample in next(iter(metrics.failures.collect())).samples if "_total" in sample.name)
 
 
 _seeds = iter(range(1000, 100_000))
