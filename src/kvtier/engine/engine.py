@@ -179,7 +179,7 @@ class Engine:
                     salt=salt,
                     client=client,
                 )
-                stream = self.prompts.text_stream(skip_special_tokens=params.skip_special_tokens)
+                stream = self.prompts.text_stream(tokens, skip_special_tokens=params.skip_special_tokens)
                 text = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)
                 self.scheduler.add(request)
                 self._texts[request] = text

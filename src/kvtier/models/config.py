@@ -136,6 +136,13 @@ def _parse(fields: JsonObject, generation: JsonObject) -> ModelConfig:
     head_dim = fields.count("head_dim", traits.head_dim or max(hidden_size // num_heads, 1), most=_MAX_WIDTH)
     num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
     max_positions = fields.count("max_position_embeddings")
+    rope = read_rope(
+        fields,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        is_interleaved=traits.is_interleaved,
+        partial_factor=traits.partial_rotary_factor,
+    )
     attention_bias = fields.flag("attention_bias", traits.attention_bias)
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
@@ -148,14 +155,8 @@ def _parse(fields: JsonObject, generation: JsonObject) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(
-            fields,
-            head_dim=head_dim,
-            max_positions=max_positions,
-            is_interleaved=traits.is_interleaved,
-            partial_factor=traits.partial_rotary_factor,
-        ),
-        max_position_embeddings=max_positions,
+        rope=rope,
+        max_position_embeddings=max(max_positions, rope.max_positions),
         windows=_windows(fields, architecture, num_layers),
         qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
         output_bias=attention_bias if traits.output_bias is None else traits.output_bias,

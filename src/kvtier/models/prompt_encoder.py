@@ -57,11 +57,11 @@ class PromptEncoder:
                 raise InvalidParameter(f"the token id {token_id} is not in the vocabulary of {self._vocab_size}")
         return tokens
 
-    def text_stream(self, *, skip_special_tokens: bool) -> TextStream | None:
-        """Token ids back to text as they come; None for a model without a tokenizer."""
+    def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream | None:
+        """An answer's token ids back to text as they come; None for a model without a tokenizer."""
         if self._tokenizer is None or self._tokenizer.is_absent:
             return None
-        return TextStream(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        return TextStream(self._tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]) -> list[int]:
         """A conversation, as the model's chat template writes it. Raises as `encode` and `Tokenizer.render_chat` do."""

@@ -14,6 +14,7 @@ from kvtier.models.json_object import JsonObject
 from kvtier.observe.printable import printable
 
 _DEFAULT_THETA = 10000.0
+_MAX_SCALED_POSITIONS = 1 << 22
 
 
 class RopeKind(enum.StrEnum):
@@ -48,6 +49,13 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    @property
+    def max_positions(self) -> int:
+        """How many positions the scaling reaches; 0 of a kind for which `max_position_embeddings` says it."""
+        if self.kind is not RopeKind.YARN:
+            return 0
+        return int(min(self.original_max_positions * self.factor, _MAX_SCALED_POSITIONS))
 
 
 def read_rope(

@@ -27,6 +27,8 @@ _NOT_FOR_TEMPLATES = {
 }
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
+_PROMPT_TOKENS = 8
+"""Of a prompt's end, for the text of what follows it: some of them may be special tokens, which have none."""
 _SPACE_MARK = "▁"
 _SHOWN_CHARACTERS = 60
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -149,10 +151,10 @@ class Tokenizer:
             raise InvalidParameter(f"the chat template does not take these messages: {error}") from error
         return str(text)
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for one answer as it grows."""
+    def stream(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextStream:
+        """A decoder for one answer as it grows, behind `prompt`."""
         self._present()
-        return TextStream(self, skip_special_tokens=skip_special_tokens)
+        return TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self.is_absent:
@@ -214,15 +216,20 @@ class TextStream:
     """Token ids in, text out: the pieces joined are the text of all ids, and no piece ends inside a character.
 
     Decodes a short window that ends with the newest token. Its start lies a piece back, because tokenizers treat the
-    first token of a text differently (some drop its leading space).
+    first token of a text differently (some drop its leading space): an answer's first token follows its prompt's last.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
+        self._window = list(prompt[-_PROMPT_TOKENS:])
         self._num_context = 0  # tokens at the window's start whose text is out already
         self._num_out = 0  # characters of the window's text that are out already
+        for end in range(len(self._window), 0, -1):  # a prompt may end inside a character: its tokens come out again
+            text = self._decode(self._window[:end])
+            if not text.endswith(_REPLACEMENT):
+                self._num_context, self._num_out = end, len(text)
+                break
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; what may be half a character waits for more."""

@@ -106,6 +106,22 @@ def test_old_and_new_rope_keys_say_the_same(keys: dict[str, Any]) -> None:
     assert qwen2(**keys).rope == RopeConfig(rotary_dim=128, theta=5e5, kind=RopeKind.LINEAR, factor=2.0)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "yarn", "factor": 4.0}, 131072),
+        ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}, 32768),
+        ({"type": "yarn", "factor": 1e6}, 1 << 22),
+        ({"type": "linear", "factor": 4.0}, 32768),
+        (None, 32768),
+    ],
+)
+def test_yarn_lengthens_the_context(scaling: dict[str, object] | None, expected: int) -> None:
+    """A config says how long its scaled context is by the factor, or by `max_position_embeddings`, or by both."""
+    assert qwen2(rope_scaling=scaling).max_position_embeddings == expected
+
+
 def test_yarn_without_its_original_length_takes_the_maximum() -> None:
     assert qwen2(rope_scaling={"type": "yarn", "factor": 4.0}).rope.original_max_positions == 32768
 

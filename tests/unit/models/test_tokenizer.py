@@ -150,6 +150,26 @@ def byte_level_tokenizer() -> Tokenizer:
         return Tokenizer(Path(folder))
 
 
+@pytest.mark.parametrize(
+    "token_ids", [[1, 2, 2, 4], [3, *(5 + byte for byte in "你好".encode()), 2], [1, 4, 261, 261, 261, 2], [3, 261, 3]]
+)
+def test_an_answer_goes_on_where_its_prompt_ends(spaced_tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    """With its spaces, also where a prompt ends inside a character: that one is the answer's."""
+    for end in range(1, len(token_ids)):
+        texts = (spaced_tokenizer.decode(token_ids[:whole]) for whole in range(end, 0, -1))
+        before = next(text for text in texts if not text.endswith("\ufffd"))
+        stream = spaced_tokenizer.stream(prompt=token_ids[:end])
+        answer = "".join(stream.push([token_id]) for token_id in token_ids[end:])
+        assert before + answer == spaced_tokenizer.decode(token_ids)
+
+
+def test_an_answer_behind_special_tokens_keeps_its_space(spaced_tokenizer: Tokenizer) -> None:
+    hello, world = 1, 2
+    (end,) = spaced_tokenizer.eos_token_ids
+    assert spaced_tokenizer.stream(prompt=[hello, end]).push([world]) == " world"
+    assert spaced_tokenizer.stream(prompt=[end]).push([world]) == "world"
+
+
 @given(st.text(st.characters(codec="utf-8")))
 def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(text: str) -> None:
     tokenizer = byte_level_tokenizer()
