@@ -42,10 +42,12 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model by the names that clients call it; `default_options` are fields of `SamplingParams`.
 
-    With `is_vllm` its engines are servers of vLLM, which speak HTTP.
+    Lists of models show those of its names in `listed`, or all. With `is_vllm` its engines are servers of vLLM, which
+    speak HTTP.
     """
 
     names: tuple[str, ...]
+    listed: tuple[str, ...] = ()
     engines: tuple[EngineAddress, ...]
     is_vllm: bool = False
     default_options: dict[str, object] = {}

@@ -52,7 +52,7 @@ class ModelCatalog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model by the names that clients call it, the first being its own.
+    """A model by the names that clients call it, the first being its own. Lists show those in `listed`, or all.
 
     `default_options` are fields of `SamplingParams` for requests that do not give them.
     """
@@ -60,6 +60,11 @@ class ServedModel:
     names: Sequence[str]
     connections: Sequence[EngineConnection]
     default_options: Mapping[str, object] = field(default_factory=dict)
+    listed: Sequence[str] = ()
+
+    @property
+    def listed_names(self) -> Sequence[str]:
+        return self.listed or self.names
 
     @property
     def options(self) -> dict[str, object]:

@@ -129,6 +129,7 @@ def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Se
             names=model.names,
             connections=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
+            listed=model.listed,
         )
         for model in config.models
         if not model.is_vllm
@@ -140,7 +141,7 @@ def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Se
 
 def _vllm_model(config: ServedModelConfig, patience: Patience, metrics: ApiMetrics) -> VllmModel:
     engines = [VllmEngine(engine.name, engine.socket, patience) for engine in config.engines]
-    model = VllmModel(config.names, engines, metrics)
+    model = VllmModel(config.names, engines, metrics, config.listed)
     for engine in engines:
         engine.note_there = model.note_there
     return model

@@ -55,8 +55,8 @@ class Service:
 
     @property
     def model_names(self) -> list[str]:
-        """The own name of every model."""
-        return [*(model.name for model in self.engines.models), *(model.name for model in self.vllm.models)]
+        """What lists of models show."""
+        return [name for model in (*self.engines.models, *self.vllm.models) for name in model.listed_names]
 
     def snapshot(self) -> list[ModelSnapshot]:
         """The models, as bodies name them, for whoever reads one."""

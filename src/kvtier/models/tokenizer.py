@@ -30,7 +30,6 @@ _MAX_HELD_TOKENS = 16
 _PROMPT_TOKENS = 8
 """Of a prompt's end, for the text of what follows it: some of them may be special tokens, which have none."""
 _SPACE_MARK = "▁"
-_SHOWN_CHARACTERS = 60
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -127,25 +126,26 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model's chat template makes of a conversation.
+        """The text that the model's chat template makes of a conversation. It is given what it names of the values.
 
-        Raises `InvalidParameter` when it does not take these messages, or has no use for one of `template_values`.
+        Raises `InvalidParameter` when it does not take these messages, or one of `template_values` is not for it.
         """
         inner = self._present()
         if not self.has_chat_template:
             raise InvalidParameter("the model has no chat template: give a prompt rather than messages")
-        for name in template_values or ():
-            # What the template does not name would reach the library's own parameters: another template, for one.
-            if name in _NOT_FOR_TEMPLATES or name not in self._words_of_template:
-                shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
-                raise InvalidParameter(f"the model's chat template has no use for {shown!r}")
+        values: dict[str, Any] = {}
+        for name, value in (template_values or {}).items():
+            if name in _NOT_FOR_TEMPLATES:  # it would reach the library's own parameters: another template, for one
+                raise InvalidParameter(f"{name!r} is not for the model's chat template")
+            if name in self._words_of_template:
+                values[name] = value
         try:
             text = inner.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **(template_values or {}),
+                **values,
             )
         except Exception as error:  # a template is a program
             raise InvalidParameter(f"the chat template does not take these messages: {error}") from error

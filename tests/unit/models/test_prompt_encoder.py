@@ -24,9 +24,14 @@ def test_a_chat_is_what_its_template_writes_without_further_special_tokens(token
     assert PromptEncoder(tokenizer, 100, 1000).encode_chat(CHAT, {}) == tokenizer.apply_chat_template(CHAT)
 
 
-def test_a_value_that_the_template_has_no_use_for_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidParameter, match="has no use for 'colour'"):
-        PromptEncoder(tokenizer, 100, 1000).encode_chat(CHAT, {"colour": "red"})
+def test_a_value_that_the_template_does_not_name_changes_nothing(tokenizer: Tokenizer) -> None:
+    encoder = PromptEncoder(tokenizer, 100, 1000)
+    assert encoder.encode_chat(CHAT, {"colour": "red"}) == encoder.encode_chat(CHAT, {})
+
+
+def test_a_value_that_is_the_librarys_own_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidParameter, match="'chat_template' is not for the model's chat template"):
+        PromptEncoder(tokenizer, 100, 1000).encode_chat(CHAT, {"chat_template": "red"})
 
 
 def test_a_chat_that_is_far_too_long_is_refused_by_its_beginning(tokenizer: Tokenizer) -> None:

@@ -25,8 +25,8 @@ _WHAT_IT_IS_FOR = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel
 
 def tags(service: Service) -> dict[str, object]:
     """Every name of every model, also of those whose engines are away: of them nothing else is known."""
-    own = [_tag(service, model, name) for model in service.engines.models for name in model.names]
-    passed = [_tag_of_vllm(service, model, name) for model in service.vllm.models for name in model.names]
+    own = [_tag(service, model, name) for model in service.engines.models for name in model.listed_names]
+    passed = [_tag_of_vllm(service, model, name) for model in service.vllm.models for name in model.listed_names]
     return {"models": [*own, *passed]}
 
 

@@ -29,6 +29,7 @@ _NUMBERS = {
     "frequency_penalty": "frequency_penalty",
 }
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _MACHINE_NUMBERS = ("num_gpu", "main_gpu", "num_thread", "num_batch", "num_keep")
 _MACHINE_FLAGS = ("use_mmap", "use_mlock", "numa", "low_vram", "f16_kv")
 _WHOLE_TEXT = -1
@@ -46,7 +47,7 @@ def sampling_params(options: JsonBody, defaults: Mapping[str, object], *, logpro
         params = SamplingParams(**values)
     except InvalidParameter as error:
         raise _in_ollamas_words(error) from error
-    _check_span_of_penalties(options, params)
+    _check_span_of_penalties(options, asked)
     options.refuse_rest()
     return params
 
@@ -57,8 +58,8 @@ def asked_options(options: JsonBody) -> dict[str, object]:
     return {name: value for name, value in _asked(options).items() if value is not None}
 
 
-def _asked(options: JsonBody) -> dict[str, object]:
-    asked: dict[str, object] = {}
+def _asked(options: JsonBody) -> dict[str, Any]:
+    asked: dict[str, Any] = {}
     for name, ours in _NUMBERS.items():
         number = options.number(name)
         if number is not None:
@@ -109,7 +110,9 @@ def _refuse_other_samplers(options: JsonBody) -> None:
             raise options.refuse(name, "is not supported here: only false is")
 
 
-def _check_span_of_penalties(options: JsonBody, params: SamplingParams) -> None:
+def _check_span_of_penalties(options: JsonBody, asked: Mapping[str, Any]) -> None:
+    """Of penalties that the client asks for: the model's own are on all tokens, whatever the client sends by habit."""
+    params = SamplingParams(**{name: value for name, value in asked.items() if name in _PENALTIES})
     span = options.whole("repeat_last_n")
     spares_newlines = options.flag("penalize_newline") is False
     if not params.has_penalties:

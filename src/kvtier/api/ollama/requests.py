@@ -1,4 +1,7 @@
-"""The bodies of Ollama's API, read into what the engine is asked. A field that would be ignored is refused instead."""
+"""The bodies of Ollama's API, read into what the engine is asked.
+
+A field of Ollama's that cannot be followed is refused. What Ollama does not know it passes over, and so does this.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
     name = body.needed_text("model")
     model = find_model(engines, name)
     _refuse(body, "format", "think", "truncate", "shift")
-    rest = _Rest(
+    return _Rest(
         name=name,
         model=model,
         options=body.inner("options") or JsonBody({}),
@@ -145,8 +148,6 @@ def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
         is_unload=is_zero_duration(body, "keep_alive"),
         is_thinking_off=body.value("think") is False,
     )
-    body.refuse_rest()
-    return rest
 
 
 def _refuse(body: JsonBody, *names: str) -> None:

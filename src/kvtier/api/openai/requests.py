@@ -38,26 +38,47 @@ _RECORDS = ("user", "prompt_cache_key", "safety_identifier")
 _FLAGS = ("ignore_eos", "skip_special_tokens")
 _TOKEN_ID_LIMIT = 1 << 31
 
-# JsonBody of OpenAI's that are not served: the values, if any, at which they change nothing.
+# Fields of OpenAI's and vLLM's that are not served: the values, if any, at which they change nothing.
 _Neutral = Mapping[str, tuple[object, ...]]
-_NEUTRAL: _Neutral = {"logit_bias": ({},)}
+_NEUTRAL: _Neutral = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
 _NEUTRAL_IN_CHAT: _Neutral = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NEUTRAL_IN_COMPLETIONS: _Neutral = {"echo": (False,), "suffix": ("",)}
+_NEUTRAL_IN_COMPLETIONS: _Neutral = {"add_special_tokens": (True,), "suffix": ("",)}
 _NEUTRAL_IN_MESSAGES: _Neutral = {
     "annotations": ([],),
     "audio": (),
@@ -121,6 +142,7 @@ def _generation_request(
         raise _invalid("stream_options", "stream_options needs stream to be true")
     includes_usage = options is not None and options.flag("include_usage") is True
     if options is not None:
+        options.flag("continuous_usage_stats")  # the count at the end is the same with it
         _refuse_others(options, _NEUTRAL_IN_STREAM_OPTIONS)
         options.refuse_rest()
     cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)

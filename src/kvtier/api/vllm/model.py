@@ -78,12 +78,15 @@ class UpstreamAnswer:
 
 
 class VllmModel:
-    """A model by the names that clients call it, the first being its own."""
+    """A model by the names that clients call it, the first being its own. Lists show those in `listed`, or all."""
 
     hold_s = HOLD_S
 
-    def __init__(self, names: Sequence[str], engines: Sequence[VllmEngine], metrics: ApiMetrics) -> None:
+    def __init__(
+        self, names: Sequence[str], engines: Sequence[VllmEngine], metrics: ApiMetrics, listed: Sequence[str] = ()
+    ) -> None:
         self.names = names
+        self.listed_names = listed or names
         self.engines = engines
         self._record = PrefixRecord()
         self._metrics = metrics

@@ -29,9 +29,10 @@ _AS_GIVEN = sorted(set(EngineConfig.__struct_fields__) & set(EngineOptions.__str
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model with its engines. The first of `names` is its own."""
+    """A model with its engines. The first of `names` is its own; lists show those in `listed`."""
 
     names: tuple[str, ...]
+    listed: tuple[str, ...]
     parts: tuple[EnginePart, ...] | tuple[VllmPart, ...]
 
 
@@ -42,7 +43,8 @@ def plan_engines(
     found = [
         _find_model(model.model, origin, place) for model, place in zip(deployment.models, origin.models, strict=True)
     ]
-    called = _names_of_models(deployment, found, origin)
+    listed = _names_of_models(deployment, found, origin)
+    called = _with_aliases(deployment, listed)
     planned = []
     for number, (model, place) in enumerate(zip(deployment.models, origin.models, strict=True)):
         cache = _cache_of(model, place, origin, caches)
@@ -50,7 +52,7 @@ def plan_engines(
             require_file(origin, place, field, getattr(model, field))
         plan = (model, found[number], called[number], cache, place, origin, names)
         parts = plan_vllm(*plan) if model.engine == "vllm" else _plan_own(*plan)
-        planned.append(PlannedModel(called[number], parts))
+        planned.append(PlannedModel(called[number], listed[number], parts))
     return planned
 
 
@@ -88,7 +90,7 @@ def _find_model(model: str, origin: Origin, place: Location) -> str:
 
 
 def _names_of_models(deployment: Deployment, found: list[str], origin: Origin) -> list[tuple[str, ...]]:
-    """Those that are given, and `model` as it is given, unless several models have that."""
+    """Those that are given, or else the folder's name, or that on the hub."""
     own = [
         model.names or (Path(where).name if Path(where).is_absolute() else where,)
         for model, where in zip(deployment.models, found, strict=True)
@@ -99,11 +101,21 @@ def _names_of_models(deployment: Deployment, found: list[str], origin: Origin) -
             if name in taken:
                 raise origin.wrong(place, f"two models are called {name!r}: give each a name of its own", about="name")
             taken.add(name)
+    return own
+
+
+def _with_aliases(deployment: Deployment, listed: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """With what else clients may call them: `model` as it is given, unless several models have that, and Ollama's
+    names, which end in a tag."""
+    taken = {name for names in listed for name in names}
     given = Counter(model.model for model in deployment.models)
-    return [
-        names if model.model in taken or given[model.model] > 1 else (*names, model.model)
-        for names, model in zip(own, deployment.models, strict=True)
-    ]
+    called = []
+    for names, model in zip(listed, deployment.models, strict=True):
+        aliases = [model.model] if given[model.model] == 1 else []
+        aliases += [f"{name}:latest" for name in names if ":" not in name]
+        called.append((*names, *(alias for alias in dict.fromkeys(aliases) if alias not in taken)))
+        taken.update(aliases)
+    return called
 
 
 def _cache_of(model: ModelSection, place: Location, origin: Origin, caches: dict[str, CachePart]) -> CachePart | None:

@@ -23,6 +23,7 @@ def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]
     served = tuple(
         ServedModelConfig(
             names=model.names,
+            listed=model.listed,
             engines=tuple(EngineAddress(part.name, part.socket) for part in model.parts),
             is_vllm=section.engine == "vllm",
             default_options=_default_options(origin, place),

@@ -144,8 +144,10 @@ def test_what_cannot_be_done_is_refused_by_its_name(options: dict[str, object], 
     assert [word for word in words if word not in sentence] == []
 
 
-def test_a_span_is_refused_too_when_the_penalty_is_the_models_default() -> None:
-    assert "repeat_last_n" in refusal_of({"repeat_last_n": 64}, defaults={"repetition_penalty": 1.1})
+def test_a_span_of_penalties_that_only_the_model_has_is_passed_over() -> None:
+    found = params_of({"repeat_last_n": 64, "penalize_newline": False}, defaults={"repetition_penalty": 1.1})
+
+    assert found.repetition_penalty == 1.1
 
 
 def test_logprobs_are_as_many_as_asked_for() -> None:

@@ -10,6 +10,7 @@ from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
+from kvtier.api.ollama.options import sampling_params
 from kvtier.api.ollama.requests import MAX_DURATION_CHARACTERS, LoadModel, find_model, read_chat, read_generate
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
 from kvtier.errors import EngineAway
@@ -198,8 +199,6 @@ def test_what_clients_send_empty_is_not_asked_for() -> None:
         ("truncate", True),
         ("shift", True),
         ("top_logprobs", 3),
-        ("width", 512),
-        ("temperature", 1),
         ("prompt", ["hi"]),
         ("stream", "yes"),
         ("options", []),
@@ -213,6 +212,14 @@ def test_a_field_of_generate_that_is_not_served_is_refused_by_name(name: str, va
 
     assert caught.value.status == 400
     assert caught.value.sentence.startswith(name)
+
+
+def test_a_field_that_ollama_does_not_know_is_passed_over() -> None:
+    generated, chatted = generate(prompt="hi", unheard_of={"of": "it"}, temperature=1), chat(messages=[USER], unheard=1)
+
+    assert isinstance(generated, GenerationRequest)
+    assert isinstance(chatted, GenerationRequest)
+    assert generated.params == chatted.params == sampling_params(JsonBody({}), {}, logprobs=None)
 
 
 def test_raw_does_not_go_with_a_system_text() -> None:

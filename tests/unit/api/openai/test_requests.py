@@ -93,6 +93,10 @@ SAMPLING: list[tuple[Document, Document]] = [
     ({"prompt_cache_key": "a", "safety_identifier": "b", "metadata": {"a": "b"}}, {}),
     ({"stream": True}, {}),
     ({"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, {}),
+    ({"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}, {}),
+    ({"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "echo": False, "priority": 0}, {}),
+    ({"detokenize": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True}, {}),
+    ({"store": False, "service_tier": "auto", "bad_words": [], "truncate_prompt_tokens": None}, {}),
 ]
 
 
@@ -119,6 +123,8 @@ CHAT_FIELDS: list[tuple[Document, Document]] = [
     ({"response_format": {"type": "text"}, "modalities": ["text"], "store": False, "metadata": {}}, {}),
     ({"service_tier": "auto", "verbosity": "medium", "audio": None, "prediction": None}, {}),
     ({"service_tier": "default", "reasoning_effort": None, "web_search_options": None}, {}),
+    ({"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}, {}),
+    ({"reasoning_effort": "none", "echo": False, "best_of": 1, "documents": [], "chat_template": None}, {}),
 ]
 
 
@@ -230,6 +236,10 @@ WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"store": 0}, "store"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"best_of": 2}, "best_of"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"verbosity": "high"}, "verbosity"),

@@ -34,7 +34,8 @@ def test_one_model_is_a_whole_deployment(deploy: Deploy) -> None:
     assert engine.engine == EngineConfig(model="owner/model")
     assert plan.http.listeners == (Listener("openai", "127.0.0.1", 8080), Listener("ollama", "127.0.0.1", 11434))
     (model,) = plan.http.api.models
-    assert model.names == ("owner/model",)
+    assert model.names == ("owner/model", "owner/model:latest")
+    assert model.listed == ("owner/model",)
     assert model.engines == (EngineAddress("owner-model", "/run/kvtier/owner-model.sock"),)
 
 
@@ -136,7 +137,8 @@ def test_everything_that_can_be_said_arrives(deploy: Deploy, here: Path) -> None
         ApiKey(name="bob", key="key-of-bob"),
     )
     assert (api.max_body_bytes, api.max_requests, api.drain_s) == (1 << 20, 7, 2.0)
-    assert api.models[0].names == ("qwen", "q", "owner/model")
+    assert api.models[0].names == ("qwen", "q", "owner/model", "qwen:latest", "q:latest")
+    assert api.models[0].listed == ("qwen", "q")
     assert api.models[0].default_options == {"max_tokens": 1024, "stop": "END"}
     assert [address.name for address in api.models[0].engines] == ["qwen-0", "qwen-1"]
     assert plan.http.listeners == (Listener("openai", "0.0.0.0", 8000), Listener("ollama", "localhost", 11400))
@@ -201,7 +203,8 @@ class TestModels:
 
         plan = deploy("models: [{model: ./models/tiny}]")
 
-        assert plan.http.api.models[0].names == ("tiny", "./models/tiny")
+        assert plan.http.api.models[0].names == ("tiny", "./models/tiny", "tiny:latest")
+        assert plan.http.api.models[0].listed == ("tiny",)
         assert plan.engines[0].served_as == "tiny"
 
     def test_a_path_goes_up_from_where_a_link_leads_and_ends_as_it_is_called(self, deploy: Deploy, here: Path) -> None:
@@ -237,12 +240,13 @@ class TestModels:
     def test_one_model_under_two_names_is_not_called_by_what_both_are(self, deploy: Deploy) -> None:
         plan = deploy("models: [{model: a/b, name: x}, {model: a/b, name: y}]")
 
-        assert [model.names for model in plan.http.api.models] == [("x",), ("y",)]
+        assert [model.names for model in plan.http.api.models] == [("x", "x:latest"), ("y", "y:latest")]
 
     def test_the_name_of_one_model_may_be_the_folder_of_another(self, deploy: Deploy) -> None:
         plan = deploy("models: [{model: a/b, name: c/d}, {model: c/d, name: e}]")
 
-        assert [model.names for model in plan.http.api.models] == [("c/d", "a/b"), ("e",)]
+        assert [model.listed for model in plan.http.api.models] == [("c/d",), ("e",)]
+        assert [model.names[1] for model in plan.http.api.models] == ["a/b", "e:latest"]
 
     def test_parts_have_names_that_are_safe_short_and_their_own(self, deploy: Deploy) -> None:
         long = "x" * 80

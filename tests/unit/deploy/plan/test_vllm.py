@@ -38,7 +38,8 @@ def test_an_engine_of_vllm_has_its_whole_command_line(deploy: Deploy) -> None:
     arguments = list(first.arguments)
     config = json.loads(arguments.pop(arguments.index("--kv-transfer-config") + 1))
     assert arguments == [
-        *("--model", "owner/model", "--served-model-name", "qwen", "owner/model", "--uds", "/run/kvtier/qwen-0.sock"),
+        *("--model", "owner/model", "--served-model-name", "qwen", "owner/model", "qwen:latest"),
+        *("--uds", "/run/kvtier/qwen-0.sock"),
         *("--disable-uvicorn-access-log", "--kv-transfer-config"),
         *("--max-model-len", "4096", "--trust-remote-code", "--tensor-parallel-size", "2"),
         '--override-generation-config={"temperature": 0}',
