@@ -270,5 +270,5 @@ class Traffic:
 
 def _refusal(response: httpx.Response, sentence: str) -> Outcome:
     """An error that a client can do something with: ask again later."""
-    is_clear = response.status_code == 503 and int(response.headers["retry-after"]) > 0 and sentence
+    is_clear = response.status_code in (429, 503) and int(response.headers["retry-after"]) > 0 and sentence
     return Outcome(Way.REFUSED if is_clear else Way.WRONG, f"{response.status_code}: {sentence}")

@@ -44,6 +44,12 @@ def unavailable(sentence: str, retry_after_s: int = EngineAway.retry_after_s) ->
     return HttpError(503, sentence, "unavailable", headers={"Retry-After": str(retry_after_s)})
 
 
+def overloaded(sentence: str) -> HttpError:
+    """There is too much at once: the same request may do later."""
+    headers = {"Retry-After": str(EngineAway.retry_after_s)}
+    return HttpError(429, sentence, "rate_limit_exceeded", headers=headers)
+
+
 def _parameter_in(sentence: str) -> str | None:
     """Sentences about a sampling parameter begin with its name."""
     word, _, rest = sentence.partition(" ")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.api.body_messages import LENGTH_BYTES, BodyReply, ReadBody, decode_reply, framed, length_of
-from kvtier.api.http_error import HttpError, unavailable
+from kvtier.api.http_error import HttpError, overloaded
 from kvtier.api.limits import MAX_UNREAD_BODIES_BYTES, QUICK_BODY_BYTES, READ_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class _Readers:
     async def wait(self, num_bytes: int) -> None:
         """Take a place. Raises a `HttpError` when those that wait hold too much memory."""
         if self._waiting_bytes and self._waiting_bytes + num_bytes > MAX_UNREAD_BODIES_BYTES:
-            raise unavailable("the large bodies that wait to be read take all of the memory for them")
+            raise overloaded("the large bodies that wait to be read take all of the memory for them")
         self._waiting_bytes += num_bytes
         try:
             await self.places.acquire()

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvtier.api.http_error import HttpError, unavailable
+from kvtier.api.http_error import HttpError, overloaded
 from kvtier.api.limits import (
     BODY_TIMEOUT_S,
     MAX_OPEN_BODIES,
@@ -76,7 +76,7 @@ class OpenBodies:
     async def _arriving(self) -> AsyncIterator[_Arrival]:
         now = asyncio.get_running_loop().time()
         if len(self._arrivals) >= self.max_slow and not self._end_slowest(now) and len(self._arrivals) >= self.max_open:
-            raise unavailable(f"{len(self._arrivals)} bodies are arriving, which is the limit")
+            raise overloaded(f"{len(self._arrivals)} bodies are arriving, which is the limit")
         try:
             async with asyncio.timeout(self.timeout_s) as deadline:
                 arrival = _Arrival(now, deadline)
@@ -96,7 +96,7 @@ class OpenBodies:
             raise self._too_large()
         while self._num_bytes > OPEN_BODIES_OVER_LARGEST * self._max_bytes:
             if not self._end_slowest(asyncio.get_running_loop().time()):
-                raise unavailable("bodies that are arriving take all of the memory for them")
+                raise overloaded("bodies that are arriving take all of the memory for them")
 
     def _end_slowest(self, now: float) -> bool:
         """Take the room of a body that is slow. False when none is."""

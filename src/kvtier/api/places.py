@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvtier.api.config import ApiConfig
-from kvtier.api.http_error import unavailable
+from kvtier.api.http_error import overloaded
 from kvtier.api.limits import ANSWERS_OVER_REQUESTS, SERVED_PROMPTS_OVER_LARGEST
 from kvtier.sizes import format_size
 
@@ -62,11 +62,11 @@ class Places:
 
 def _check(load: _Load, limit: _Load, num_answers: int, prompt_bytes: int, of_key: str) -> None:
     if load.num_requests >= limit.num_requests:
-        raise unavailable(f"{load.num_requests} requests{of_key} are being served, which is the limit")
+        raise overloaded(f"{load.num_requests} requests{of_key} are being served, which is the limit")
     if not load.num_requests:
         return
     if load.num_answers + num_answers > limit.num_answers:
-        raise unavailable(f"{load.num_answers} answers{of_key} of at most {limit.num_answers} are being computed")
+        raise overloaded(f"{load.num_answers} answers{of_key} of at most {limit.num_answers} are being computed")
     if load.prompt_bytes + prompt_bytes > limit.prompt_bytes:
         most = format_size(limit.prompt_bytes)
-        raise unavailable(f"prompts{of_key} that are being served would take more than {most}, which is the limit")
+        raise overloaded(f"prompts{of_key} that are being served would take more than {most}, which is the limit")

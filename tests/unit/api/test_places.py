@@ -103,7 +103,7 @@ def test_while_many_prompts_wait_no_more_of_them_are_taken(
         wait_until(lambda number=number: len(engine.submits) == number * len(prompts))
 
     refused = client.post(COMPLETIONS, json=completion_body(prompts))
-    assert refused.status_code == 503
+    assert refused.status_code == 429
     assert refused.headers["retry-after"]
     assert refused.json()["error"]["message"].startswith(sentence)
 

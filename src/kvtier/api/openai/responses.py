@@ -272,4 +272,6 @@ def error_body(error: HttpError) -> bytes:
 def _error_type(status: int) -> str:
     if status == 401:
         return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"

@@ -567,7 +567,7 @@ def test_no_more_requests_are_served_at_once_than_there_are_places(engine: FakeE
             wait_until(lambda: server.service.num_requests == 1)
             for is_streamed in (True, False):
                 reply = httpx.post(f"{server.url}/api/generate", json={**GENERATE, "stream": is_streamed})
-                assert "which is the limit" in error_of(reply, 503)
+                assert "which is the limit" in error_of(reply, 429)
         wait_until(lambda: server.service.num_requests == 0)
 
 

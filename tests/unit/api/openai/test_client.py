@@ -12,6 +12,7 @@ import pytest
 from kvtier.api.config import ApiKey
 from kvtier.engine.process.messages import TOO_LONG
 from tests.support.fake_engine import (
+    ALIAS,
     DIE,
     MODEL,
     FakeEngine,
@@ -146,7 +147,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [model.id for model in client.models.list()] == [MODEL, ALIAS]
     assert client.models.retrieve(MODEL).owned_by == "kvtier"
 
 

@@ -63,11 +63,11 @@ def server(engine: FakeEngine) -> Iterator[Running]:
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_by_their_first_name_and_found_by_any(server: Running) -> None:
+def test_models_are_listed_and_found_by_any_of_their_names(server: Running) -> None:
     with http_client(server) as client:
         listed = client.get("/v1/models").json()
         assert listed["object"] == "list"
-        (model,) = listed["data"]
+        model, alias = listed["data"]
         assert model == {
             "id": "tiny",
             "object": "model",
@@ -75,6 +75,7 @@ def test_models_are_listed_by_their_first_name_and_found_by_any(server: Running)
             "owned_by": "kvtier",
             "max_model_len": MAX_MODEL_LEN,
         }
+        assert alias == {**model, "id": ALIAS}
         assert client.get("/v1/models/tiny").json() == model
         assert client.get(f"/v1/models/{ALIAS}").json() == {**model, "id": ALIAS}
         assert client.get("/v1/models/kvtier%2Ftiny:latest").json() == {**model, "id": ALIAS}
@@ -391,7 +392,7 @@ def test_while_the_engine_is_away_requests_are_503_and_then_served_again(server:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_more_requests_than_the_limit_are_503_until_one_ends(engine: FakeEngine, stream: bool) -> None:
+def test_more_requests_than_the_limit_are_429_until_one_ends(engine: FakeEngine, stream: bool) -> None:
     until = threading.Event()
     engine.script = held_once_accepted(until)
     config = config_of(engine, max_requests=1)
@@ -402,9 +403,9 @@ def test_more_requests_than_the_limit_are_503_until_one_ends(engine: FakeEngine,
         second = client.post(CHAT, json=chat_body(stream=stream))
         until.set()
 
-        assert second.status_code == 503
+        assert second.status_code == 429
         assert second.headers["retry-after"]
-        assert error_of(second)["type"] == "server_error"
+        assert (error_of(second)["type"], error_of(second)["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert first.result().status_code == 200
         wait_until(lambda: server.service.num_requests == 0)
         assert client.post(CHAT, json=chat_body()).status_code == 200

@@ -279,7 +279,7 @@ def test_no_more_requests_than_there_are_places(serve: Serve, engines: list[Fake
         with client.stream("POST", CHAT, json=chat("a b " * 100, stream=True, fake={"word_s": 0.05})) as held:
             pieces = held.iter_bytes()
             assert next(pieces)
-            assert client.post(CHAT, json=chat("x")).status_code == 503
+            assert client.post(CHAT, json=chat("x")).status_code == 429
 
 
 def test_what_was_asked_is_counted(server: Running) -> None:

@@ -106,7 +106,7 @@ def test_the_file_as_people_have_it_is_planned_with_a_model_that_exists(deploy: 
         cache_server="unix:/run/kvtier/cache.sock",
     )
     (model,) = plan.http.api.models
-    assert model.names == ("glm", str(here / "glm"))
+    assert model.names == ("glm", str(here / "glm"), "glm:latest")
     assert model.default_options == {"max_tokens": 1024}
     assert [(one.api, one.port) for one in plan.http.listeners] == [("openai", 8080), ("ollama", 11434)]
 
