@@ -1,0 +1,1 @@
+"""Many hosts over one Valkey cluster, simulated: a virtual clock, links that flows share, a stated cost model."""

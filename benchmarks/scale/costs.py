@@ -1,0 +1,81 @@
+"""What things cost in the simulation. Every number is measured or is an assumption that its comment names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from benchmarks.shapes import SHAPES
+from kvtier.stores.valkey.shard import CONNECTIONS_PER_SHARD
+
+LAYOUT = SHAPES["Qwen2.5-7B"]
+"""57,344 bytes a token, 0.9 MB a block of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of an H200 with Qwen2.5-7B, kvtier's client and Valkey 9.1. Rates are in bytes per second."""
+
+    token_prefill_s: float = 2.115e-5
+    pair_prefill_s: float = 2.951e-10
+    """Fitted to two measurements on an H200: 10,240 tokens in 0.2475 s, 30,000 tokens in 0.90 s."""
+
+    step_s: float = 0.0076
+    """A prompt of 30,000 tokens that the device has: measured."""
+
+    client_rate: float = 2.6e9
+    """kvtier's get from a cluster of three nodes on loopback (`results/cpu_valkey.json`); a core's worth."""
+
+    shard_get_rate: float = 1 / 0.28 * 1e9
+    shard_put_rate: float = 1 / 0.24 * 1e9
+    """One core of a node: 0.28 s for a GB got, 0.24 s for a GB put, measured on loopback. Its network may be slower."""
+
+    host_memory_rate: float = 52e9
+    """From memory of the host to the GPU: measured."""
+
+    match_key_s: float = 5.2e-3 / 512
+    """The client's time for each key of a match (`results/cpu_valkey.json`)."""
+
+    shard_key_s: float = 3.3e-6
+    """A node's CPU for each key of a match, pipelined: measured on one core."""
+
+    deadline_s: float = 1.0
+    """`timeout_s`: what the first request to a node that hangs waits."""
+
+    keeper_s: float = 0.5
+    """How long a host takes to see that a node is back, at most."""
+
+    failover_s: float = 3.3
+    """From the end of a primary to its replica's first answer: measured with `cluster-node-timeout 2000`."""
+
+    first_rest_s: float = 1.0
+    last_rest_s: float = 10.0
+    """A host whose load was late leaves the cluster alone, twice as long each time, as `transfer/decision` does."""
+
+    in_flight_bytes: int = 64 << 20
+    max_in_flight: int = 16
+    """What a host has under way, and blocks of one connection: as `stores/valkey/blocks` has them."""
+
+    def window_blocks(self, num_shards: int) -> int:
+        """Blocks under way on one connection: the bound of a host is divided among the connections to all nodes."""
+        connections = CONNECTIONS_PER_SHARD * num_shards
+        return max(1, min(self.max_in_flight, self.in_flight_bytes // (LAYOUT.block_bytes * connections)))
+
+    def prefill_s(self, first_token: int, num_tokens: int) -> float:
+        """Computing `num_tokens` behind the first `first_token` tokens of a prompt."""
+        end = first_token + num_tokens
+        return self.token_prefill_s * num_tokens + self.pair_prefill_s * (end**2 - first_token**2)
+
+    def blocks_s(self, first_block: int, num_blocks: int) -> float:
+        return self.prefill_s(first_block * LAYOUT.block_tokens, num_blocks * LAYOUT.block_tokens)
+
+    def blocks_in(self, first_block: int, seconds: float) -> float:
+        """How many blocks behind `first_block` are computed in `seconds`: the inverse of `blocks_s`."""
+        first_token = first_block * LAYOUT.block_tokens
+        slope = self.token_prefill_s + 2 * self.pair_prefill_s * first_token
+        root = math.sqrt(slope**2 + 4 * self.pair_prefill_s * max(0.0, seconds))
+        return (root - slope) / (2 * self.pair_prefill_s) / LAYOUT.block_tokens
+
+
+def bytes_of(num_blocks: int) -> int:
+    return num_blocks * LAYOUT.block_bytes
