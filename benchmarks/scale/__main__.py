@@ -30,6 +30,7 @@ BARS = {
     "refilled_missing": "<= 0.05",
     "reshard_p99_x": "<= 1.5",
     "herd_stored_claim_x": "<= 1.5",
+    "routed_p99_x": "<= 0.8",
 }
 
 

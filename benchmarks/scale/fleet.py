@@ -117,6 +117,7 @@ class Host:
     puts: deque[Segment] = field(default_factory=deque)
     put_bytes: int = 0
     is_putting: bool = False
+    num_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ class Fleet:
     def ask(self, host: Host, prompt: Prompt) -> None:
         """A request comes now."""
         request = Request(host, prompt, self.clock.now)
+        host.num_requests += 1
         delay_s = 0.0
         for segment in prompt.segments:
             if segment.name not in host.local:
@@ -423,6 +425,7 @@ class Fleet:
     def _end(self, request: Request) -> None:
         host, prompt, now = request.host, request.prompt, self.clock.now
         host.computing = None
+        host.num_requests -= 1
         host.gpu_busy_s += now - request.began_at
         computed = max(0, request.edge - request.num_ready) + prompt.num_blocks - request.found_end
         ttft_s = now - request.arrived_at

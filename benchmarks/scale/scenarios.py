@@ -353,6 +353,46 @@ def counting(size: Size) -> Table:
     return Table("counting", title, rows, figures)
 
 
+def routing(size: Size) -> Table:
+    """Documents sent to any host, or to one that has them."""
+    workload = size.documents
+    prompts = workload.prompts()
+    rows: list[dict[str, object]] = []
+    figures: dict[str, float] = {}
+    for gigabytes_per_s in (0.1, 1.0, 3.125):
+        for is_routed in (False, True):
+            rate = gigabytes_per_s * 1e9
+            fleet = Fleet(
+                FleetConfig(
+                    num_hosts=size.fleet_hosts,
+                    num_shards=NUM_SHARDS,
+                    host_rate=rate,
+                    shard_rate=rate,
+                    local_bytes=LOCAL_BYTES,
+                )
+            )
+            warm_up(fleet, workload, prompts)
+            drive(fleet, workload, prompts, size.seconds, is_routed=is_routed)
+            fleet.clock.run()
+            loaded = sum(outcome.loaded_bytes for outcome in fleet.outcomes)
+            asked = len(fleet.outcomes) * prompts[0].nbytes
+            p99_s = ttft_s(fleet.outcomes, 0.99)
+            rows.append(
+                {
+                    "network, GB/s": gigabytes_per_s,
+                    "sent to": "a host that has it" if is_routed else "any host",
+                    "TTFT p50, s": round(ttft_s(fleet.outcomes, 0.5), 3),
+                    "p99, s": round(p99_s, 2),
+                    "from the cluster": round(loaded / asked, 3),
+                    "computed": round(computed_share(fleet.outcomes, prompts[0].num_blocks), 3),
+                }
+            )
+            if gigabytes_per_s == 1.0:
+                figures["routed_p99_s" if is_routed else "unrouted_p99_s"] = p99_s
+    figures["routed_p99_x"] = figures["routed_p99_s"] / figures["unrouted_p99_s"]
+    return Table("routing", f"{size.fleet_hosts} hosts, documents of 30,720 tokens", rows, figures)
+
+
 def in_flight(size: Size) -> Table:
     """What a load of one segment reaches by round trip: few blocks are under way where nodes are many."""
     del size
@@ -381,6 +421,7 @@ SCENARIOS: Sequence[Callable[[Size], Table]] = (
     resharding,
     cold_start,
     herd,
+    routing,
     counting,
     in_flight,
 )

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.scale.costs import LAYOUT
-from benchmarks.scale.fleet import Fleet, Outcome
+from benchmarks.scale.fleet import Fleet, Host, Outcome
 from benchmarks.scale.placement import Prompt, make_prompt
 from kvtier.stores.valkey.config import DEFAULT_SEGMENT
 
 _MAX_PROMPTS = 10_000
 _WARM_REQUESTS = 150
+_LOOKED_AT = 8
+_AFFINITY_SLACK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,46 @@ DOCUMENTS = Workload("documents", 300, 30_720, skew=0.8, rate=0.5)
 """Many, asked for now and then: 1.76 GB each, 528 GB in all."""
 
 
-def drive(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt], seconds: float, seed: int = 1) -> None:
-    """Requests for `seconds` from now. The clock has to be run."""
+class Router:
+    """Sends a prompt to a host that has its beginning, unless others have far fewer requests."""
+
+    def __init__(self, fleet: Fleet, dice: random.Random) -> None:
+        self._fleet = fleet
+        self._dice = dice
+
+    def pick(self, prompt: Prompt) -> Host:
+        """As the routers of `api/engines` and `api/vllm` do; events would tell this one who has what."""
+        hosts = self._fleet.hosts
+        idlest = min(self._dice.sample(hosts, min(_LOOKED_AT, len(hosts))), key=lambda host: host.num_requests)
+        name = prompt.segments[0].name
+        having = [host for host in hosts if name in host.local]
+        if not having:
+            return idlest
+        best = min(having, key=lambda host: host.num_requests)
+        return best if best.num_requests <= idlest.num_requests + _AFFINITY_SLACK else idlest
+
+
+def drive(
+    fleet: Fleet,
+    workload: Workload,
+    prompts: Sequence[Prompt],
+    seconds: float,
+    seed: int = 1,
+    *,
+    is_routed: bool = False,
+) -> None:
+    """Requests for `seconds` from now, for any host or by a router. The clock has to be run."""
     dice = random.Random(seed)
     clock = fleet.clock
     rate = workload.rate * len(fleet.hosts)
     summed = list(itertools.accumulate(workload.weights()))
     ends_at = clock.now + seconds
+    router = Router(fleet, random.Random(seed + 1))
 
     def come() -> None:
         (prompt,) = dice.choices(prompts, cum_weights=summed)
-        fleet.ask(dice.choice(fleet.hosts), prompt)
+        host = dice.choice(fleet.hosts)
+        fleet.ask(router.pick(prompt) if is_routed else host, prompt)
         following_at = clock.now + dice.expovariate(rate)
         if following_at < ends_at:
             clock.at(following_at, come)

@@ -21,7 +21,7 @@ from benchmarks.scale.placement import (
     usable_share,
     usable_share_expected,
 )
-from benchmarks.scale.workload import SYSTEM_PROMPTS, Workload, drive
+from benchmarks.scale.workload import SYSTEM_PROMPTS, Router, Workload, drive
 from kvtier.stores.valkey import blocks as valkey_blocks
 from kvtier.stores.valkey.slots import NUM_SLOTS
 
@@ -290,6 +290,17 @@ def test_a_fleet_delivers_what_its_requests_loaded_and_no_shard_more_than_its_ne
     assert all(host.loading is None and host.computing is None for host in fleet.hosts), "every request is done"
 
 
+def test_a_router_sends_a_prompt_to_the_host_that_has_it_unless_that_is_much_busier() -> None:
+    prompt = make_prompt(16, seed=1)
+    fleet = Fleet(FleetConfig(num_hosts=3, num_shards=1, local_bytes=prompt.nbytes))
+    fleet.warm(fleet.hosts[1], [prompt])
+    router = Router(fleet, random.Random(1))
+
+    assert router.pick(prompt) is fleet.hosts[1]
+    fleet.hosts[1].num_requests = 5
+    assert router.pick(prompt) is not fleet.hosts[1]
+
+
 @pytest.mark.parametrize("settings", [{"num_hosts": 0}, {"num_shards": 0}, {"num_shards": 1 << 20}, {"host_rate": 0.0}])
 def test_a_fleet_that_cannot_be_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"hosts, and from 1|positive"):
@@ -313,7 +324,7 @@ def test_a_tiny_run_writes_its_figures_and_its_rows(tmp_path: Path, monkeypatch:
 
 
 _CHEAP = (scenarios.loading, scenarios.counting, scenarios.in_flight)
-_OTHERS = {"losses", "hot", "hot_spread", "network", "lost", "reshard", "cold", "herd"}
+_OTHERS = {"losses", "hot", "hot_spread", "network", "lost", "reshard", "cold", "herd", "routing"}
 
 
 def test_a_missed_bar_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
