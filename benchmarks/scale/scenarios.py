@@ -27,6 +27,7 @@ from benchmarks.scale.workload import (
     drive,
     missing_share,
     ttft_s,
+    warm_hosts,
     warm_up,
 )
 from kvtier.blocks.hashing import BlockHash
@@ -472,6 +473,7 @@ def _computing_p99_s(size: Size, workload: Workload, prompts: Sequence[Prompt]) 
         num_hosts=size.fleet_hosts, num_shards=NUM_SHARDS, local_bytes=LOCAL_BYTES, decides=False, stores=False
     )
     fleet = Fleet(config)
+    warm_hosts(fleet, workload, prompts)
     drive(fleet, workload, prompts, size.seconds)
     fleet.clock.run()
     return ttft_s(between(fleet.outcomes, 0.0, size.seconds), 0.99)

@@ -102,10 +102,14 @@ def drive(
     clock.after(dice.expovariate(rate), come)
 
 
-def warm_up(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt], seed: int = 2) -> None:
+def warm_up(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt]) -> None:
     """The cluster has all prompts, and each host's own memory what it was asked for lately."""
-    dice = random.Random(seed)
     fleet.fill(prompts)
+    warm_hosts(fleet, workload, prompts)
+
+
+def warm_hosts(fleet: Fleet, workload: Workload, prompts: Sequence[Prompt], seed: int = 2) -> None:
+    dice = random.Random(seed)
     for host in fleet.hosts:
         fleet.warm(host, dice.choices(prompts, workload.weights(), k=_WARM_REQUESTS))
 
