@@ -89,7 +89,7 @@ class Link:
         return max(0.0, flow.nbytes - (flow.ends_at - self._served))
 
     def cut(self) -> list[Flow]:
-        """End all flows before their time. Nobody is told."""
+        """End all flows before their time; `on_end` of none is called."""
         self._advance()
         flows = [flow for _, _, flow in self._heap if not flow.is_over]
         for flow in flows:

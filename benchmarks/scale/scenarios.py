@@ -447,7 +447,7 @@ def _cold_row(fleet: Fleet, prompts: Sequence[Prompt]) -> dict[str, object]:
 
 
 def _idle_load_s(prompt: Prompt) -> float:
-    """The time to first token of one host that loads `prompt` from a cluster that nobody else uses."""
+    """The time to first token of one host that loads `prompt` from an idle cluster."""
     fleet = Fleet(FleetConfig(num_hosts=1, num_shards=NUM_SHARDS, decides=False))
     fleet.fill([prompt])
     fleet.ask(fleet.hosts[0], prompt)

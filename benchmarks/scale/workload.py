@@ -50,7 +50,7 @@ class Workload:
 
 
 SYSTEM_PROMPTS = Workload("system prompts", 64, 8192, skew=1.0, rate=1.0)
-"""A few that everybody asks for: 470 MB each."""
+"""A few, asked for on all hosts: 470 MB each."""
 DOCUMENTS = Workload("documents", 300, 30_720, skew=0.8, rate=0.5)
 """Many, asked for now and then: 1.76 GB each, 528 GB in all."""
 
