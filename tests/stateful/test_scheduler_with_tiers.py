@@ -18,7 +18,7 @@ from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from kvtier.transfer.load import Order
 from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, checksums
 from tests.support.examples import examples
-from tests.support.tier_simulation import TIERS, TieredEngine
+from tests.support.tier_simulation import TIERS, SimulatedSegments, TieredEngine
 
 MAX_PROMPT = 22
 
@@ -49,6 +49,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         order=st.sampled_from([None, Order.FRONT, Order.BACK]),
         is_quick=st.booleans(),
         piece_blocks=piece_sizes,
+        segment_blocks=st.sampled_from([None, 1, 2, 3]),
     )
     def start(
         self,
@@ -62,6 +63,7 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         order: Order | None,
         is_quick: bool,
         piece_blocks: int,
+        segment_blocks: int | None,
     ) -> None:
         self.engine = TieredEngine(
             manager,
@@ -75,6 +77,8 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
         )
         self.engine.traffic.is_forced = order
         self.engine.traffic.is_quick = is_quick
+        if segment_blocks is not None:
+            self.engine.traffic.segmented = SimulatedSegments(segment_blocks, chance)
         self.has_cache = manager in CACHING_MANAGERS
 
     # --- requests ----------------------------------------

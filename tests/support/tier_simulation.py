@@ -212,6 +212,18 @@ class _Asked:
     hashes: list[BlockHash]
 
 
+class SimulatedSegments:
+    """Stands in for a tier that keeps whole segments: what it says of them is as chance has it."""
+
+    def __init__(self, segment_blocks: int, chance: Random) -> None:
+        self.segment_blocks = segment_blocks
+        self.answers: Sequence[bool | None] = (True, False, None)
+        self._chance = chance
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        return [self._chance.choice(self.answers) for _ in names]
+
+
 class SimulatedTraffic:
     """Stands in for `Traffic` and its parts. `chance` makes every choice that the real one makes by the clock."""
 
@@ -231,6 +243,9 @@ class SimulatedTraffic:
         """Matches are answered at once."""
         self.copies_left_s: float | None = None
         """What a smooth one says of copies that were handed to the device."""
+        self.segmented: SimulatedSegments | None = None
+        self.segments: list[list[BlockHash]] = []
+        """Those that were offered whole."""
         self.busy_s = 0.0
         self.num_late = 0
         self.num_steps = 0
@@ -451,6 +466,13 @@ class SimulatedTraffic:
         self.offered.append(offer.hashes)
         self._offers.append(offer)
         self._num_held += len(held.ids)
+
+    def offer_segment(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
+        assert self.segmented is not None
+        assert len(hashes) == self.segmented.segment_blocks, "not a whole segment"
+        self.segments.append(list(hashes))
+        self.offer(hashes, held)
+        self.offered.pop()
 
     def send(self, *, is_last: bool = False) -> None:
         if self._offers and (is_last or len(self._offers) > 1):  # one waits for another

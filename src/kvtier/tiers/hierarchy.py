@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, ProtocolError, TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
-from kvtier.tiers.tier import StagingTier, Tier
+from kvtier.tiers.tier import SegmentTier, StagingTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,11 @@ class Hierarchy:
     def host(self) -> StagingTier | None:
         """The tier in memory of this process, if there is one."""
         return next((guard.tier.staging for guard in self._guards if guard.tier.staging is not None), None)
+
+    @property
+    def segmented(self) -> SegmentTier | None:
+        """The tier that keeps whole segments alone, if there is one."""
+        return next((guard.tier.segmented for guard in self._guards if guard.tier.segmented is not None), None)
 
     def close(self) -> None:
         """Close every tier, also when one of them cannot."""

@@ -6,9 +6,10 @@ was.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
@@ -21,6 +22,7 @@ from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.objects.blocks import ObjectBlocks
 from kvtier.stores.objects.config import ObjectsConfig, open_blocks
+from kvtier.stores.objects.segment_book import Place
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 20e6
@@ -56,14 +58,26 @@ class ObjectTier(PlainTier):
     def holds_leases(self) -> bool:
         return False
 
+    @property
+    def segmented(self) -> ObjectTier:
+        return self
+
+    @property
+    def segment_blocks(self) -> int:
+        return self._blocks.segment_blocks
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        return self._blocks.has_segments(names)
+
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         self._blocks.learn(hashes)
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         if not hashes:
             return EmptyLease(MatchEnd.ALL)
-        found = self._blocks.find(hashes, time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s))
-        num_blocks = found.index(False) if False in found else len(found)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        places = self._blocks.places(hashes, deadline)
+        num_blocks = places.index(None) if None in places else len(places)
         with self._lock:
             for block_hash in hashes[:num_blocks]:
                 if not self._seen.has(block_hash):
@@ -73,7 +87,8 @@ class ObjectTier(PlainTier):
                 ended = MatchEnd.EVICTED if self._seen.has(hashes[num_blocks]) else MatchEnd.NEVER_STORED
         if not num_blocks:
             return EmptyLease(ended)
-        return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
+        known = dict(zip(hashes, places[:num_blocks], strict=False))
+        return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, functools.partial(self._pull, known))
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         """Returns how many were taken in; they are there once all of their segment were, and were written."""
@@ -103,7 +118,10 @@ class ObjectTier(PlainTier):
     def close(self) -> None:
         self._blocks.close()
 
-    def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
+    def _pull(
+        self, places: Mapping[BlockHash, Place | None], hashes: Sequence[BlockHash], into: Sequence[memoryview]
+    ) -> int:
+        """From where they were found: prompts that were seen since may have the same blocks in other segments."""
         deadline = time.monotonic() + self._timeout_s + len(hashes) * self.layout.block_bytes / _BYTES_PER_S
-        arrived = self._blocks.get(hashes, into, deadline)
+        arrived = self._blocks.get(hashes, into, deadline, [places[block_hash] for block_hash in hashes])
         return arrived.index(False) if False in arrived else len(arrived)

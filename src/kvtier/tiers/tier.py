@@ -50,6 +50,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def segmented(self) -> SegmentTier | None:
+        """The tier itself, if it keeps whole segments of prompts and nothing less."""
+        ...
+
+    @property
     def generation(self) -> int:
         """How often its server has come back: what was offered before may be gone."""
         ...
@@ -117,6 +122,20 @@ class StagingTier(Tier, Protocol):
         ...
 
 
+class SegmentTier(Tier, Protocol):
+    """Keeps `segment_blocks` blocks of a prompt in a row, counted from its beginning, or none of them.
+
+    So it is also offered blocks that were found and not computed, where a segment is not whole without them.
+    """
+
+    @property
+    def segment_blocks(self) -> int: ...
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        """Whether each segment, by its last block, is there or being written; None if nothing is known. Never waits."""
+        ...
+
+
 class PlainTier(ABC):
     """The capabilities of a tier that claims none. Every kind inherits them and says where it can do more."""
 
@@ -137,6 +156,10 @@ class PlainTier(ABC):
 
     @property
     def staging(self) -> StagingTier | None:
+        return None
+
+    @property
+    def segmented(self) -> SegmentTier | None:
         return None
 
     @property

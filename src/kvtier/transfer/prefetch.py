@@ -17,6 +17,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
+from kvtier.transfer.found_segments import FoundSegments
 from kvtier.transfer.load import Load, LoadPlan, Order
 from kvtier.transfer.match_budget import MatchBudget
 from kvtier.transfer.matching import TierMatch
@@ -163,6 +164,7 @@ class Prefetch:
     """Of one prompt. `load` and `next_loads` are on their way into its blocks, each behind the one before."""
 
     __slots__ = (
+        "_found",
         "_shared",
         "_was_left",
         "blocks",
@@ -193,6 +195,7 @@ class Prefetch:
         self.is_admitted = False
         """The prompt has blocks, until it leaves."""
         self._was_left = False
+        self._found = FoundSegments(shared.traffic.segmented)
 
     # --- matching --------------------------------------------------------------------------------------------------
 
@@ -470,6 +473,7 @@ class Prefetch:
             if not self._was_left:
                 num_loaded = blocks.num_computed - first * blocks.block_tokens
                 self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_loaded
+            self._found.note(first, end)
             # A tier that was away may lack what another had; but what is still on its way must not be offered.
             if self._shared.offered_again is None or not load.is_over:
                 self.num_offered = end
@@ -512,6 +516,7 @@ class Prefetch:
         shared, blocks = self._shared, self.blocks
         self.is_admitted = True
         self.num_offered = blocks.num_filled // blocks.block_tokens
+        self._found.note(0, self.num_offered)
         if not blocks.num_computed:
             return
         generation = shared.traffic.generation
@@ -526,18 +531,22 @@ class Prefetch:
         self.num_offered = min(self.num_offered, num_known)
 
     def filled(self) -> None:
-        """Full blocks of known tokens go to the tiers once the device has done what was handed to it."""
-        blocks, first = self.blocks, self.num_offered
+        """Full blocks of known tokens go to the tiers once the device has done what was handed to it.
+
+        So do segments that were found in part, to a tier that keeps them whole.
+        """
+        blocks, first, traffic = self.blocks, self.num_offered, self._shared.traffic
         num_full = min(blocks.num_computed, blocks.num_tokens) // blocks.block_tokens
-        if num_full <= first:
-            return
-        blocks.extend_hashes()
-        self._shared.traffic.learn(blocks.hashes)
-        hashes = blocks.hashes[first:num_full]
-        self._shared.traffic.storer.offer(hashes, blocks.lease(first, num_full))
-        if self._shared.offered_again is not None:
-            self._shared.offered_again.update(hashes)
-        self.num_offered = num_full
+        if num_full > first:
+            blocks.extend_hashes()
+            traffic.learn(blocks.hashes)
+            hashes = blocks.hashes[first:num_full]
+            traffic.storer.offer(hashes, blocks.lease(first, num_full))
+            if self._shared.offered_again is not None:
+                self._shared.offered_again.update(hashes)
+            self.num_offered = num_full
+        for start, end in self._found.take(blocks.hashes, num_full):
+            traffic.storer.offer_segment(blocks.hashes[start:end], blocks.lease(start, end))
 
     def announce(self) -> None:
         """The prompt begins to be computed: other prompts wait for its blocks."""
@@ -575,6 +584,7 @@ class Prefetch:
         self.state = State.UNASKED
         self.is_admitted = False
         self._was_left = True
+        self._found.clear()
 
 
 class NoPrefetch(Prefetch):

@@ -49,6 +49,8 @@ class ReservedSlots:
         self._store_seconds = metrics.store_seconds.labels(tier=name)
         self._places: dict[BlockHash, tuple[_Slots, int]] = {}
         self._announced: dict[object, list[tuple[BlockHash, _Slots]]] = {}
+        self.is_staging = guard.tier.staging is not None
+        """What is on its way to tiers out of reach passes through here."""
         self.num_stored = 0
         self.num_refused = 0
         """Blocks that the tier did not take, for want of room or because it failed."""

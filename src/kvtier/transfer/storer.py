@@ -39,6 +39,8 @@ class _Offer:
     hashes: Sequence[BlockHash]
     held: DeviceLease
     owner: object
+    is_found: bool = False
+    """A whole segment with blocks that were found: only for a tier that keeps segments, through the host's memory."""
     is_cancelled: bool = False
     is_copying: bool = False
 
@@ -129,10 +131,17 @@ class Storer:
 
     def offer(self, hashes: Sequence[BlockHash], held: DeviceLease, owner: object = None) -> None:
         """Blocks that are full once the device has done what was handed to it. They are held until `take_copied`."""
+        self._add(_Offer(hashes, held, owner))
+
+    def offer_segment(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
+        """As `offer`, all of a segment, to tiers that keep it whole or not at all: others have what was found of it."""
+        self._add(_Offer(hashes, held, None, is_found=True))
+
+    def _add(self, offer: _Offer) -> None:
         unsent = self._unsent
-        unsent.offers.append(_Offer(hashes, held, owner))
-        unsent.num_blocks += len(held.ids)
-        self.num_held += len(held.ids)
+        unsent.offers.append(offer)
+        unsent.num_blocks += len(offer.held.ids)
+        self.num_held += len(offer.held.ids)
 
     def send(self, *, is_last: bool = False) -> None:
         """Offers begin when the device is done with what was handed to it so far.
@@ -176,8 +185,14 @@ class Storer:
                 if not offer.is_copying and not offer.is_cancelled:
                     offer.is_cancelled = True
                     self._copied.append(offer.held)
-                    for slots in self._slots:
-                        slots.count_refused(len(offer.hashes))
+                    self._count_refused(offer)
+
+    def _count_refused(self, offer: _Offer) -> None:
+        if not offer.is_found:
+            for slots in self._slots:
+                slots.count_refused(len(offer.hashes))
+        elif self._pusher is not None:
+            self._pusher.refuse_segment(offer.hashes)
 
     def drop(self, owners: Set[object]) -> None:
         """Return when nothing that was sent for these is being copied, or will be."""
@@ -277,10 +292,13 @@ class Storer:
 
     def _store(self, batch: _Batch) -> None:
         offers: list[_Offer] = []
-        hashes = [block_hash for offer in batch.offers if not offer.is_cancelled for block_hash in offer.hashes]
+        wanted = [offer for offer in batch.offers if not offer.is_cancelled]
+        computed = [block_hash for offer in wanted if not offer.is_found for block_hash in offer.hashes]
+        found = [block_hash for offer in wanted if offer.is_found for block_hash in offer.hashes]
+        hashes = computed + found
         try:
             for slots in self._slots:  # may wait for a tier: the offers can be cancelled meanwhile
-                slots.make(hashes)
+                slots.make(hashes if slots.is_staging else computed)
             offers = self._start_copying(batch.offers)
             ids = {
                 block_hash: block_id
@@ -301,7 +319,8 @@ class Storer:
                 slots.give_back(hashes)
         if self._pusher is not None:
             for offer in offers:
-                self._pusher.push(offer.hashes)
+                push = self._pusher.push_segment if offer.is_found else self._pusher.push
+                push(offer.hashes)
 
     def _start_copying(self, offers: Sequence[_Offer]) -> list[_Offer]:
         with self._lock:

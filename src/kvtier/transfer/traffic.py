@@ -16,6 +16,7 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.errors import TierError
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.speeds import Speeds
+from kvtier.tiers.tier import SegmentTier
 from kvtier.transfer.copier import Copier
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.loader import Loader
@@ -27,6 +28,8 @@ from kvtier.transfer.storer import Storer
 _DRAIN_S = 60.0
 _TURN_S = 5e-5
 _ANSWER_S = 0.002
+_MIN_SEGMENTS = 2
+"""Segments that host memory must hold, for those with found blocks to pass through it."""
 
 
 class Traffic:
@@ -67,6 +70,7 @@ class Traffic:
             clock=clock,
             let_pass=let_pass,
         )
+        self.segmented = _segmented(hierarchy)
         self.storer = Storer(hierarchy, copier, self.marks, wake, clock=clock, let_pass=let_pass)
         self._is_closed = False
         self._pid = os.getpid()
@@ -138,3 +142,11 @@ class Traffic:
             with contextlib.suppress(TierError):
                 if guard.tier.arena is not None:
                     self._copier.adopt(guard.tier.arena)
+
+
+def _segmented(hierarchy: Hierarchy) -> SegmentTier | None:
+    """The tier that is offered whole segments, if there is memory through which one can pass."""
+    tier, host = hierarchy.segmented, hierarchy.host
+    if tier is None or host is None or host.num_blocks < _MIN_SEGMENTS * tier.segment_blocks:
+        return None
+    return tier

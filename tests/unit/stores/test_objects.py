@@ -108,6 +108,83 @@ def test_prompts_that_part_within_a_segment_have_one_each(server: ObjectServer) 
             assert read(blocks, fork) == payloads(fork)
 
 
+def offer(blocks: ObjectBlocks, hashes: list[BlockHash]) -> int:
+    return blocks.put(hashes, [memoryview(payload) for payload in payloads(hashes)])
+
+
+def test_documents_behind_one_beginning_are_each_kept_when_offered_whole_in_any_order(server: ObjectServer) -> None:
+    documents = [HASHES[:2] + chain(seed, 6) for seed in range(2, 8)]
+    with opened(server) as blocks:
+        for document in documents:
+            blocks.learn(document)
+            offer(blocks, document[2:])  # its beginning was found
+        assert blocks.flush(LIMIT_S)
+        assert len(server.objects) == len(documents), "the second segment of each, of which all was computed"
+        num_taken = [offer(blocks, document[:4]) for document in reversed(documents)]  # another was seen last
+        assert num_taken == [2, 2, 0, 0, 0, 0], "a beginning that others need is kept, and not copied again"
+        assert blocks.flush(LIMIT_S)
+        assert len(server.objects) == 2 * len(documents)
+        for document in documents:
+            assert read(blocks, document) == payloads(document)
+
+
+def test_a_beginning_is_written_once_and_a_document_that_ends_within_its_segment_is_not(server: ObjectServer) -> None:
+    with opened(server) as blocks:
+        store(blocks, HASHES[:4])
+        before = dict(server.objects)
+        for seed in range(2, 50):
+            store(blocks, HASHES[:6] + chain(seed, 1))
+            assert offer(blocks, HASHES[:4]) == 0
+        assert server.objects == before
+
+
+def test_what_is_found_does_not_depend_on_who_was_seen_last(server: ObjectServer) -> None:
+    document, absent = HASHES[:2] + chain(2, 6), HASHES[:2] + chain(3, 6)
+    with opened(server) as writer, opened(server) as blocks:
+        store(writer, document)
+        blocks.learn(document)
+        places = blocks.places(document, soon())
+        blocks.learn(absent)
+        assert blocks.find(document, soon()) == [True] * 8
+        assert not any(blocks.find(absent, soon()))
+        into = [bytearray(LAYOUT.block_bytes) for _ in range(2)]
+        assert blocks.get(document[:2], list(map(memoryview, into)), soon(), places[:2]) == [True, True]
+        assert list(map(bytes, into)) == payloads(document[:2])
+
+
+def test_what_was_lost_is_told_after_a_while(server: ObjectServer) -> None:
+    now = [1000.0]
+    names = [HASHES[3], HASHES[7]]
+    with opened(server) as blocks:
+        blocks._clock = lambda: now[0]
+        assert blocks.has_segments(names) == [None, None]
+        server.fault = "refuse"
+        store(blocks, HASHES[:4])
+        assert blocks.has_segments(names) == [None, None], "it would be refused again"
+        now[0] += 60
+        assert blocks.has_segments(names) == [False, None]
+        server.fault = None
+        store(blocks, HASHES)
+        assert blocks.has_segments(names) == [True, True]
+
+
+def test_segments_that_come_too_fast_are_lost_counted_and_told(server: ObjectServer) -> None:
+    losses = Counter[str]()
+    now = [1000.0]
+    with opened(server, losses, buffer=2 * SEGMENT * LAYOUT.block_bytes) as blocks:  # one waits, one is written
+        blocks._clock = lambda: now[0]
+        server.fault = "hang"
+        blocks.learn(HASHES)
+        offer(blocks, HASHES)
+        assert losses["busy"] == SEGMENT
+        assert blocks.has_segments([HASHES[3], HASHES[7]]) == [True, None]
+        now[0] += 60
+        assert blocks.has_segments([HASHES[7]]) == [False]
+        server.is_over.set()
+        server.fault = None
+        assert blocks.flush(LIMIT_S)
+
+
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +344,7 @@ def test_whoever_was_seen_last_has_all_blocks_of_its_segments(prompts: list[tupl
         book.learn(prompt)
         for position in range(len(prompt) // SEGMENT * SEGMENT):
             last = prompt[position // SEGMENT * SEGMENT + SEGMENT - 1]
-            assert book.place(prompt[position]) == Place(last, position % SEGMENT)
+            assert book.places(prompt[position : position + 1]) == [Place(last, position % SEGMENT)]
             assert book.blocks_of(last)[position % SEGMENT] == prompt[position]
 
 
@@ -278,7 +355,49 @@ def test_what_is_remembered_of_prompts_is_bounded() -> None:
 
     assert len(book._segments) <= 10
     assert len(book._places) <= 40
-    assert book.place(chain(99, 12)[0]) is not None
+    assert book.places(chain(99, 12)[:1]) != [None]
+    assert book.places(chain(0, 12)) == [None] * 12
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(0, 12)), max_size=12))
+def test_a_segment_is_known_by_its_last_block_whoever_was_seen_last(prompts: list[tuple[int, int, int]]) -> None:
+    book = SegmentBook(SEGMENT)
+    known = [HASHES[:shared] + chain(1000 + 100 * seed + shared, own) for seed, shared, own in prompts]
+    for prompt in known:
+        book.learn(prompt)
+    for prompt in known:
+        num_whole = len(prompt) // SEGMENT * SEGMENT
+        for first in range(num_whole):
+            assert book.places(prompt[first:num_whole]) == [
+                Place(prompt[position // SEGMENT * SEGMENT + SEGMENT - 1], position % SEGMENT)
+                for position in range(first, num_whole)
+            ]
+
+
+def test_blocks_that_do_not_follow_each_other_have_the_places_they_have() -> None:
+    book = SegmentBook(SEGMENT)
+    other = chain(2, 8)
+    book.learn(HASHES)
+    book.learn(other)
+
+    assert book.places([other[5], HASHES[3], chain(3, 1)[0], HASHES[0]]) == [
+        Place(other[7], 1),
+        Place(HASHES[3], 3),
+        None,
+        Place(HASHES[3], 0),
+    ]
+
+
+def test_blocks_are_shared_with_a_segment_that_was_seen_since() -> None:
+    book = SegmentBook(SEGMENT)
+    fork = HASHES[:3] + chain(2, 1)
+    book.learn(HASHES)
+    assert book.shared(HASHES[3]) == set()
+    book.learn(fork)
+
+    assert book.shared(HASHES[3]) == set(HASHES[:3])
+    assert book.shared(fork[3]) == set()
+    assert book.shared(chain(3, 1)[0]) == set()
 
 
 def test_blocks_that_wait_too_long_go_first() -> None:
@@ -286,12 +405,32 @@ def test_blocks_that_wait_too_long_go_first() -> None:
     for block_hash in HASHES[:4]:
         assert collector.add(block_hash, memoryview(bytes(10)))
 
-    assert collector.whole(HASHES[:1]) is None
-    assert collector.whole(HASHES[1:4]) == [bytes(10)] * 3
+    assert not collector.has(HASHES[:1])
+    assert collector.has(HASHES[1:4])
     assert not collector.add(HASHES[3], memoryview(bytes(10)))
     collector.discard(HASHES[:4])
-    assert collector.whole(HASHES[3:4]) is None
+    assert not collector.has(HASHES[3:4])
     assert not Collector(10, 5).add(HASHES[0], memoryview(bytes(10)))
+
+
+def test_a_block_that_is_offered_again_has_not_waited_long() -> None:
+    collector = Collector(block_bytes=10, max_bytes=30)
+    for block_hash in [*HASHES[:3], HASHES[0], HASHES[3]]:
+        collector.add(block_hash, memoryview(bytes(10)))
+
+    assert collector.has([HASHES[0], *HASHES[2:4]])
+    assert not collector.has(HASHES[1:2])
+
+
+def test_what_is_taken_waits_no_longer_but_for_what_others_need() -> None:
+    collector = Collector(block_bytes=10, max_bytes=100)
+    for block_hash in HASHES[:4]:
+        collector.add(block_hash, memoryview(block_hash[:10]))
+
+    assert collector.take(HASHES[:5]) is None
+    assert collector.take([]) is None
+    assert collector.take(HASHES[:4], {HASHES[1]}) == [block_hash[:10] for block_hash in HASHES[:4]]
+    assert [collector.has([block_hash]) for block_hash in HASHES[:4]] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

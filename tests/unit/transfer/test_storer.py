@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +12,8 @@ import pytest
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierUnavailable
+from kvtier.memory.copying import Buffer
+from kvtier.memory.lease import Reservation
 from kvtier.testing.faults import FailingTier, SlowTier, WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payloads
 from kvtier.tiers.hierarchy import Hierarchy
@@ -339,6 +341,120 @@ def test_a_slow_tier_out_of_reach_does_not_hold_the_devices_blocks(open_bench: O
     assert not bench.storing.settle(0.05)
     goes_on.set()
     bench.settle()
+
+
+# --- whole segments ----------------------------------------
+
+
+class SegmentedTier(WrappedTier):
+    """A tier out of reach that says it keeps whole segments."""
+
+    segment_blocks = 4
+
+    @property
+    def segmented(self) -> SegmentedTier:
+        return self
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        return [None for _ in names]
+
+
+def segmented_tier() -> SegmentedTier:
+    return SegmentedTier(HostTier(LAYOUT, 32 * LAYOUT.slot_bytes, "segments"))
+
+
+def refused(bench: Bench, tier: str) -> float:
+    return bench.hierarchy.metrics.value(bench.hierarchy.metrics.refused_blocks, tier=tier)
+
+
+@pytest.mark.parametrize("num_in_host", [0, 2, 4])
+def test_a_found_segment_reaches_the_tier_that_keeps_segments_and_no_other(open_bench: Open, num_in_host: int) -> None:
+    far, segments = far_tier(), segmented_tier()
+    bench = open_bench(behind=(far, segments))
+    hashes = chain(1, 4)
+    bench.host.offer(hashes[:num_in_host], payloads(hashes[:num_in_host]))
+
+    held = bench.device.fill(range(4), hashes)
+    bench.storing.offer_segment(hashes, held)
+    bench.storing.send(is_last=True)
+    bench.settle()
+
+    assert fetch_all(segments, hashes) == payloads(hashes)
+    assert far.contains(hashes) == [False] * 4
+    assert bench.device.stored == ([list(range(num_in_host, 4))] if num_in_host < 4 else []), "what the host lacked"
+    assert bench.storing.take_copied() == [held]
+    assert not bench.storing.has_stores
+
+
+def test_a_found_segment_is_not_stored_in_other_tiers_of_this_host(open_bench: Open) -> None:
+    local = HostTier(LAYOUT, 8 * LAYOUT.slot_bytes, "local")
+    segments = segmented_tier()
+    bench = open_bench(behind=(_LocalTier(local), segments))
+    hashes = chain(1, 4)
+    bench.storing.offer_segment(hashes, bench.device.fill(range(4), hashes))
+    bench.send(chain(2, 2), first_id=4)
+    bench.settle()
+
+    assert local.contains(hashes + chain(2, 2)) == [False] * 4 + [True] * 2
+    assert fetch_all(segments, hashes) == payloads(hashes)
+    bench.storing.take_copied()
+
+
+def test_a_segment_that_leaves_host_memory_before_it_is_pushed_is_refused_whole(open_bench: Open) -> None:
+    started, goes_on = threading.Event(), threading.Event()
+
+    class Slow(SegmentedTier):
+        def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+            started.set()
+            assert goes_on.wait(WAIT_S)
+            return super().offer(hashes, blocks)
+
+    segments = Slow(HostTier(LAYOUT, 32 * LAYOUT.slot_bytes, "segments"))
+    bench = open_bench(8, behind=(segments,))
+    bench.send(chain(9, 1))
+    assert started.wait(WAIT_S)
+    hashes = chain(1, 4)
+    bench.storing.offer_segment(hashes, bench.device.fill(range(1, 5), hashes))
+    bench.storing.send(is_last=True)
+    until(lambda: bench.host.contains(hashes) == [True] * 4)
+    bench.host.drop(hashes[2:3])  # as an eviction would
+    goes_on.set()
+    bench.settle()
+
+    assert refused(bench, "segments") == 4
+    assert segments.contains(hashes) == [False] * 4
+    assert len(bench.storing.take_copied()) == 2
+    assert not bench.storing.has_stores
+
+
+def test_a_segment_that_waits_when_blocks_are_needed_is_counted_where_it_was_to_go(open_bench: Open) -> None:
+    bench = open_bench(behind=(segmented_tier(),))
+    bench.device.gate.clear()
+    bench.send(chain(9, 2))
+    until(lambda: bool(bench.device.stored))
+    hashes = chain(1, 4)
+    held = bench.device.fill(range(2, 6), hashes)
+    bench.storing.offer_segment(hashes, held)
+
+    bench.storing.hurry()
+
+    assert bench.storing.take_copied() == [held]
+    assert (refused(bench, "segments"), refused(bench, "host")) == (4, 0)
+    bench.device.gate.set()
+    bench.settle()
+    assert bench.host.contains(hashes) == [False] * 4
+    bench.storing.take_copied()
+
+
+class _LocalTier(WrappedTier):
+    """As a cache server on this host: a device can write its slots, and nothing passes through its memory."""
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
+        return self.inner.reserve(hashes)
 
 
 def test_close_finishes_what_was_sent(open_bench: Open) -> None:

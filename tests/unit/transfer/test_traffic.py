@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import TierTimeout
 from kvtier.testing.faults import FailingTier, TruncatingTier
@@ -631,6 +633,27 @@ def test_an_abandoned_load_leaves_the_engine_something_to_do(open_bench: Open) -
 
     assert bench.traffic.loading.share(load, 257) == 1
     bench.traffic.matcher.give_up(fetch)
+
+
+# --- whole segments ----------------------------------------
+
+
+class _SegmentedTier(FarTier):
+    segment_blocks = 8
+
+    @property
+    def segmented(self) -> _SegmentedTier:
+        return self
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        return [None for _ in names]
+
+
+def test_segments_are_offered_where_host_memory_holds_two(open_bench: Open) -> None:
+    tier = _SegmentedTier()
+    assert open_bench(tier, num_blocks=16).traffic.segmented is tier
+    assert open_bench(_SegmentedTier(), num_blocks=15).traffic.segmented is None
+    assert open_bench(FarTier()).traffic.segmented is None
 
 
 # --- the end ----------------------------------------

@@ -244,7 +244,7 @@ class ObjectsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     segment: int | None = None
     """Blocks in a row of a prompt that are one object, 32 MiB of them unless told. All hosts must agree on it."""
     buffer: Size = Size(DEFAULT_BUFFER)
-    """Most memory of each engine for blocks that wait for the rest of their object."""
+    """Most memory of each engine for blocks that wait for the rest of their object, or to be written with it."""
     timeout_s: float = 2.0
     """Seconds after which a store that does not answer is passed over."""
     plaintext: bool = False

@@ -7,6 +7,7 @@ Writing happens behind whoever offers, a segment at a time, and what cannot be w
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_KNOWN = 4096
 _MAX_KNOWN_BLOCKS = 1 << 18
-_MAX_UPLOADS = 4
 _ABSENT_S = 10.0
 _UPLOAD_THREADS = 2
 _IN_FLIGHT_BYTES = 256 << 20
@@ -62,12 +62,15 @@ class ObjectBlocks:
         self._bucket = bucket
         self._namespace = namespace
         self._block_bytes = block_bytes
-        self._segment_blocks = segment_blocks
+        self.segment_blocks = segment_blocks
         self._book = SegmentBook(segment_blocks)
-        self._collector = Collector(block_bytes, buffer_bytes)
+        self._collector = Collector(block_bytes, buffer_bytes - buffer_bytes // 2)
+        self._max_uploads = max(1, buffer_bytes // 2 // (segment_blocks * block_bytes))
         self._on_loss = on_loss
         self._clock = clock
         self._log = LogLimit(logger)
+        self._putting = threading.Lock()
+        """One at a time: what a segment lacks is not taken for another one meanwhile."""
         self._lock = threading.Condition(threading.Lock())
         self._known: dict[BlockHash, Index] = {}
         self._absent: dict[BlockHash, float] = {}
@@ -86,46 +89,59 @@ class ObjectBlocks:
 
     def find(self, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
         """Which blocks are there. Looks no further than the first segment that is not."""
-        return [found is not None for found in self._look(hashes, deadline)]
+        return [place is not None for place in self.places(hashes, deadline)]
 
-    def get(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], deadline: float) -> list[bool]:
-        """Which blocks came whole: a store that fails brings fewer. An object with a damaged one is deleted."""
+    def places(self, hashes: Sequence[BlockHash], deadline: float) -> list[Place | None]:
+        """As `find`: where each block is that is there."""
+        found = self._look(hashes, self._book.places(hashes), deadline)
+        return [None if one is None else one.place for one in found]
+
+    def get(
+        self,
+        hashes: Sequence[BlockHash],
+        into: Sequence[memoryview],
+        deadline: float,
+        places: Sequence[Place | None] | None = None,
+    ) -> list[bool]:
+        """Which blocks came whole: a store that fails brings fewer. An object with a damaged one is deleted.
+
+        They are read from `places`, where these are known.
+        """
         arrived = [False] * len(hashes)
+        places = self._book.places(hashes) if places is None else places
         try:
-            self._read(hashes, into, arrived, deadline)
+            self._read(self._look(hashes, places, deadline), into, arrived, deadline)
         except TierError as error:
             self._on_loss(error.kind, 1)
             self._log.warning(error.kind, "objects: %s", str(error))
-            for place in map(self._book.place, hashes):
-                if place is not None:
-                    self._forget(place.segment)  # whoever looks for it next finds out how the store is
+            for segment in _segments_of(places):
+                self._forget(segment)  # whoever looks for it next finds out how the store is
         return arrived
 
     def put(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> int:
         """Take blocks in; those whose segment is whole then are written behind. Returns how many were taken."""
         num_taken = 0
-        segments: dict[BlockHash, None] = {}
-        for block_hash, payload in zip(hashes, blocks, strict=True):
-            place = self._book.place(block_hash)
-            if place is not None:
-                with self._lock:
-                    if place.segment in self._known or place.segment in self._uploading:
-                        continue
-                segments[place.segment] = None
-            num_taken += self._collector.add(block_hash, payload)
-        for segment in segments:
-            self._write_behind(segment)
+        with self._putting:
+            places = self._book.places(hashes)
+            offered = zip(places, hashes, blocks, strict=True)
+            for segment, group in itertools.groupby(offered, lambda one: one[0] and one[0].segment):
+                if segment is None or not self._has(segment):
+                    num_taken += sum([self._collector.add(block_hash, payload) for _, block_hash, payload in group])
+                    if segment is not None:
+                        self._write_behind(segment)
         return num_taken
+
+    def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
+        """Whether each is there or being written; False for one that was absent or lost a while ago. Never waits."""
+        return [self._has(name) for name in names]
 
     def drop(self, hashes: Sequence[BlockHash], deadline: float) -> int:
         """The segments that have one of these, as far as they are known. Returns how many of `hashes` went."""
         self._collector.discard(hashes)
         self.flush(max(0.0, deadline - time.monotonic()))
-        found = self.find(hashes, deadline)
-        places = [self._book.place(block_hash) for block_hash in hashes]
-        segments = {place.segment for place, is_there in zip(places, found, strict=True) if place and is_there}
-        self._delete(segments, deadline)
-        return sum(found)
+        found = self.places(hashes, deadline)
+        self._delete(set(_segments_of(found)), deadline)
+        return len(found) - found.count(None)
 
     def drop_all(self, deadline: float) -> int:
         """Returns how many blocks the segments had."""
@@ -133,7 +149,7 @@ class ObjectBlocks:
         self._bucket.delete(names, deadline)
         with self._lock:
             self._known.clear()
-        return len(names) * self._segment_blocks
+        return len(names) * self.segment_blocks
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was taken in and is whole is written, or lost; False when that takes longer."""
@@ -167,20 +183,26 @@ class ObjectBlocks:
                 for segment in segments
                 if segment not in self._known and self._absent.get(segment, float("-inf")) < now - _ABSENT_S
             ]
-        start = self._segment_blocks * self._block_bytes
-        end = start + index_bytes(self._segment_blocks)
+        start = self.segment_blocks * self._block_bytes
+        end = start + index_bytes(self.segment_blocks)
         wanted = [(self._name(segment), start, end) for segment in asked]
         for segment, encoded in zip(asked, self._bucket.read_all(wanted, deadline), strict=True):
             self._note(segment, encoded)
         with self._lock:
             return [self._known.get(segment) for segment in segments]
 
+    def _has(self, segment: BlockHash) -> bool | None:
+        with self._lock:
+            if segment in self._known or segment in self._uploading:
+                return True
+            return None if self._absent.get(segment, float("inf")) > self._clock() - _ABSENT_S else False
+
     def _note(self, segment: BlockHash, encoded: bytes | None) -> None:
         """What was read where an object's index should be."""
         index = None
         if encoded is not None:
             try:
-                index = decode_index(self._namespace, self._block_bytes, self._segment_blocks, bytes(encoded))
+                index = decode_index(self._namespace, self._block_bytes, self.segment_blocks, bytes(encoded))
             except RemoteProtocolError as error:
                 self._on_loss("corrupt", 1)
                 self._log.warning("corrupt", "objects: segment %s has %s", segment.hex()[:16], str(error))
@@ -188,23 +210,27 @@ class ObjectBlocks:
             if index is not None and index.hashes[-1] == segment:
                 self._remember(segment, index)
                 return
-            self._absent[segment] = self._clock()
-            while len(self._absent) > _MAX_KNOWN:
-                del self._absent[next(iter(self._absent))]
+            self._note_absent(segment)
+
+    def _note_absent(self, segment: BlockHash) -> None:
+        self._absent[segment] = self._clock()
+        while len(self._absent) > _MAX_KNOWN:
+            del self._absent[next(iter(self._absent))]
 
     def _remember(self, segment: BlockHash, index: Index) -> None:
         self._absent.pop(segment, None)
         self._known[segment] = index
-        while len(self._known) > max(1, min(_MAX_KNOWN, _MAX_KNOWN_BLOCKS // self._segment_blocks)):
+        while len(self._known) > max(1, min(_MAX_KNOWN, _MAX_KNOWN_BLOCKS // self.segment_blocks)):
             del self._known[next(iter(self._known))]
 
     def _forget(self, segment: BlockHash) -> None:
         with self._lock:
             self._known.pop(segment, None)
 
-    def _look(self, hashes: Sequence[BlockHash], deadline: float) -> list[_Found | None]:
+    def _look(
+        self, hashes: Sequence[BlockHash], places: Sequence[Place | None], deadline: float
+    ) -> list[_Found | None]:
         """Where each block is, and its object's index; None for those that are not there."""
-        places = [self._book.place(block_hash) for block_hash in hashes]
         indices: dict[BlockHash, Index | None] = {}
         for names in _rounds(places):
             indices.update(zip(names, self._indices(names, deadline), strict=True))
@@ -220,11 +246,11 @@ class ObjectBlocks:
         return found
 
     def _read(
-        self, hashes: Sequence[BlockHash], into: Sequence[memoryview], arrived: list[bool], deadline: float
+        self, found: Sequence[_Found | None], into: Sequence[memoryview], arrived: list[bool], deadline: float
     ) -> None:
-        runs = list(_runs(self._look(hashes, deadline)))
+        runs = list(_runs(found))
         damaged: set[BlockHash] = set()
-        at_once = max(1, _IN_FLIGHT_BYTES // (self._segment_blocks * self._block_bytes))
+        at_once = max(1, _IN_FLIGHT_BYTES // (self.segment_blocks * self._block_bytes))
         for first in range(0, len(runs), at_once):
             some = runs[first : first + at_once]
             wanted = [(self._name(run.segment), *run.range_of(self._block_bytes)) for run in some]
@@ -263,15 +289,17 @@ class ObjectBlocks:
     def _write_behind(self, segment: BlockHash) -> None:
         """Have a segment written if all of its blocks are here and not many wait already."""
         hashes = self._book.blocks_of(segment)
-        payloads = self._collector.whole(hashes)
-        if payloads is None:
+        if not self._collector.has(hashes):
             return
         with self._lock:
-            if segment in self._uploading:
-                return
-            if len(self._uploading) >= _MAX_UPLOADS:
+            if len(self._uploading) >= self._max_uploads:
+                self._note_absent(segment)
                 self._on_loss("busy", len(hashes))
                 return
+        payloads = self._collector.take(hashes, self._book.shared(segment))
+        if payloads is None:  # it was dropped just now
+            return
+        with self._lock:
             self._uploading.add(segment)
         self._uploads.put(_Upload(segment, hashes, payloads))
 
@@ -284,10 +312,10 @@ class ObjectBlocks:
                 self._log.warning(error.kind, "objects: a segment was not written: %s", str(error))
             except Exception:
                 logger.exception("writing a segment failed")  # the thread goes on
-            else:
-                self._collector.discard(upload.hashes)
             finally:
                 with self._lock:
+                    if upload.segment not in self._known:
+                        self._note_absent(upload.segment)
                     self._uploading.discard(upload.segment)
                     self._lock.notify_all()
 
@@ -297,9 +325,9 @@ class ObjectBlocks:
             checksum_of(self._namespace, block_hash, memoryview(payload))
             for block_hash, payload in zip(upload.hashes, upload.payloads, strict=True)
         ]
-        start = self._segment_blocks * self._block_bytes
+        start = self.segment_blocks * self._block_bytes
         name = self._name(upload.segment)
-        self._note(upload.segment, self._bucket.read(name, start, start + index_bytes(self._segment_blocks)))
+        self._note(upload.segment, self._bucket.read(name, start, start + index_bytes(self.segment_blocks)))
         with self._lock:
             if upload.segment in self._known:
                 return
@@ -327,6 +355,11 @@ class _Run(NamedTuple):
 
     def range_of(self, block_bytes: int) -> tuple[int, int]:
         return self.number * block_bytes, (self.number + self.num_blocks) * block_bytes
+
+
+def _segments_of(places: Sequence[Place | None]) -> list[BlockHash]:
+    """Each once, in order."""
+    return list(dict.fromkeys(place.segment for place in places if place is not None))
 
 
 def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:

@@ -6,7 +6,7 @@ They are copied: whoever offers a block wants its buffer back. What waits longes
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.blocks.hashing import BlockHash
 
@@ -20,24 +20,34 @@ class Collector:
         self._payloads: dict[BlockHash, bytes] = {}
 
     def add(self, block_hash: BlockHash, payload: memoryview) -> bool:
-        """False for one that is here, or if there is room for none."""
+        """False for one that is here, which has not waited long then, or if there is room for none."""
         with self._lock:
-            if block_hash in self._payloads or not self._max_blocks:
+            held = self._payloads.pop(block_hash, None)
+            if held is None and not self._max_blocks:
                 return False
-            self._payloads[block_hash] = bytes(payload)
+            self._payloads[block_hash] = bytes(payload) if held is None else held
             while len(self._payloads) > self._max_blocks:
                 del self._payloads[next(iter(self._payloads))]
-        return True
+        return held is None
 
-    def whole(self, segment: Sequence[BlockHash]) -> list[bytes] | None:
-        """The payloads of all these blocks; None while one is missing."""
+    def has(self, segment: Sequence[BlockHash]) -> bool:
+        """All of these blocks are here."""
+        with self._lock:
+            return bool(segment) and all(block_hash in self._payloads for block_hash in segment)
+
+    def take(self, segment: Sequence[BlockHash], shared: Collection[BlockHash] = ()) -> list[bytes] | None:
+        """The payloads of all these blocks, which wait no longer, but for `shared`; None while one is missing."""
         with self._lock:
             if not segment or any(block_hash not in self._payloads for block_hash in segment):
                 return None
-            return [self._payloads[block_hash] for block_hash in segment]
+            payloads = [self._payloads[block_hash] for block_hash in segment]
+            for block_hash in segment:
+                if block_hash not in shared:
+                    del self._payloads[block_hash]
+            return payloads
 
-    def discard(self, segment: Sequence[BlockHash]) -> None:
+    def discard(self, hashes: Sequence[BlockHash]) -> None:
         """They wait no longer."""
         with self._lock:
-            for block_hash in segment:
+            for block_hash in hashes:
                 self._payloads.pop(block_hash, None)

@@ -31,7 +31,7 @@ class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `endpoint` and `region`. Keys are best left to the environment, where every such store looks for them.
 
     `segment` is how many blocks are one object, 32 MiB of them unless told, and must be the same for all who share it;
-    `buffer` is how many bytes of blocks may wait for the rest of theirs.
+    `buffer` is how many bytes of blocks may wait for the rest of theirs, or to be written.
     """
 
     url: str

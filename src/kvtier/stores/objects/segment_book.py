@@ -2,8 +2,8 @@
 
 A segment is a fixed number of blocks that follow each other in a prompt, counted from its beginning, and is named by
 its last block: that hash covers all before it, so one name stands for the same bytes for ever. Prompts that part within
-a segment have a segment each, with the same blocks at its beginning; a block that two of them have is looked for in the
-one that was seen last.
+a segment have a segment each, with the same blocks at its beginning. Which one is meant follows from the last block, if
+that is among those that are asked for; else it is the one that was seen last.
 """
 
 from __future__ import annotations
@@ -45,9 +45,25 @@ class SegmentBook:
                 if place is None or place.segment != name:  # whoever was seen last has all of its blocks
                     self._add(name, tuple(hashes[first : first + size]))
 
-    def place(self, block_hash: BlockHash) -> Place | None:
+    def places(self, hashes: Sequence[BlockHash]) -> list[Place | None]:
+        """Of blocks that follow each other in a prompt."""
         with self._lock:
-            return self._places.get(block_hash)
+            places = [self._places.get(block_hash) for block_hash in hashes]
+            for last, name in enumerate(hashes):
+                blocks = self._segments.get(name, ())
+                first = max(0, last + 1 - len(blocks))
+                if blocks and places[first] != Place(name, len(blocks) - (last + 1 - first)):
+                    for number, position in enumerate(range(last, first - 1, -1), 1):
+                        if hashes[position] == blocks[-number]:
+                            places[position] = Place(name, len(blocks) - number)
+            return places
+
+    def shared(self, segment: BlockHash) -> set[BlockHash]:
+        """Blocks of a segment that are in another one, too, which was seen since."""
+        with self._lock:
+            blocks = self._segments.get(segment, ())
+            places = map(self._places.get, blocks)
+            return {block for block, place in zip(blocks, places, strict=True) if place and place.segment != segment}
 
     def blocks_of(self, segment: BlockHash) -> Sequence[BlockHash]:
         """Empty when the segment is not known any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from random import Random
 
 import pytest
 
@@ -15,8 +16,8 @@ from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import LoadPlan, Order
 from kvtier.transfer.matching import TierMatch
 from kvtier.transfer.prefetch import Prefetch, State
-from tests.support.engine_building import MANAGERS, endless_prompt, prompt_of
-from tests.support.tier_simulation import HOST, SERVER, TieredEngine
+from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, endless_prompt, prompt_of
+from tests.support.tier_simulation import HOST, SERVER, SimulatedSegments, TieredEngine
 
 every_manager = pytest.mark.parametrize("manager", MANAGERS)
 every_order = pytest.mark.parametrize("order", list(Order))
@@ -884,6 +885,39 @@ def test_every_full_block_is_offered_and_can_be_loaded_by_another_engine(manager
     known = {block_hash for memory in engine.traffic.offered for block_hash in memory}
     tokens = engine.requests[0].tokens
     assert known == set(engine.traffic.book.note(tokens[: len(tokens) - 1]))
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+@pytest.mark.parametrize("manager", CACHING_MANAGERS)
+def test_documents_behind_one_beginning_offer_the_segment_in_which_they_part(
+    manager: BlockManagerName, chunk: int
+) -> None:
+    engine = TieredEngine(manager, chunk=chunk)
+    engine.traffic.is_smooth = True
+    engine.traffic.segmented = SimulatedSegments(4, Random(0))
+    engine.traffic.segmented.answers = (None,)
+    beginning = prompt_of(24)
+    documents = [beginning + prompt_of(24, seed=seed) for seed in (5, 6, 7)]
+    for document in documents:
+        engine.submit(document)
+        engine.run()
+
+    expected = [engine.traffic.book.note(document)[4:8] for document in documents[1:]]
+    assert engine.traffic.segments == expected, "of the first all was offered as it was computed"
+
+
+@pytest.mark.parametrize("is_there", [True, None])
+def test_what_a_tier_brings_is_offered_whole_where_it_ends_unless_it_is_there(is_there: bool | None) -> None:
+    engine = TieredEngine("prefix_caching")
+    engine.traffic.is_smooth = True
+    engine.traffic.segmented = SimulatedSegments(4, Random(0))
+    engine.traffic.segmented.answers = (is_there,)
+    prompt = prompt_of(49)
+    engine.traffic.remember(prompt, SERVER, 0, 6)
+    engine.submit(prompt)
+    engine.run()
+
+    assert engine.traffic.segments == ([] if is_there else [engine.traffic.book.note(prompt)[4:8]])
 
 
 @every_manager
