@@ -20,6 +20,7 @@ _LIMIT_S = 1800
 
 QUICK = (
     "clients.test_c_client",
+    "objects.test_segments",
     "offloading_KV_cache.baseline.test_copies",
     "offloading_KV_cache.baseline.test_prefills",
     "offloading_KV_cache.baseline.test_swap",
