@@ -111,6 +111,7 @@ SECTIONS: list[tuple[str, str, type[msgspec.Struct]]] = [
     ("The file", "", native.Deployment),
     ("`models`", "A list, one mapping per model.", native.ModelSection),
     ("`cache`", "One mapping, or a list of them with different names.", native.CacheSection),
+    ("`cache.mooncake`", "docs/mooncake.md has more.", native.MooncakeSection),
     ("`cache.cluster`", "docs/cluster.md has more.", native.ClusterSection),
     ("`cache.objects`", "docs/objects.md has more.", native.ObjectsSection),
     ("`http`", "A port of 0 is any that is free.", native.HttpSection),

@@ -11,6 +11,7 @@ import msgspec
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import check_is_one
@@ -29,10 +30,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     `swap_space` is memory of this host for blocks. `cache_server` is where a cache server listens: on this host
     (`unix:/path`), where its memory is used in place, or over TCP (`tcp://host:port`), with a token from
-    `cache_server_token` and TLS if `cache_server_ca_file` names who signed its certificate. `cluster` is a Valkey or
-    Redis Cluster below that, `objects` an object store below all. What the tiers have is loaded where that is faster
-    than computing it, or always with `always_load`. `identity` tells weights from others by samples of every tensor,
-    or, with "full", by all of their bytes, which are read once.
+    `cache_server_token` and TLS if `cache_server_ca_file` names who signed its certificate. `mooncake` is a
+    Mooncake pool below that, `cluster` a Valkey or Redis Cluster, `objects` an object store below all. What the tiers
+    have is loaded where that is faster than computing it, or always with `always_load`. `identity` tells weights from
+    others by samples of every tensor, or, with "full", by all of their bytes, which are read once.
     """
 
     model: str
@@ -61,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_server_certificate: str | None = None
     cache_server_key: str | None = None
     cache_server_timeout_s: float = 1.0
+    mooncake: MooncakeConfig | None = None
     cluster: ClusterConfig | None = None
     objects: ObjectsConfig | None = None
     always_load: bool = False
@@ -93,6 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         timeout_s = self.cache_server_timeout_s
         if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
             raise ConfigError(f"cache_server_timeout_s must be a number of seconds, not {timeout_s!r}")
+        if self.mooncake is not None and not isinstance(self.mooncake, MooncakeConfig):
+            raise ConfigError(f"mooncake must be a MooncakeConfig, not {self.mooncake!r}")
         if self.cluster is not None and not isinstance(self.cluster, ClusterConfig):
             raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
         if self.objects is not None and not isinstance(self.objects, ObjectsConfig):

@@ -1,4 +1,4 @@
-"""From settings to the tiers below the device: the engine's own host memory, a cache server, a cluster, objects."""
+"""From settings to the tiers below the device: host memory, a cache server, a pool, a cluster, objects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvtier.observe.metrics import TierMetrics
 from kvtier.tiers.cluster import open_cluster_tier
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.mooncake import open_mooncake_tier
 from kvtier.tiers.objects import open_object_tier
 from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.tier import Tier
@@ -24,7 +25,8 @@ _MIN_STAGED_BLOCKS = 64
 
 def has_tiers(config: EngineConfig) -> bool:
     """There is something below the device."""
-    return bool(config.cache_server or config.swap_space or config.cluster or config.objects)
+    below = (config.cache_server, config.swap_space, config.mooncake, config.cluster, config.objects)
+    return any(below)
 
 
 def make_hierarchy(
@@ -41,6 +43,8 @@ def make_hierarchy(
     try:
         if config.cache_server:
             tiers.append(_server_tier(config, layout, fields, name, metrics))
+        if config.mooncake is not None:
+            tiers.append(open_mooncake_tier(config.mooncake, layout, fields.digest(), metrics))
         if config.cluster is not None:
             tiers.append(open_cluster_tier(config.cluster, layout, fields.digest(), metrics))
         if config.objects is not None:

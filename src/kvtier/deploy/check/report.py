@@ -14,6 +14,7 @@ from kvtier.blocks.layout import slot_bytes_of
 from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
 from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
+from kvtier.deploy.check.mooncake import notes_on_mooncake
 from kvtier.deploy.check.objects import notes_on_objects
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener, VllmPart
 from kvtier.engine.config import EngineConfig
@@ -48,6 +49,8 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int | None = None
     kv_cache_bytes: int | None = None
     swap_bytes: int = 0
+    pool_bytes: int = 0
+    """Lent to a Mooncake pool, and what is on its way to and from it."""
     cache_server: str = ""
 
 
@@ -98,6 +101,8 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
         problems += _problems_of_devices(engines[: len(plan.engines)], plan, machine)
     problems += _problems_of_disks(plan, machine)
     for cache in plan.caches:
+        if cache.mooncake is not None:
+            notes += notes_on_mooncake(cache.mooncake)
         if cache.cluster is not None:
             notes += notes_on_cluster(cache.cluster)
         if cache.objects is not None:
@@ -148,6 +153,7 @@ def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) ->
         kv_token_bytes=facts.kv_token_bytes if facts else None,
         kv_cache_bytes=engine.kv_cache_space or (_DEFAULT_HOST_KV_BYTES if device == "cpu" else None),
         swap_bytes=engine.swap_space,
+        pool_bytes=engine.mooncake.memory + engine.mooncake.buffer if engine.mooncake is not None else 0,
         cache_server=engine.cache_server,
     )
 
@@ -195,7 +201,7 @@ def _device_of(engine: EngineConfig, machine: Machine) -> str:
 
 def _host_bytes(engine: EngineUse) -> int:
     on_host = (engine.weights_bytes or 0) + (engine.kv_cache_bytes or 0) if engine.device == "cpu" else 0
-    return engine.swap_bytes + on_host
+    return engine.swap_bytes + engine.pool_bytes + on_host
 
 
 def _problems_of_blocks(part: EnginePart, facts: ModelNeeds) -> Iterator[str]:

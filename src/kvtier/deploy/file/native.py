@@ -19,6 +19,8 @@ from kvtier.deploy.file.vllm_arguments import check_arguments
 from kvtier.deploy.file.yaml_file import YamlFile
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
+from kvtier.stores.mooncake.config import DEFAULT_BUFFER as DEFAULT_MOONCAKE_BUFFER
+from kvtier.stores.mooncake.config import P2P, Protocol
 from kvtier.stores.objects.config import DEFAULT_BUFFER
 from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S
 from kvtier.transport.address import check_is_one
@@ -213,6 +215,29 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Make all of the memory resident in the background, so that first writes are as fast as later ones."""
 
 
+class MooncakeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Mooncake pool below a cache: memory that hosts lend each other."""
+
+    master: str
+    """`host:port` of its master."""
+    memory: Size
+    """Memory that each engine lends to the pool, beside what the cache has; 0 for none."""
+    metadata: str = P2P
+    """Where hosts find each other's memory, such as `http://host:8080/metadata`; they ask each other unless told."""
+    protocol: Protocol = "tcp"
+    """`tcp` or `rdma`."""
+    device: str = ""
+    """RDMA devices, such as `mlx5_0,mlx5_1`; those that Mooncake finds unless told."""
+    host: str | None = None
+    """What other hosts call this one; its address towards the master unless told."""
+    buffer: Size = Size(DEFAULT_MOONCAKE_BUFFER)
+    """Memory of each engine for blocks on their way to and from the pool."""
+    timeout_s: float = 1.0
+    """Seconds after which a pool that does not answer is passed over."""
+    trusted_network: bool = False
+    """Must be true: Mooncake has no authentication, and whoever reaches its ports can read and alter blocks."""
+
+
 class ClusterSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A Valkey or Redis Cluster below a cache, which hosts share."""
 
@@ -264,6 +289,8 @@ class CacheSection(CacheOptions, frozen=True, kw_only=True, forbid_unknown_field
     """Keep blocks on disk too, over restarts. Made when it is not there. Needs `disk`."""
     disk_only: bool = False
     """Keep blocks on disk alone; `memory` is then only what passes through."""
+    mooncake: MooncakeSection | None = None
+    """Also keep blocks in a Mooncake pool, for engines of other hosts: memory over TCP or RDMA."""
     cluster: ClusterSection | None = None
     """Also keep blocks in a Valkey or Redis Cluster, for engines of other hosts."""
     objects: ObjectsSection | None = None

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.named_file import read_secret, require_file
-from kvtier.deploy.file.native import CacheSection, ClusterSection, Deployment, ObjectsSection, check_host
+from kvtier.deploy.file.native import (
+    CacheSection,
+    ClusterSection,
+    Deployment,
+    MooncakeSection,
+    ObjectsSection,
+    check_host,
+)
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
 from kvtier.deploy.plan.parts import CachePart
@@ -14,6 +21,7 @@ from kvtier.deploy.plan.runtime_names import RuntimeNames, unix_address
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 from kvtier.stores.folder import MIN_FILE_BYTES
+from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, parse_host_port
@@ -78,9 +86,29 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
     return CachePart(
         name=name,
         server=server,
+        mooncake=_plan_mooncake(cache.mooncake, (*place, "mooncake"), origin),
         cluster=_plan_cluster(cache.cluster, (*place, "cluster"), origin),
         objects=_plan_objects(cache.objects, (*place, "objects"), origin),
     )
+
+
+def _plan_mooncake(mooncake: MooncakeSection | None, place: Location, origin: Origin) -> MooncakeConfig | None:
+    if mooncake is None:
+        return None
+    try:
+        return MooncakeConfig(
+            master=mooncake.master,
+            memory=int(mooncake.memory),
+            metadata=mooncake.metadata,
+            protocol=mooncake.protocol,
+            device=mooncake.device,
+            host=mooncake.host,
+            buffer=int(mooncake.buffer),
+            timeout_s=mooncake.timeout_s,
+            trusted_network=mooncake.trusted_network,
+        )
+    except ConfigError as error:
+        raise origin.wrong(place, str(error)) from error
 
 
 def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origin) -> ClusterConfig | None:

@@ -157,6 +157,7 @@ def _configs(
         settings[field] = None if getattr(model, field) is None else str(getattr(model, field))
     if cache is not None:
         settings["cache_server"] = str(cache.server.unix)
+        settings["mooncake"] = cache.mooncake
         settings["cluster"] = cache.cluster
         settings["objects"] = cache.objects
     try:

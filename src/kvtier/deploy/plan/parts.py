@@ -13,6 +13,7 @@ import msgspec
 from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.engine.config import EngineConfig
+from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.objects.config import ObjectsConfig
 from kvtier.stores.valkey.config import ClusterConfig
 
@@ -20,10 +21,11 @@ _Part = TypeVar("_Part")
 
 
 class CachePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache server. `server.unix` is where its engines reach it, which also use the `cluster` and the `objects`."""
+    """A cache server. `server.unix` is where its engines reach it, which use the tiers below it, too."""
 
     name: str
     server: CacheServerConfig
+    mooncake: MooncakeConfig | None = None
     cluster: ClusterConfig | None = None
     objects: ObjectsConfig | None = None
 

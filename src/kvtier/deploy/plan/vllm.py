@@ -55,7 +55,7 @@ def plan_vllm(
 ) -> tuple[VllmPart, ...]:
     """One per engine. `found` is the model's folder or its name on the hub, `names` are what clients call it."""
     _check_fields(model, place, origin)
-    for name in ("cluster", "objects"):
+    for name in ("mooncake", "cluster", "objects"):
         if cache is not None and getattr(cache, name) is not None:
             raise origin.wrong(
                 place, f"vLLM cannot use the {name} of {cache.name}: give it a cache without", about="cache"

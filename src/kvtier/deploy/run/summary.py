@@ -47,6 +47,8 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
                 tiers.append(f"{cache.name} {server.memory_bytes // slot_bytes} ({format_size(server.memory_bytes)})")
             if server.file_bytes:
                 tiers.append(f"disk {server.file_bytes // slot_bytes} ({format_size(server.file_bytes)})")
+    if part.engine.mooncake is not None:
+        tiers.append(f"mooncake {part.engine.mooncake.master}")
     if part.engine.cluster is not None:
         tiers.append(f"cluster {part.engine.cluster.valkey[0]}")
     if part.engine.objects is not None:

@@ -14,6 +14,7 @@ from kvtier.deploy.plan.deployment import load_plan
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener, decode_part, encode_part
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
+from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, UnixAddress
 
@@ -167,7 +168,14 @@ def test_default_options_reach_the_http_server_as_they_are(deploy: Deploy) -> No
 
 
 def test_the_file_can_set_every_setting_of_an_engine() -> None:
-    of_the_plan = {"model", "cache_server_token", "cache_server_secret", "cluster", "objects"}  # secrets; sections
+    of_the_plan = {
+        "model",
+        "cache_server_token",
+        "cache_server_secret",
+        "mooncake",
+        "cluster",
+        "objects",
+    }  # secrets; sections
 
     assert set(EngineConfig.__struct_fields__) - of_the_plan <= set(EngineOptions.__struct_fields__)
 
@@ -507,3 +515,45 @@ cache:
         (problem,) = refuse(models + 'cache: {cluster: {valkey: ["tls://a:1"]}}\n')
 
         assert "vLLM cannot use the cluster of cache: give it a cache without" in problem
+
+
+class TestMooncake:
+    MODELS = "models: [{model: owner/model}]\n"
+
+    def test_engines_of_its_cache_use_it(self, deploy: Deploy) -> None:
+        plan = deploy(
+            self.MODELS
+            + """
+cache:
+  mooncake: {master: "a:50051", memory: 8GiB, protocol: rdma, device: mlx5_0, buffer: 1GiB, trusted_network: true}
+"""
+        )
+
+        expected = MooncakeConfig(
+            master="a:50051", memory=8 << 30, protocol="rdma", device="mlx5_0", buffer=1 << 30, trusted_network=True
+        )
+        (cache,), (engine,) = plan.caches, plan.engines
+        assert cache.mooncake == engine.engine.mooncake == expected
+        assert decode_part(encode_part(engine), EnginePart) == engine
+
+    @pytest.mark.parametrize(
+        ("mooncake", "sentence"),
+        [
+            ("{memory: 1GiB}", "3: mooncake lacks master"),
+            ("{master: 'a:1'}", "3: mooncake lacks memory"),
+            ("{master: 'a:1', memory: 1GiB}", "3: Mooncake has no authentication, so whoever reaches its ports"),
+            ("{master: 'a:1', memory: 1GiB, trusted_network: false}", "3: Mooncake has no authentication"),
+            ("{master: a, memory: 1GiB, trusted_network: true}", "3: master must be host:port"),
+            ("{master: 'a:1', memory: 1GiB, trusted_network: true, device: x}", "3: device is about RDMA"),
+        ],
+    )
+    def test_what_cannot_work_has_a_line(self, refuse: Refuse, mooncake: str, sentence: str) -> None:
+        (problem,) = refuse(f"{self.MODELS}cache:\n  mooncake: {mooncake}\n")
+
+        assert problem.removeprefix("deploy.yml:").replace("cache.", "").startswith(sentence), problem
+
+    def test_vllm_cannot_use_it_yet(self, refuse: Refuse) -> None:
+        models = "models:\n  - {model: owner/model, engine: vllm}\n"
+        (problem,) = refuse(models + "cache: {mooncake: {master: 'a:1', memory: 1GiB, trusted_network: true}}\n")
+
+        assert "vLLM cannot use the mooncake of cache: give it a cache without" in problem

@@ -1,0 +1,125 @@
+"""A Mooncake pool as a tier: memory that hosts lend each other, over TCP or RDMA. Thread-safe.
+
+Its leases are weak: a block may be gone when it is fetched, and what is dead of the pool is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from kvtier.blocks.ghosts import Ghosts
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.namespace import Namespace
+from kvtier.errors import ConfigError
+from kvtier.memory.copying import Buffer, byte_views
+from kvtier.memory.lease import EmptyLease, Lease, weak_lease
+from kvtier.observe.metrics import TierMetrics
+from kvtier.stores.mooncake.blocks import MooncakeBlocks
+from kvtier.stores.mooncake.config import MooncakeConfig, open_blocks
+from kvtier.tiers.tier import PlainTier
+
+_BYTES_PER_S = 100e6
+"""What a deadline assumes of the slowest network worth using."""
+_DROP_ALL_S = 60.0
+_FIRST_ANSWER_S = 5.0
+
+
+def open_mooncake_tier(
+    config: MooncakeConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "mooncake"
+) -> MooncakeTier:
+    """The pool has a moment to answer, so that the first request can hit; else it is used once it does.
+
+    Raises `ConfigError`, also if Mooncake's library cannot be loaded.
+    """
+
+    def count(kind: str, times: int) -> None:
+        metrics.failures.labels(tier=name, kind=kind).inc(times)
+
+    blocks = open_blocks(config, namespace, layout.block_bytes, count)
+    try:
+        blocks.client.wait_until_ready(_FIRST_ANSWER_S, first_word_only=True)
+    except BaseException:
+        blocks.close()
+        raise
+    return MooncakeTier(blocks, layout, timeout_s=config.timeout_s, name=name)
+
+
+class MooncakeTier(PlainTier):
+    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+
+    def __init__(self, blocks: MooncakeBlocks, layout: KvLayout, *, timeout_s: float, name: str = "mooncake") -> None:
+        self.name = name
+        self.layout = layout
+        self.blocks = blocks
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._seen = Ghosts()
+        """What this process has found or stored: if it is missing, it was evicted."""
+
+    @property
+    def holds_leases(self) -> bool:
+        return False
+
+    def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
+        if not hashes:
+            return EmptyLease(MatchEnd.ALL)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        found = self.blocks.find(hashes, deadline, prefix_only=True)
+        num_blocks = found.index(False) if False in found else len(found)
+        self._note_seen(hashes[:num_blocks])
+        ended = self._ending(hashes[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
+        if not num_blocks:
+            return EmptyLease(ended)
+        return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        if len(hashes) != len(blocks):
+            raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        views = byte_views(blocks, self.layout.block_bytes, writable=False)
+        found = self.blocks.find(hashes, time.monotonic() + self._timeout_s)
+        absent = [position for position, is_there in enumerate(found) if not is_there]
+        if not absent:
+            return 0
+        wanted = [hashes[position] for position in absent]
+        written = self.blocks.put(wanted, [views[position] for position in absent], self._deadline(len(absent)))
+        stored = [block_hash for block_hash, is_written in zip(wanted, written, strict=True) if is_written]
+        self._note_seen(stored)
+        return len(stored)
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self.blocks.find(hashes, time.monotonic() + self._timeout_s)
+
+    def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
+        with self._lock:
+            if hashes is None:
+                self._seen.clear()
+            else:
+                for block_hash in hashes:
+                    self._seen.discard(block_hash)
+        return self.blocks.drop(hashes, time.monotonic() + (_DROP_ALL_S if hashes is None else self._timeout_s))
+
+    def close(self) -> None:
+        self.blocks.close()
+
+    def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
+        arrived = self.blocks.get(hashes, into, self._deadline(len(hashes)))
+        return arrived.index(False) if False in arrived else len(arrived)
+
+    def _ending(self, block_hash: BlockHash) -> MatchEnd:
+        if self.blocks.has_failed(block_hash):
+            return MatchEnd.TIER_DOWN
+        with self._lock:
+            return MatchEnd.EVICTED if self._seen.has(block_hash) else MatchEnd.NEVER_STORED
+
+    def _deadline(self, num_blocks: int) -> float:
+        return time.monotonic() + self._timeout_s + num_blocks * self.layout.block_bytes / _BYTES_PER_S
+
+    def _note_seen(self, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            for block_hash in hashes:
+                if not self._seen.has(block_hash):
+                    self._seen.add(block_hash)
