@@ -15,6 +15,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # Tests start hundreds of processes: what they import is compiled once, whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
+
 # `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
 LOCKED ?=
 
@@ -30,7 +32,7 @@ HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/n
 NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
 
 .PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-whole test-vllm-releases test-nightly
-.PHONY: test-benchmarks clients check
+.PHONY: test-benchmarks test-mooncake clients check
 .PHONY: soak peers bench bench-vllm lock audit clean
 
 demo: $(STAMP)
@@ -67,7 +69,12 @@ else
 endif
 
 # What takes longer than five minutes is called here, and not by .ci/run.
-test-nightly: soak test-benchmarks test-vllm-whole test-vllm-releases
+test-nightly: soak test-benchmarks test-mooncake test-vllm-whole test-vllm-releases
+
+# A real master and pool of Mooncake over TCP. Its library needs Debian's libibverbs1, and the test is skipped without.
+test-mooncake: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/mooncake $(MOONCAKE)
+	PYTHONPATH=$(CURDIR)/$(VENV)/mooncake $(BIN)/python -m pytest -rs tests/contract/test_mooncake_pool.py
 
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)

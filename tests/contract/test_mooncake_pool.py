@@ -1,4 +1,4 @@
-"""A real Mooncake master and pool, where Mooncake is installed (`make peers`): the tier contract and its failures.
+"""A real Mooncake master and pool, where Mooncake is installed (`make test-mooncake`): the contract, and failures.
 
 It listens on every interface without authentication, so its cases run in a network namespace with loopback alone.
 """

@@ -56,7 +56,8 @@ class Service:
     @property
     def model_names(self) -> list[str]:
         """What lists of models show."""
-        return [name for model in (*self.engines.models, *self.vllm.models) for name in model.listed_names]
+        own = [name for model in self.engines.models for name in model.listed_names]
+        return own + [name for model in self.vllm.models for name in model.listed_names]
 
     def snapshot(self) -> list[ModelSnapshot]:
         """The models, as bodies name them, for whoever reads one."""
