@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -135,8 +134,9 @@ class ValkeyNode:
             self.process = None
 
     def send_signal(self, number: signal.Signals) -> None:
+        """None is sent to one that has ended, as it does when another program has taken its port."""
         if self.process is not None:
-            os.kill(self.process.pid, number)
+            self.process.send_signal(number)
 
 
 @dataclass
