@@ -294,12 +294,14 @@ def test_a_crash_of_mooncake_costs_its_process_and_not_this_one(
     master: StandInMaster, blocks: MooncakeBlocks, losses: Counter[str]
 ) -> None:
     assert all(put(blocks, 1, 2))
+    crashed = blocks.client.process_id
     master.fail("crash", "get")
 
     assert not any(get(blocks, 1, 2, soon())[0])
     assert losses == {"unavailable": 2}
     master.fail(None)
-    wait_until(lambda: blocks.client.why_not == "", "another process is ready")
+    wait_until(lambda: blocks.client.process_id not in (None, crashed), "the process has ended, and another is there")
+    wait_until(lambda: blocks.client.why_not == "", "it is ready")
     assert blocks.find(chain(2, 1), soon()) == [False]
 
 
