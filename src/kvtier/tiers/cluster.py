@@ -5,10 +5,8 @@ Its leases are weak: a block may be gone when it is fetched, and what is dead of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
-from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
@@ -19,6 +17,7 @@ from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.blocks import ClusterBlocks
 from kvtier.stores.valkey.config import ClusterConfig, open_blocks
+from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 50e6
@@ -51,9 +50,7 @@ class ClusterTier(PlainTier):
         self.layout = layout
         self._blocks = blocks
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._seen = Ghosts()
-        """What this process has found or stored: if it is missing, it was evicted."""
+        self._seen = SeenBlocks()
 
     @property
     def holds_leases(self) -> bool:
@@ -75,7 +72,7 @@ class ClusterTier(PlainTier):
             return EmptyLease(MatchEnd.ALL)
         found = self._blocks.ask(hashes, self._timeout_s if timeout_s is None else timeout_s)
         num_blocks = next((position for position, is_there in enumerate(found) if not is_there), len(found))
-        self._note_seen(hashes[:num_blocks])
+        self._seen.note(hashes[:num_blocks])
         ended = self._ending(hashes[num_blocks], found[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
         if not num_blocks:
             return EmptyLease(ended)
@@ -92,19 +89,14 @@ class ClusterTier(PlainTier):
         wanted = [hashes[position] for position in absent]
         written = self._blocks.put(wanted, [views[position] for position in absent], self._transfer_s(len(absent)))
         stored = [block_hash for block_hash, is_written in zip(wanted, written, strict=True) if is_written]
-        self._note_seen(stored)
+        self._seen.note(stored)
         return len(stored)
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return [is_there is True for is_there in self._blocks.contains(hashes, self._timeout_s)]
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        with self._lock:
-            if hashes is None:
-                self._seen.clear()
-            else:
-                for block_hash in hashes:
-                    self._seen.discard(block_hash)
+        self._seen.forget(hashes)
         if hashes is None:
             return self._blocks.drop_all(_DROP_ALL_S)
         return self._blocks.drop(hashes, self._timeout_s)
@@ -122,11 +114,4 @@ class ClusterTier(PlainTier):
     def _ending(self, block_hash: BlockHash, is_there: bool | None) -> MatchEnd:
         if is_there is None:
             return MatchEnd.TIER_DOWN
-        with self._lock:
-            return MatchEnd.EVICTED if self._seen.has(block_hash) else MatchEnd.NEVER_STORED
-
-    def _note_seen(self, hashes: Sequence[BlockHash]) -> None:
-        with self._lock:
-            for block_hash in hashes:
-                if not self._seen.has(block_hash):
-                    self._seen.add(block_hash)
+        return self._seen.ending(block_hash)

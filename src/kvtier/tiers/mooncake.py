@@ -5,11 +5,9 @@ Its leases are weak: a block may be gone when it is fetched, and what is dead of
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
-from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
@@ -20,6 +18,7 @@ from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.mooncake.blocks import MooncakeBlocks
 from kvtier.stores.mooncake.config import MooncakeConfig, open_blocks
+from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 100e6
@@ -56,9 +55,7 @@ class MooncakeTier(PlainTier):
         self.layout = layout
         self.blocks = blocks
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._seen = Ghosts()
-        """What this process has found or stored: if it is missing, it was evicted."""
+        self._seen = SeenBlocks()
 
     @property
     def holds_leases(self) -> bool:
@@ -70,7 +67,7 @@ class MooncakeTier(PlainTier):
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         found = self.blocks.find(hashes, deadline, prefix_only=True)
         num_blocks = found.index(False) if False in found else len(found)
-        self._note_seen(hashes[:num_blocks])
+        self._seen.note(hashes[:num_blocks])
         ended = self._ending(hashes[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
         if not num_blocks:
             return EmptyLease(ended)
@@ -87,19 +84,14 @@ class MooncakeTier(PlainTier):
         wanted = [hashes[position] for position in absent]
         written = self.blocks.put(wanted, [views[position] for position in absent], self._deadline(len(absent)))
         stored = [block_hash for block_hash, is_written in zip(wanted, written, strict=True) if is_written]
-        self._note_seen(stored)
+        self._seen.note(stored)
         return len(stored)
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return self.blocks.find(hashes, time.monotonic() + self._timeout_s)
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        with self._lock:
-            if hashes is None:
-                self._seen.clear()
-            else:
-                for block_hash in hashes:
-                    self._seen.discard(block_hash)
+        self._seen.forget(hashes)
         return self.blocks.drop(hashes, time.monotonic() + (_DROP_ALL_S if hashes is None else self._timeout_s))
 
     def close(self) -> None:
@@ -112,14 +104,7 @@ class MooncakeTier(PlainTier):
     def _ending(self, block_hash: BlockHash) -> MatchEnd:
         if self.blocks.has_failed(block_hash):
             return MatchEnd.TIER_DOWN
-        with self._lock:
-            return MatchEnd.EVICTED if self._seen.has(block_hash) else MatchEnd.NEVER_STORED
+        return self._seen.ending(block_hash)
 
     def _deadline(self, num_blocks: int) -> float:
         return time.monotonic() + self._timeout_s + num_blocks * self.layout.block_bytes / _BYTES_PER_S
-
-    def _note_seen(self, hashes: Sequence[BlockHash]) -> None:
-        with self._lock:
-            for block_hash in hashes:
-                if not self._seen.has(block_hash):
-                    self._seen.add(block_hash)

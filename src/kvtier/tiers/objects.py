@@ -7,11 +7,9 @@ was.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
@@ -23,6 +21,7 @@ from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.objects.blocks import ObjectBlocks
 from kvtier.stores.objects.config import ObjectsConfig, open_blocks
 from kvtier.stores.objects.segment_book import Place
+from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 20e6
@@ -50,9 +49,7 @@ class ObjectTier(PlainTier):
         self.layout = layout
         self._blocks = blocks
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._seen = Ghosts()
-        """What this process has found: if it is missing, it was deleted."""
+        self._seen = SeenBlocks()
 
     @property
     def holds_leases(self) -> bool:
@@ -78,13 +75,8 @@ class ObjectTier(PlainTier):
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         places = self._blocks.places(hashes, deadline)
         num_blocks = places.index(None) if None in places else len(places)
-        with self._lock:
-            for block_hash in hashes[:num_blocks]:
-                if not self._seen.has(block_hash):
-                    self._seen.add(block_hash)
-            ended = MatchEnd.ALL
-            if num_blocks < len(hashes):
-                ended = MatchEnd.EVICTED if self._seen.has(hashes[num_blocks]) else MatchEnd.NEVER_STORED
+        self._seen.note(hashes[:num_blocks])
+        ended = self._seen.ending(hashes[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
         if not num_blocks:
             return EmptyLease(ended)
         known = dict(zip(hashes, places[:num_blocks], strict=False))
@@ -101,12 +93,7 @@ class ObjectTier(PlainTier):
         return self._blocks.find(hashes, time.monotonic() + self._timeout_s)
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        with self._lock:
-            if hashes is None:
-                self._seen.clear()
-            else:
-                for block_hash in hashes:
-                    self._seen.discard(block_hash)
+        self._seen.forget(hashes)
         if hashes is None:
             return self._blocks.drop_all(time.monotonic() + _DROP_ALL_S)
         return self._blocks.drop(hashes, time.monotonic() + self._timeout_s)
