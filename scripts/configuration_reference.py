@@ -81,14 +81,14 @@ INTRODUCTION = f"""\
 
 # Deployment files
 
-`kvtier serve deploy.yml` starts what a deployment file says; `kvtier check deploy.yml` says what it would use and what
-keeps it from starting, and starts nothing. A file can be as short as this: one model, no cache server, both APIs on
+`kvtier serve deploy.yml` starts the deployment in a file; `kvtier check deploy.yml` reports its resources and any
+problems, and starts nothing. A file can be as short as this: one model, no cache server, both APIs on
 this host.
 
 ```yaml
 {SMALLEST_EXAMPLE}```
 
-With everything that is commonly set:
+With all common settings:
 
 ```yaml
 {NATIVE_EXAMPLE}```
@@ -99,12 +99,12 @@ The other form has `chat`, `remote_kv_cache` and `entrypoints`, and each cache b
 {CHAT_EXAMPLE}```
 
 - **Sizes** are text with a unit (`512MiB`, `20GiB`, `1.5TiB`) or a plain number, which is GiB.
-- **Paths** are relative to the file's folder, and `~` is your home. A `model` is a folder beside the file, a folder
-  from where you are, or else a name on the hub.
+- **Paths** are relative to the file's folder, and `~` is your home folder. A `model` is a folder relative to the
+  file or to the working folder, or else a name on the hub.
 - **YAML** anchors, aliases and merge keys (`<<`) work, so that models can share settings. A file has at most 1 MiB,
-  10,000 values (20,000 with its aliases filled in) and 32 levels. A number such as `1:30`, which YAML takes to the
-  base of 60, is refused: put it in quotes.
-- Fields that are not known, or have a value of the wrong kind, are told with their line before anything starts.
+  10,000 values (20,000 with its aliases filled in) and 32 levels. A number such as `1:30`, which YAML reads in
+  base 60, is refused: quote it.
+- Unknown fields and values of the wrong kind are reported with their line before anything starts.
 """
 
 SECTIONS: list[tuple[str, str, type[msgspec.Struct]]] = [
@@ -114,8 +114,10 @@ SECTIONS: list[tuple[str, str, type[msgspec.Struct]]] = [
     ("`cache.mooncake`", "docs/mooncake.md has more.", native.MooncakeSection),
     ("`cache.cluster`", "docs/cluster.md has more.", native.ClusterSection),
     ("`cache.objects`", "docs/objects.md has more.", native.ObjectsSection),
-    ("`http`", "A port of 0 is any that is free.", native.HttpSection),
+    ("`http`", "Port 0 chooses any free port.", native.HttpSection),
     ("`http.api_keys`", "A list, one mapping per key.", native.ApiKeySection),
+    ("`warm`", "A list, one mapping per prefix; docs/prefixes.md has more.", native.WarmSection),
+    ("`page`", "docs/page.md has more.", native.PageSection),
     ("The other form", "A file with one of these has this form.", chat_form.ChatDeployment),
     ("`chat.models`", "A list, one mapping per model.", chat_form.ChatModel),
     (
@@ -137,7 +139,7 @@ def page() -> str:
     parts = [INTRODUCTION]
     described: set[type] = set()
     for title, remark, kind in SECTIONS:
-        # What a section has in common with one above it is described there.
+        # Fields shared with an earlier section are described there.
         kinds = [one for one in kind.__mro__ if one.__module__.startswith("kvtier") and one not in described]
         described.update(kinds)
         meanings = {name: text for one in kinds for name, text in _meanings(one).items()}
@@ -151,7 +153,7 @@ def page() -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The text below each field of a Struct's own."""
+    """The text below each field of a Struct's own, on one line, as a row of a table is."""
     (body,) = ast.parse(textwrap.dedent(source_of.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     meanings = {}
@@ -159,7 +161,7 @@ def _meanings(kind: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             assert isinstance(after, ast.Expr), f"{kind.__name__}.{field.target.id} has no meaning below it"
             assert isinstance(after.value, ast.Constant)
-            meanings[field.target.id] = str(after.value.value)
+            meanings[field.target.id] = " ".join(str(after.value.value).split())
     return meanings
 
 

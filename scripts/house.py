@@ -1,4 +1,4 @@
-"""What the code's shape has to keep: no circle of imports, no class that knows too much. `make check` runs it.
+"""Check the shape of the code: no import cycles, no class that is too large. `make check` runs it.
 
 python scripts/house.py             check `src`
 python scripts/house.py --count     lines of code in `src`, without blanks, comments and docstrings
@@ -17,7 +17,7 @@ from pathlib import Path
 MAX_METHODS = 30
 MAX_ATTRIBUTES = 15
 LIMITED = ("engine", "transfer", "client", "cacheserver")
-"""Packages whose classes are counted. A class with more says why in a comment that begins so, within its body."""
+"""Packages whose classes are checked. A larger class needs an `EXCUSE`, a comment in its body."""
 EXCUSE = "# As large as it is, since"
 
 
@@ -78,7 +78,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def large_classes(path: Path) -> Iterator[str]:
-    """A sentence for each class over a limit that does not say why."""
+    """A sentence for each class over a limit without an excuse."""
     text = path.read_text()
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
@@ -96,7 +96,7 @@ def large_classes(path: Path) -> Iterator[str]:
 
 
 def _attributes_of(node: ast.ClassDef) -> set[str]:
-    """What its methods assign to `self`. Fields of values are not counted: a message has as many as it needs."""
+    """Attributes that its methods assign. Fields of values are not counted: a message has as many as it needs."""
     found: set[str] = set()
     for inner in ast.walk(node):
         targets: list[ast.expr] = []

@@ -1,11 +1,11 @@
-"""Write requirements-lock.txt: what `make` installs, each with the hashes of its wheels for Linux. `make lock` runs it.
+"""Write requirements-lock.txt: the packages that `make` installs, with hashes of their Linux wheels (`make lock`).
 
-Versions are what pip resolves here and now; hashes are those of the index (PyPI's, unless told), of all wheels for
-Linux, so that the file holds for both processors and for Python 3.11 and 3.12.
+Versions are those that pip resolves now; hashes are those of the index (default: PyPI), of all wheels for Linux,
+so that the file is valid for both processors and for Python 3.11 and 3.12.
 
 Not locked: torch and triton. They come from PyPI with CUDA, from a CPU index, or from a local build (`2.13.0+cpu`):
-different files under one version, so no hash holds everywhere; constraints.txt has torch's version. What only torch
-needs beside them (`nvidia-*`) follows torch.
+different files under one version, so no hash holds everywhere; constraints.txt has torch's version. Packages that
+only torch needs (`nvidia-*`) follow torch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Links(HTMLParser):
 
 
 def hashes_of(name: str, version: str, page: str) -> list[str]:
-    """Of the wheels of a version for Linux, as a page of an index has them."""
+    """Hashes of a version's wheels for Linux, from a page of an index."""
     links = _Links()
     links.feed(page)
     found = set()

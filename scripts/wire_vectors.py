@@ -79,6 +79,10 @@ def _messages() -> list[wire.Message]:
         wire.NotedRequest("é" * 256),
         wire.SpacesRequest(0),
         wire.SuspectRequest(1, _RUN[:64]),
+        wire.PlaceRequest(1, _HASHES[2], _HASHES[0], 2),
+        wire.PlaceRequest(1, _HASHES[2], _HASHES[0], wire.MAX_POSITION),
+        wire.MissCurveRequest(0),
+        wire.MissCurveRequest((1 << 48) - 1),
         wire.Opened(3),
         wire.Opened(-1),
         wire.Matched(wire.pack_numbers([0, 12_288, 1 << 40]), "all", 2, 0),
@@ -93,6 +97,10 @@ def _messages() -> list[wire.Message]:
         wire.Document('{"server":"kvtier"}'),
         wire.Failure("full", "no room"),
         wire.Listed(_RUN[:64], b"\1\5", 2),
+        wire.SharedMatch(wire.pack_numbers([4096]), "miss", 1, 5, 3),
+        wire.RetainRequest(1, _RUN, 3600, 50, "key alice", 1 << 30),
+        wire.RetainRequest(1, b"", 0, 100, "", 0),
+        wire.Retained(3, 604_800, "retained 3 of 8 blocks"),
     ]
 
 
@@ -114,7 +122,7 @@ def _field(name: str, value: object) -> dict[str, object]:
 
 
 def _other_forms() -> Iterator[tuple[str, bytes, bytes]]:
-    """Bodies that no sender of ours makes and that are the same message."""
+    """Valid encodings of a message that our own senders do not use."""
     done, counted, contained = wire.Done(), wire.Counted(5), wire.Contained(b"\1\1")
     yield "an array with 16 bits of length", bytes([0xDC, 0, 1, 46]), wire.encode(done)
     yield "an array with 32 bits of length", bytes([0xDD, 0, 0, 0, 1, 46]), wire.encode(done)

@@ -11,23 +11,29 @@
 Without `--cases` everything runs. `--share I/N` cuts a run into N that together are the whole.
 
 A run ignores the signals that its parent ignores, as nohup asks; the processes that tests start do not. Processes that
-outlive a run, however it ends, are killed (`tests/support/guardian.py`).
+are left at the end of a run fail it and are named; however it ends, they are killed (`tests/support/left_processes.py`,
+`guardian.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import ssl
 from collections import defaultdict
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and workers share few cores
 
+import certifi
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.support.dealing import dealt
 from tests.support.examples import SHORT_PROFILE, WHOLE_PROFILE
 from tests.support.guardian import guard_this_process
+from tests.support.left_processes import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.support.sampling import covering, every_nth
 
 _IGNORED_BY_PARENTS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
@@ -44,6 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # unlike being ignored, this is not inherited
     guard_this_process()
+    _read_certificates_once()
+
+
+def _read_certificates_once() -> None:
+    """Each client of httpx reads the certificates that browsers trust, for 66 ms, though tests ask this host alone."""
+    make = ssl.create_default_context
+    shared = functools.cache(lambda: make(cafile=certifi.where()))
+
+    def create(*args: Any, **settings: Any) -> ssl.SSLContext:
+        return shared() if not args and settings == {"cafile": certifi.where()} else make(*args, **settings)
+
+    ssl.create_default_context = create  # type: ignore[assignment]
 
 
 @pytest.hookimpl(trylast=True)

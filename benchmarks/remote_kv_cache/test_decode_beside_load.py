@@ -149,7 +149,7 @@ class Decoding:
             self._num_tokens[name] = self._num_tokens.get(name, 0) + len(piece.token_ids)
 
     def _check(self, request: Request) -> None:
-        loaded_tokens = request.prefetch.loaded_tokens
+        loaded_tokens = request.prefetch.history.loaded_tokens
         loaded = loaded_tokens.get("disk", 0)
         if loaded < _LEAST_LOADED * full_share(self._size.long_tokens) * self._size.long_tokens:
             raise RuntimeError(f"only {loaded} tokens of the long prompt came from disk: {loaded_tokens}")

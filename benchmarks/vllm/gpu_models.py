@@ -19,32 +19,29 @@ from benchmarks.model_configs import MODEL_CONFIGS
 
 DENSE = "Qwen2.5-7B"
 FEW_LAYERS = "Qwen2.5-7B, 2 layers"
-HYBRID = "Qwen3-Next, 8 layers"
+HYBRID = "Qwen3.5-9B, 8 layers"
 SMALL = "small"
 
-_QWEN3_NEXT: Mapping[str, object] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
+_QWEN3_5: Mapping[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
     "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
     "num_hidden_layers": 8,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
     "num_attention_heads": 16,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "partial_rotary_factor": 0.25,
-    "num_experts": 0,  # all layers dense: experts keep no KV
-    "mlp_only_layers": list(range(8)),
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000000.0,
-    "vocab_size": 151936,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "vocab_size": 248320,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
@@ -52,7 +49,7 @@ _QWEN3_NEXT: Mapping[str, object] = {
 _CONFIGS: Mapping[str, Mapping[str, object]] = {
     DENSE: MODEL_CONFIGS[DENSE],
     FEW_LAYERS: {**MODEL_CONFIGS[DENSE], "num_hidden_layers": 2, "max_window_layers": 2},
-    HYBRID: _QWEN3_NEXT,
+    HYBRID: _QWEN3_5,
     SMALL: {**MODEL_CONFIGS[SMALL], "max_position_embeddings": 32768},
 }
 

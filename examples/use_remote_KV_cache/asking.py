@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+DEFAULT_QUESTION = "What is this about?"
+DEFAULT_MAX_TOKENS = 8
 _TIMEOUT_S = 1200.0
 
 
@@ -30,17 +32,24 @@ class Answer:
 
 
 class Refused(Exception):
-    """The server answered, but not with an answer."""
+    """The server returned an error instead of an answer."""
 
 
-def ask(url: str, model: str, document: str, *, question: str = "What is this about?", max_tokens: int = 8) -> Answer:
-    """Send a document with a question, greedily answered.
+def ask(
+    url: str,
+    model: str,
+    document: str,
+    *,
+    question: str = DEFAULT_QUESTION,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+) -> Answer:
+    """Send a document, if there is one, with a question; the answer is greedy.
 
-    Raises `Refused` when the answer is an error or breaks off, `ConnectionError` when nobody listens.
+    Raises `Refused` if the answer is an error or breaks off, `ConnectionError` if no server listens.
     """
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": f"{document}\n\n{question}"}],
+        "messages": [{"role": "user", "content": f"{document}\n\n{question}" if document else question}],
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
@@ -100,7 +109,7 @@ def _read(response: http.client.HTTPResponse, started_at: float) -> Answer:
 
 
 def ready_since(url: str) -> dict[str, float] | None:
-    """When each engine was ready; None while not all of them are, or nobody answers."""
+    """When each engine became ready; None until all of them are, and while no server answers."""
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
             document = json.load(response)

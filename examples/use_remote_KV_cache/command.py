@@ -1,4 +1,4 @@
-"""How the programs of this folder begin and end: arguments that are checked, one sentence for whatever goes wrong."""
+"""How these programs start and end: checked arguments, and one sentence for every error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """The exit status of `main`. SIGTERM becomes `SystemExit`, so that whatever `main` has started is stopped."""
+    """The exit status of `main`. SIGTERM becomes `SystemExit`, so that everything `main` has started is stopped."""
     before = signal.signal(signal.SIGTERM, _exit)
     try:
         return main()
@@ -36,7 +36,7 @@ def in_words(error: Exception) -> str:
         case OSError(filename=str() as name, strerror=str() as reason):
             return f"{name}: {reason}"
         case UnicodeDecodeError():
-            return "the document is no text in UTF-8"
+            return "the document is not UTF-8 text"
     return str(error)
 
 

@@ -46,9 +46,9 @@ class Deployment:
         self.stop()
 
     def start(self) -> None:
-        """Raises `RuntimeError` when it cannot start, and why is in its log; `TimeoutError` when it is never ready."""
+        """Raises `RuntimeError` if it cannot start, with the reason in its log; `TimeoutError` if it is never ready."""
         if _is_answered(self._url):
-            raise RuntimeError(f"somebody else answers at {self._url} already: stop that, or use another port")
+            raise RuntimeError(f"another program already answers at {self._url}: stop it, or use another port")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvtier", "serve", str(self._file)],
             stdout=self._log,
@@ -94,7 +94,7 @@ class Deployment:
 
 
 def _heed_hangups() -> None:
-    """In the new process: SIGHUP is how its engines are started again, also under nohup."""
+    """In the new process: SIGHUP restarts its engines, even under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""A long document of about so many tokens.
+"""Write a long document of random words.
 
 python -m examples.use_remote_KV_cache.make_dummy_inputs --model MODEL --length 100000 --filename dummy.txt
 """
@@ -19,6 +19,7 @@ _TEXT = (
     "harbour station journey village kitchen library music painter doctor teacher number island forest bridge road"
 )
 _WORDS = _TEXT.split()
+_MODEL = str(Path(__file__).resolve().parents[1] / "model")
 _SAMPLE_WORDS = 2000
 
 
@@ -40,8 +41,10 @@ def _sentences(dice: random.Random, num_words: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder or a hub name: its tokenizer counts")
-    parser.add_argument("--length", type=int, default=100_000, help="tokens, about")
+    parser.add_argument(
+        "--model", default=_MODEL, help="a folder or a hub name, whose tokenizer counts the tokens [examples/model]"
+    )
+    parser.add_argument("--length", type=int, default=100_000, help="number of tokens, approximately")
     parser.add_argument("--filename", type=Path, default=Path("dummy.txt"))
     arguments = parser.parse_args()
     if arguments.length <= 0:

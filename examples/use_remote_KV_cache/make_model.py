@@ -1,8 +1,8 @@
-"""A model folder with the shape of a real model, random weights (made when it is loaded) and a small tokenizer.
+"""Make a model folder with the shape of a real model, for speed: its weights are random, made when it is loaded.
 
     python -m examples.use_remote_KV_cache.make_model --shape small --folder small-model
 
-The tokenizer takes one token per character. Serve it with `load_format: dummy`.
+Its tokenizer has one token per character. Serve it with `load_format: dummy`. For answers in words use examples/model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def make_model(folder: Path, shape: str) -> None:
-    """Nothing is written over: a folder that is there already is an error."""
+    """An existing folder is an error: nothing is overwritten."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
     max_tokens = SHAPES[shape]["max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""Draws a result of stress_test: how long the first token took, by where most of the prompt came from.
+"""Draws a result of stress_test: the time to the first token, by the source of most of the prompt.
 
 python -m examples.use_remote_KV_cache.plot RESULT.json OUT.png
 """

@@ -1,11 +1,15 @@
 """How long the first token of an answer about a long document takes.
 
-Against a deployment that runs already, once, with whatever is cached there:
+Once, with a deployment that is running, whatever it has cached. For README's deployment of examples/model:
+
+    python -m examples.use_remote_KV_cache.speed_test --filename village.txt
+
+and for another model:
 
     python -m examples.use_remote_KV_cache.speed_test --model MODEL --filename dummy.txt
 
-Or the whole story: start a deployment, ask with nothing cached, ask again, start the engine again and ask, start
-everything again and ask. The cache folder of the deployment must be empty at first.
+Or the whole story: start a deployment, ask with nothing cached, ask again, restart the engine and ask, restart
+everything and ask. The deployment's cache folder must be empty at first.
 
     python -m examples.use_remote_KV_cache.speed_test --model MODEL --filename dummy.txt --deploy deploy.yml
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
@@ -27,8 +32,19 @@ _BAR_CHARACTERS = 40
 _WARM_UP = "Hello."
 
 
-def tell_story(file: Path, *, url: str, model: str, document: str, log: IO[str] | None = None) -> dict[str, Answer]:
-    """The answers with nothing cached, from the device, from the cache server, and from its disk."""
+def tell_story(
+    file: Path,
+    *,
+    url: str,
+    model: str,
+    document: str,
+    log: IO[str] | None = None,
+    and_then: Callable[[], None] = lambda: None,
+) -> dict[str, Answer]:
+    """The answers with nothing cached, from the device, from the cache server, and from its disk.
+
+    `and_then` is called after each of them, while the deployment runs.
+    """
     answers: dict[str, Answer] = {}
     deployment = Deployment(file, url=url, log=log)
 
@@ -36,14 +52,15 @@ def tell_story(file: Path, *, url: str, model: str, document: str, log: IO[str] 
         ask(url, model, _WARM_UP)  # a process's first request pays for more than its prompt
         answers[what] = ask(url, model, document)
         _say(what, answers[what], answers["cold"])
+        and_then()
 
     with deployment:
         measure("cold")
         measure("asked again")
-        print("  ... starting the engine again", flush=True)
+        print("  ... restarting the engine", flush=True)
         deployment.restart_engines()
         measure("engine restarted")
-        print("  ... starting everything again", flush=True)
+        print("  ... restarting everything", flush=True)
         deployment.restart_everything()
         measure("all restarted")
     return answers
@@ -75,7 +92,7 @@ def _say(what: str, answer: Answer, cold: Answer) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="as the deployment calls it")
+    parser.add_argument("--model", default="village", help="as the deployment calls it [village]")
     parser.add_argument("--filename", type=Path, default=Path("dummy.txt"))
     parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")
     parser.add_argument("--deploy", type=Path, help="start, restart and stop this deployment")

@@ -2,7 +2,8 @@
 
     python -m examples.use_remote_KV_cache.stress_test --model MODEL --length 100000 --filename dummy.txt --n 6
 
-Prints the triangle of times to the first token: one row per round, one column per document.
+Prints the triangle of times to the first token: one row per round, one column per document. By default, the model is
+that of README's deployment, examples/model.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _SHADES = "▁▂▃▄▅▆▇█"
 _TITLE_CHARACTERS = 64
 _SAMPLE_CHARACTERS = 8000
 _SHARE = 0.9
-"""Of the tokens that are asked for: a text with fewer is too short. What is estimated is not exact."""
+"""A text with a smaller share of the requested tokens is too short; token counts here are estimates."""
 
 
 def run(url: str, model: str, documents: list[str]) -> list[list[Answer]]:
-    """Row by row; each is printed as soon as it is there."""
+    """Row by row; each is printed as soon as it is complete."""
     rows: list[list[Answer]] = []
     print(f"| n | {' | '.join(f'{number:6}' for number in range(1, len(documents) + 1))} |")
     print(f"|---|{'|'.join('--------' for _ in documents)}|")
@@ -50,7 +51,7 @@ def plot(rows: list[list[Answer]]) -> str:
 
 
 def by_source(rows: list[list[Answer]]) -> str:
-    """How long it took, by where most of the prompt came from."""
+    """Times by the tier that most of the prompt came from."""
     times: dict[str, list[float]] = {}
     for row in rows:
         for answer in row:
@@ -63,9 +64,9 @@ def by_source(rows: list[list[Answer]]) -> str:
 
 
 def cut(text: str, num_tokens: int, *, url: str, model: str) -> str:
-    """The first tokens of `text`, about so many; how long they are is found out by asking about a sample of it.
+    """About the first `num_tokens` tokens of `text`. The length of a token is estimated by asking about a sample.
 
-    Raises `Refused` when it has fewer.
+    Raises `Refused` if the text is shorter.
     """
     sample = text[:_SAMPLE_CHARACTERS]
     sample_tokens = ask(url, model, sample, max_tokens=1).prompt_tokens
@@ -86,8 +87,8 @@ def make_documents(text: str, count: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="as the deployment calls it")
-    parser.add_argument("--length", type=int, help="cut the document to about so many tokens [all of it]")
+    parser.add_argument("--model", default="village", help="as the deployment calls it [village]")
+    parser.add_argument("--length", type=int, help="cut the document to about this many tokens [no cut]")
     parser.add_argument("--filename", type=Path, default=Path("dummy.txt"))
     parser.add_argument("--n", type=int, default=6, help="documents")
     parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"the OpenAI API's address [{DEFAULT_URL}]")

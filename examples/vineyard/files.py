@@ -1,6 +1,6 @@
 """Vineyard's program for chunk files in a folder. Its imports have another name; its comparisons are asserted.
 
-rm -rf /tmp/vineyard/llm_cache    # its values are of chance, and a sequence that is there already stays as it is
+rm -rf /tmp/vineyard/llm_cache    # the values are random, and existing sequences are not replaced
 python -m examples.vineyard.files
 ls /tmp/vineyard/llm_cache        # 44  c3  __temp
 """

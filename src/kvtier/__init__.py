@@ -1,12 +1,15 @@
 """kvtier: a multi-tier KV cache for LLM inference. Computes every prompt prefix once and keeps it where there is room.
 
-`connect` reaches cache servers; `LLM` runs a model. Importing this imports none of it: the first use of a name does.
+`connect` reaches cache servers; `LLM` runs a model. Importing this package imports neither: the first use of a name
+does.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
+
+from kvtier.errors import MissingExtra
 
 if TYPE_CHECKING:
     from kvtier.blocks.hashing import BlockHash, block_hashes
@@ -29,6 +32,9 @@ __all__ = [
     "connect",
 ]
 
+_EXTRAS = {"LLM": "engine"}
+"""Names that need more than the core, and the extra that provides it."""
+
 _MODULES = {
     "BlockHash": "kvtier.blocks.hashing",
     "KvLayout": "kvtier.blocks.layout",
@@ -44,7 +50,14 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        is_ours = (error.name or "").partition(".")[0] == __name__
+        if is_ours or name not in _EXTRAS:
+            raise
+        raise MissingExtra(f"kvtier.{name}", _EXTRAS[name], error.name) from error
+    value = globals()[name] = getattr(module, name)
     return value
 
 

@@ -2,26 +2,28 @@
 
     KvtierError
     ├── ConfigError (also ValueError)      a setting, an address or an argument that cannot work
+    ├── MissingExtra (also ImportError)    a part of kvtier that is not installed
     ├── CapacityError
     │   └── TierFull                       a tier has no room: all of it is leased, pinned or over a limit
     ├── TierError
     │   ├── TierTimeout                    no answer within the deadline
-    │   ├── TierUnavailable                nobody answers, or the breaker is open
+    │   ├── TierUnavailable                the tier does not answer, or the breaker is open
     │   ├── TierRefused                    the peer understood and said no: token, block size, limit
-    │   └── BlockCorrupt                   bytes that are not those that were written
+    │   └── BlockCorrupt                   bytes that differ from those written
     ├── ProtocolError
     │   ├── LocalProtocolError             our bug
     │   └── RemoteProtocolError            the peer's bug, or bytes that are not ours
     ├── LeaseError                         use after release, or release while views are in use
-    ├── EngineStopped                      the engine has failed or was closed: nothing more comes from it
-    │   └── EngineAway                     its process starts, restarts or died: ask again later
+    ├── EngineStopped                      the engine has failed or was closed: no more answers
+    │   └── EngineAway                     its process is starting, restarting or dead: retry later
     ├── AnswerFailed                       the engine failed at this request, and at no other
     └── RequestError                       a request that cannot be served as asked: the caller's to change
         ├── PromptTooLong                  more tokens than the model or the cache can hold
         ├── UnknownModel                   no model of that name is served
         └── InvalidParameter               a sampling parameter out of its range, or of the wrong type
+            └── InvalidGrammar             no answer can follow the grammar
 
-A miss is not an error. A tier's failure never fails a request: whoever asked a tier counts it and goes on.
+A miss is not an error. A tier's failure never fails a request: the caller counts it and continues.
 """
 
 from __future__ import annotations
@@ -33,6 +35,15 @@ class KvtierError(Exception):
 
 class ConfigError(KvtierError, ValueError):
     """A setting, an address or an argument that cannot work."""
+
+
+class MissingExtra(KvtierError, ImportError):
+    """A name that needs packages which are not installed. `name` is the module that was not found."""
+
+    def __init__(self, wanted: str, extra: str, missing: str | None) -> None:
+        needs = f"{missing}, which is not installed" if missing else "packages that are not installed"
+        super().__init__(f"{wanted} needs {needs}: pip install 'kvtier[{extra}]'")
+        self.name = missing
 
 
 class CapacityError(KvtierError):
@@ -56,19 +67,19 @@ class TierTimeout(TierError):
 
 
 class TierUnavailable(TierError):
-    """Nobody answers, or the breaker is open."""
+    """The tier does not answer, or its breaker is open."""
 
     kind = "unavailable"
 
 
 class TierRefused(TierError):
-    """The peer understood the request and said no; asking again will not help."""
+    """The peer understood the request and refused it; retrying will not help."""
 
     kind = "refused"
 
 
 class BlockCorrupt(TierError):
-    """Bytes came back that are not those that were written. They were not passed on."""
+    """The bytes read differ from those written. They were not passed on."""
 
     kind = "corrupt"
 
@@ -82,7 +93,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the protocol; its connection is not usable any more."""
+    """The peer broke the protocol; its connection is no longer usable."""
 
 
 class LeaseError(KvtierError):
@@ -90,21 +101,21 @@ class LeaseError(KvtierError):
 
 
 class EngineStopped(KvtierError):
-    """The engine has failed or was closed; no request is served any more."""
+    """The engine has failed or was closed; requests are no longer served."""
 
 
 class EngineAway(EngineStopped):
-    """The engine's process is starting or has died. It comes back by itself: ask again after `retry_after_s`."""
+    """The engine's process is starting or has died. It comes back by itself: retry after `retry_after_s`."""
 
     retry_after_s = 2
 
 
 class AnswerFailed(KvtierError):
-    """The engine failed at this request, and serves all others. Asking the same again will most likely fail again."""
+    """The engine failed at this request, and serves all others. The same request will most likely fail again."""
 
 
 class RequestError(KvtierError):
-    """A request cannot be served as it was asked; nothing was changed, and the caller can ask otherwise."""
+    """A request cannot be served as it is; nothing was changed, and the caller can change the request."""
 
 
 class PromptTooLong(RequestError):
@@ -117,3 +128,7 @@ class UnknownModel(RequestError):
 
 class InvalidParameter(RequestError, ValueError):
     """A parameter of a request is out of its range or of the wrong type; the sentence names it."""
+
+
+class InvalidGrammar(InvalidParameter):
+    """A grammar, or a schema, that no answer can follow."""

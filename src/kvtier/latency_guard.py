@@ -1,8 +1,8 @@
 """Keeps tokens on time in a process whose other threads have work to do. No torch.
 
-The interpreter runs one thread at a time: a thread that finds it taken, even for microseconds, sleeps and is woken a
+Only one thread at a time holds the GIL: a thread that finds it taken, even for microseconds, sleeps and is woken a
 fifth of a millisecond later. The engine's thread cannot avoid that, but the other threads can. The engine's thread
-notes when it hands out tokens, which tells when the next are due; the tiers' threads begin nothing a moment before.
+notes when it hands out tokens, which shows when the next are due; the tiers' threads begin nothing just before that.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections import deque
 from collections.abc import Callable
 
 _MARGIN_S = 0.00045
-"""Longer than most of what the tiers' threads do in one go."""
+"""Longer than most single actions of the tiers' threads."""
 _HANDING_OUT_S = 0.0002
 
 _MARGIN_SHARE = 1 / 8
 _HANDING_OUT_SHARE = 1 / 16
-"""Of short steps, no more than that: loads have to go on, too."""
+"""In short steps, the margins are at most these shares of a step: loads have to make progress, too."""
 
 _MAX_STEP_S = 0.02
-"""Of longer ones, nobody minds a fraction of a millisecond."""
+"""In longer steps, a fraction of a millisecond does not matter."""
 
 _NUM_TIMES = 6
 _NUM_LAST = 4
 
 
 class LatencyGuard:
-    """One per engine. Its thread notes, others let it pass."""
+    """One per engine. Its thread notes times, other threads call `let_pass`."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
@@ -38,12 +38,12 @@ class LatencyGuard:
         self._sleep = sleep
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._quiet = (0.0, 0.0)
-        """From when until when nothing should be begun. Always replaced as a whole: any thread looks at it."""
+        """The interval in which nothing should begin. Always replaced as a whole: any thread reads it."""
 
     def note_handed_out(self) -> None:
-        """Tokens were handed out: the next are due as long after that as the last ones mostly were.
+        """Tokens were handed out: the next are expected after the median interval.
 
-        Some were late: what counts is the earliest of what the last few say.
+        Some may have been late, so the earliest of the last few predictions counts.
         """
         times = self._times
         times.append(self._clock())
@@ -72,18 +72,18 @@ _of_thread = threading.local()
 
 
 def yield_to(let_pass: Callable[[], None] | None) -> None:
-    """From now on the calling thread calls `let_pass`, which may wait a moment, wherever it can `give_way`."""
+    """From now on, the calling thread calls `let_pass`, which may wait a moment, whenever it can `give_way`."""
     _of_thread.let_pass = let_pass
 
 
 def current_guard() -> Callable[[], None] | None:
-    """What the calling thread yields to, for the threads that work for it."""
+    """The calling thread's `let_pass`, for the threads that work for it."""
     let_pass: Callable[[], None] | None = getattr(_of_thread, "let_pass", None)
     return let_pass
 
 
 def give_way() -> None:
-    """Called where a thread has just waited, or is about to compute. The caller holds no lock that others need."""
+    """Call after waiting, or before computing. The caller must hold no lock that others need."""
     let_pass = current_guard()
     if let_pass is not None:
         let_pass()

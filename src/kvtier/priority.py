@@ -1,4 +1,4 @@
-"""How a process steps back where processors are few."""
+"""Lowers a process's priority where processors are few."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TRY_S = 0.11
 
 
 def step_back(niceness: int) -> None:
-    """Others come first from now on.
+    """Let other processes come first from now on.
 
-    Linux may share processors out by sessions: niceness then counts within a session only, and a process that leads one
-    has to lower the session, too.
+    Linux may share processors by session: then niceness only counts within a session, and a process that leads one has
+    to lower the session, too.
     """
     os.nice(niceness)
     if os.getsid(0) != os.getpid():
@@ -23,7 +23,7 @@ def step_back(niceness: int) -> None:
     for _ in range(_TRIES):
         try:
             _OF_SESSION.write_text(str(niceness))
-        except BlockingIOError:  # somebody has just done so: all users but root share ten times a second
+        except BlockingIOError:  # it was just done: all users but root share ten times a second
             time.sleep(_TRY_S)
         except OSError:  # not on every kernel
             return

@@ -1,4 +1,4 @@
-"""Sizes as people write them: `20GiB`, `512MiB`, `1.5TiB`, plain bytes. Binary units only."""
+"""Sizes as users write them: `20GiB`, `512MiB`, `1.5TiB`, plain bytes. Binary units only."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def parse_size(text: str | int) -> int:
 
 
 def _shown(text: object) -> str:
-    """As a sentence quotes it, cut where it is long."""
+    """A value as quoted in an error, truncated if it is long."""
     try:
         quoted = repr(text)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # a whole number with thousands of digits
         return "this number"
     return quoted if len(quoted) <= _MAX_CHARACTERS + 2 else quoted[:_MAX_CHARACTERS] + "..."
 

@@ -1,4 +1,4 @@
-"""Threads for work that runs beside a caller's. Started when first needed; a forked child starts its own."""
+"""Threads for work beside the caller's. Started when first needed; a forked child starts its own."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Workers:
         self._is_closed = False
 
     def map(self, act: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-        """The results in order, or the first failure, once all are over: nothing goes on behind the caller's back.
+        """The results in order, or the first failure, once all are over: nothing continues in the background.
 
-        The threads are as courteous as the caller meanwhile.
+        Meanwhile, the threads yield to the same guard as the caller.
         """
         threads = self._threads()
         works = [threads.submit(_do, act, item, current_guard()) for item in items]
         try:
             wait(works)
-        except BaseException:  # an interrupt: they still use the caller's buffers
+        except BaseException:  # an interrupt: the threads still use the caller's buffers
             for work in works:
                 work.cancel()
             wait(works)

@@ -13,10 +13,13 @@ import subprocess
 from collections.abc import Iterator
 from typing import Protocol
 
+import jsonschema
 import ollama
 import pytest
 
 from tests.support.waiting import LIMIT_S
+
+pytestmark = pytest.mark.slow  # a deployment, with engines
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 GREEDY = {"temperature": 0, "num_predict": 8}
@@ -36,6 +39,18 @@ class Serving(Protocol):
 def client(serving: Serving) -> Iterator[ollama.Client]:
     with ollama.Client(host=serving.ollama_url, timeout=LIMIT_S) as found:
         yield found
+
+
+def test_answers_follow_a_schema(client: ollama.Client, serving: Serving) -> None:
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 1, "maxItems": 3}
+    options = {"num_predict": 200}
+    chatted = client.chat(serving.model, messages=[USER], format=schema, options=options).message.content
+    generated = client.generate(serving.model, prompt="numbers", format=schema, options=options).response
+
+    for text in (chatted, generated):
+        jsonschema.validate(json.loads(text or ""), schema)
+    with pytest.raises(ollama.ResponseError, match="the grammar cannot be compiled"):
+        client.chat(serving.model, messages=[USER], format={"type": "object", "not": {}})
 
 
 def test_chat_and_streaming_chat_say_the_same(client: ollama.Client, serving: Serving) -> None:
@@ -119,7 +134,7 @@ def test_errors_have_their_status_and_the_server_goes_on(client: ollama.Client, 
     assert caught.value.status_code == 400
     with pytest.raises(ollama.ResponseError) as caught:
         client.embed(serving.model, "hi")
-    assert caught.value.status_code == 501
+    assert caught.value.status_code == 400
     assert client.generate(serving.model, "hi", options=GREEDY).done
 
 

@@ -8,9 +8,12 @@ The model may be a random one: nothing here depends on what it says.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -35,6 +38,50 @@ def test_a_chat_is_answered(client: openai.OpenAI, serving: Any) -> None:
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage is not None
     assert 0 < answer.usage.completion_tokens <= 8
+
+
+_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "rain": {"type": "boolean"}},
+    "required": ["city", "rain"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_follow_a_schema(client: openai.OpenAI, serving: Any) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": _SCHEMA, "strict": True}}
+    asked: dict[str, Any] = {"model": serving.model, "messages": _QUESTION, "response_format": form, "n": 3}
+
+    whole = client.chat.completions.create(**asked, logprobs=True)
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+
+    for text in (*texts, *(choice.message.content or "" for choice in whole.choices)):
+        jsonschema.validate(json.loads(text), _SCHEMA)
+    assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+
+
+def test_answers_follow_vllms_guides(client: openai.OpenAI, serving: Any) -> None:
+    chosen = client.completions.create(
+        model=serving.model, prompt=[1, 2, 3], extra_body={"guided_choice": ["red", "green"]}
+    )
+    matched = client.completions.create(
+        model=serving.model, prompt="Count: ", extra_body={"structured_outputs": {"regex": "[0-9]{3}"}}
+    )
+
+    assert chosen.choices[0].text in ("red", "green")
+    assert re.fullmatch("[0-9]{3}", matched.choices[0].text)
+
+
+def test_a_schema_that_cannot_be_followed_is_the_clients_mistake(client: openai.OpenAI, serving: Any) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+
+    with pytest.raises(openai.BadRequestError, match="the grammar cannot be compiled"):
+        client.chat.completions.create(model=serving.model, messages=_QUESTION, response_format=form)
+    with pytest.raises(openai.BadRequestError, match="the grammar cannot be compiled"):
+        list(client.chat.completions.create(model=serving.model, messages=_QUESTION, response_format=form, stream=True))
 
 
 def test_a_greedy_chat_streams_what_it_answers_whole(client: openai.OpenAI, serving: Any) -> None:
@@ -133,7 +180,7 @@ def test_mistakes_are_the_clients_exceptions(client: openai.OpenAI, serving: Any
         client.completions.create(model=serving.model, prompt=[5] * (serving.max_model_len + 1), stream=True)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=serving.model, messages=_QUESTION, response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
+        client.chat.completions.create(model=serving.model, messages=_QUESTION, response_format={"type": "xml"})
+    assert caught.value.param == "response_format.type"
 
     assert client.chat.completions.create(model=serving.model, messages=_QUESTION, max_tokens=1).choices

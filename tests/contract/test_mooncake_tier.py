@@ -61,6 +61,7 @@ class MooncakeTierContract(TierContract):
         assert fetch_all(tier, hashes) == payloads(hashes)
 
 
+@pytest.mark.slow
 class TestMooncakeStandIn(MooncakeTierContract):
     @pytest.fixture
     def make_tier(self) -> Iterator[MakeTier]:

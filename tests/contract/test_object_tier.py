@@ -100,6 +100,7 @@ class TestObjectsInAFolder(ObjectTierContract):
             yield make
 
 
+@pytest.mark.slow
 class TestObjectsOverHttp(ObjectTierContract):
     @pytest.fixture
     def make_tier(self) -> Iterator[MakeTier]:

@@ -154,7 +154,7 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
             again = generate(engine, prompts)
             assert tokens_of(again) == expected
             if manager in ("naive", "disable_prefix_caching"):
-                assert sum(again[0].prefetch.loaded_tokens.values()) == _ALL_BUT_ONE
+                assert sum(again[0].prefetch.history.loaded_tokens.values()) == _ALL_BUT_ONE
             engine.close()
             if tier == "host":
                 continue
@@ -168,7 +168,7 @@ def test_tokens_are_those_of_a_cold_run(tmp_path: Path, tier: str, manager: str)
             )
             found = generate(restarted, prompts)
             assert tokens_of(found) == expected
-            assert sum(found[0].prefetch.loaded_tokens.values()) == _ALL_BUT_ONE
+            assert sum(found[0].prefetch.history.loaded_tokens.values()) == _ALL_BUT_ONE
             restarted.close()
 
 
@@ -201,7 +201,7 @@ def test_loads_beside_decodes_and_aborts(tmp_path: Path, tier: str, has_graphs: 
                 engine.step()
             assert decoding.num_outputs == 200
             assert tokens_of(requests)[3:] == expected[3:]
-            assert all(sum(request.prefetch.loaded_tokens.values()) == _ALL_BUT_ONE for request in requests[3:])
+            assert all(sum(request.prefetch.history.loaded_tokens.values()) == _ALL_BUT_ONE for request in requests[3:])
             for number in range(len(long_prompts)):
                 engine.forget(f"r{number}")
         engine.close()

@@ -129,8 +129,8 @@ def test_a_file_that_grows_when_it_is_read_is_refused_in_one_short_sentence(fold
         ('models: [{model: tiny, name: "a\\e[31m"}]', "name must have no control characters, as in a\\x1b[31m"),
         ('models: [{model: tiny, "a\\e[31m": 1}]', "models[0].a\\x1b[31m is unknown"),
         ('"a\\e[31m": 1\n"a\\e[31m": 2', "a\\x1b[31m is given twice"),
-        ("models: !!int ''", "'' is not the value that its tag says"),
-        ("models: !!bool perhaps", "'perhaps' is not the value that its tag says"),
+        ("models: !!int ''", "'' does not match its tag"),
+        ("models: !!bool perhaps", "'perhaps' does not match its tag"),
     ],
 )
 def test_what_is_meant_to_mislead_is_one_sentence(folder: Path, text: str, sentence: str) -> None:

@@ -257,6 +257,7 @@ def test_a_frame_that_drips_ends_its_connection() -> None:
         wait_until(is_cut, "the connection has ended")
 
 
+@pytest.mark.slow
 def test_bodies_that_never_end_take_little_memory() -> None:
     with cache_server(tcp=True, memory="16MiB") as server:
         before = server.resident_bytes()
@@ -273,6 +274,7 @@ def test_bodies_that_never_end_take_little_memory() -> None:
         wait_until(lambda: server.resident_bytes() < before + MAX_BODY_BYTES, "their memory has come back")
 
 
+@pytest.mark.slow
 def test_idle_connections_keep_nothing_of_large_requests() -> None:
     with cache_server(tcp=True, memory="16MiB") as server:
         before = server.resident_bytes()

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.errors import CapacityError
+from kvtier.errors import CapacityError, TierError
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.stores.valkey.node import Access
@@ -305,3 +305,15 @@ def test_tls_to_every_node_and_none_that_another_has_signed(tmp_path: Path, capl
             ):
                 wait_until(lambda: "TLS with the cluster's node" in caplog.text)
                 assert tier.match(hashes).ended is MatchEnd.TIER_DOWN
+
+
+def test_a_dead_node_keeps_no_other_from_dropping_its_blocks(cluster: ValkeyCluster) -> None:
+    with opened(cluster) as tier:
+        known(tier)
+        for seed in range(60):
+            tier.offer(chain(seed, 1), payloads(chain(seed, 1)))
+        cluster.primaries[0].kill()
+        with pytest.raises(TierError):
+            tier.drop()
+        left = [cluster.call(node, b"DBSIZE") for node in cluster.primaries[1:]]
+    assert left == [0, 0]

@@ -1,7 +1,7 @@
 """docs/cluster.md: its commands make a cluster of three hosts that share blocks. The hosts are network namespaces.
 
-The commands run as they stand there, each block on the hosts that its first line names. What differs is what this
-machine has: a tiny model, and memory of the cache server.
+Each block runs unchanged on the hosts that its first line names. Only the model and the cache server's memory are
+replaced by smaller ones.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import kvtier
 from kvtier.errors import TierRefused, TierUnavailable
 from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
 from kvtier.stores.valkey.resp import Reply, ReplyError, command
+from tests.support.document_code import code_about, code_in
 from tests.support.namespaces import Host, network
 from tests.support.serving import save_model
 from tests.support.valkey import valkey_binary
@@ -34,37 +34,16 @@ from tests.support.waiting import CALL_S, LIMIT_S, wait_until
 
 pytestmark = pytest.mark.slow  # three deployments and a cluster
 
-ROOT = Path(__file__).parents[2]
-_DOCUMENT = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
-_SECTION = _DOCUMENT.partition("## From nothing to three hosts")[2].partition("\n## ")[0]
 _HERE = {
     "model: Qwen/Qwen2.5-7B-Instruct": "model: tiny\n    kv_cache_space: 32MiB\n    always_load: true",
     "memory: 20GiB": "memory: 64MiB",
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of the section: a file, or commands for one host or for each of them."""
-
-    language: str
-    text: str
-
-    @property
-    def is_for_every_host(self) -> bool:
-        return self.text.startswith("# on every host")
-
-    @property
-    def is_in_turn(self) -> bool:
-        return "one after the other" in self.text.partition("\n")[0]
-
-    @property
-    def is_for_one_host(self) -> bool:
-        return self.text.startswith("# on one host")
-
-
-def blocks() -> list[Block]:
-    return [Block(language, text) for language, text in re.findall(r"```(\w*)\n(.*?)```", _SECTION, re.DOTALL)]
+DEPLOYMENT = code_about("docs/cluster.md", "models:")
+COMMANDS = code_in("docs/cluster.md", "bash")
+"""One host or all of them run a block, as its first line says."""
+BLOCKS = sorted([*COMMANDS, DEPLOYMENT], key=lambda code: code.line)
 
 
 @dataclass(frozen=True)
@@ -127,15 +106,16 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 def test_the_commands_make_three_hosts_that_share_blocks(machines: list[Machine]) -> None:
     said: list[list[str]] = []
-    for block in blocks():
-        if block.language == "yaml":
+    for block in BLOCKS:
+        if block == DEPLOYMENT:
             for machine in machines:
                 (machine.folder / "deploy.yml").write_text(_here(block.text))
-        elif block.is_for_every_host:
-            with ThreadPoolExecutor(1 if block.is_in_turn else len(machines)) as threads:
-                said.append(list(threads.map(lambda machine, text=block.text: machine.run(text), machines)))
+        elif block.head.startswith("# on every host"):
+            in_turn = "one after the other" in block.head
+            with ThreadPoolExecutor(1 if in_turn else len(machines)) as threads:
+                said.append(list(threads.map(lambda machine, text=block.text: _run(machine, text), machines)))
         else:
-            assert block.is_for_one_host, f"nobody knows where to run {block.text}"
+            assert block.head.startswith("# on one host"), f"{block.place} does not say where to run it"
             said.append([machines[0].run(block.text)])
             if (machines[0].folder / "secrets").exists() and not (machines[1].folder / "secrets").exists():
                 _copy_secrets(machines)
@@ -147,6 +127,25 @@ def test_the_commands_make_three_hosts_that_share_blocks(machines: list[Machine]
     for other in others:
         assert other["choices"][0]["text"] == first["choices"][0]["text"]
         assert cached(other)["cluster"] == (first["usage"]["prompt_tokens"] - 1) // 16 * 16
+
+
+def _run(machine: Machine, text: str) -> str:
+    """What the commands say. Blocks of a prompt are written in the background, and are in the cluster then."""
+    said = machine.run(text)
+    if "/v1/completions" in text:
+        answer = json.loads(said)
+        num_computed = (answer["usage"]["prompt_tokens"] - 1 - sum(cached(answer).values())) // 16
+        wait_until(lambda: int(machine.run(f"{sys.executable} -c '{_COUNT_WRITTEN}'")) >= num_computed)
+    return said
+
+
+_COUNT_WRITTEN = """
+import kvtier
+from kvtier.deploy.run.served_caches import find_caches
+[cache] = find_caches()
+with kvtier.connect(cache.address) as client:
+    print(client.stats()["cluster_written_blocks"])
+"""
 
 
 def _here(text: str) -> str:
@@ -169,8 +168,8 @@ def cached(answer: Any) -> dict[str, int]:
 
 
 def test_the_user_for_kvtier_may_do_what_is_listed_and_no_more(machines: list[Machine]) -> None:
-    """Other keys and other commands are refused, and so is whoever has no password."""
-    secrets, node, *_ = [block for block in blocks() if block.language == "bash"]
+    """Other keys and other commands are refused, and so are clients without a password."""
+    secrets, node, *_ = COMMANDS
     one = machines[0]
     one.run(secrets.text)
     one.run(node.text)

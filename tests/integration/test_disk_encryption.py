@@ -70,7 +70,7 @@ def test_a_deployment_names_its_key_file(tmp_path: Path) -> None:
     path.write_text("models: [{model: tiny}]\ncache: {memory: 1MiB, folder: data, disk: 1GiB, key_file: key}\n")
     assert load_plan(path, Path("/run/kvtier")).caches[0].server.key_file == tmp_path / "key"
     path.write_text("models: [{model: tiny}]\ncache: {memory: 1MiB, folder: data, disk: 1GiB, key_file: none}\n")
-    with pytest.raises(ConfigError, match=r"deploy.yml:2: key_file .*none is not there"):
+    with pytest.raises(ConfigError, match=r"deploy.yml:2: key_file .*none does not exist"):
         load_plan(path, Path("/run/kvtier"))
     path.write_text("models: [{model: tiny}]\ncache: {memory: 1MiB, key_file: key}\n")
     with pytest.raises(ConfigError, match="key_file is about the disk"):

@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_once_and_holds_what_fits(tmp_path: Path, caplog: py
             for seed in range(60):
                 _assert_served(client, seed)
             assert _is_up(client)
-            assert caplog.text.count("the disk is full; going on with") == 1
+            assert caplog.text.count("the disk is full; continuing with") == 1
             assert 0 < client.stats()["disk_blocks"] < 480  # type: ignore[operator]
         _assert_stored(mount / "data", 59)
 

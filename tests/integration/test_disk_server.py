@@ -239,6 +239,22 @@ def test_store_on_reuse_writes_only_what_was_used_again(tmp_path: Path) -> None:
     assert all(_stored(tmp_path / "data", chain(2, 8)))
 
 
+def test_over_its_budget_of_writes_only_what_is_used_again_goes_to_disk(tmp_path: Path) -> None:
+    an_hour = 28 * _SLOT_BYTES  # three and a half prompts
+    with _served(tmp_path / "data", disk_writes_per_day=24 * an_hour) as client:
+        for seed in range(1, 8):
+            _set(client, seed)
+            client.flush()
+        assert _number(client, "disk_written_blocks") == 2 * 8
+        assert _number(client, "disk_withheld_blocks") == 5 * 8
+        for seed in (7, 6, 5):
+            _assert_served(client, seed)
+            client.flush()
+        assert _number(client, "disk_written_blocks") == 4 * 8
+        assert _number(client, "disk_budget_left_bytes") == 0
+    assert all(all(_stored(tmp_path / "data", chain(seed, 8))) for seed in (1, 2, 7, 6))
+
+
 def test_a_block_that_is_used_while_it_is_being_written_is_written_once(tmp_path: Path) -> None:
     """And its memory is given back once: anything else would hand it to two others at a time."""
     files = FaultyFiles()

@@ -573,7 +573,7 @@ class FailingRunner:
         self._runner = engine.runner
         self._num_left = num_steps
 
-    def submit(self, step: Step) -> object:
+    def submit(self, step: Step, constrain: object = None) -> object:
         if not self._num_left:
             raise RuntimeError("the device is on fire")
         self._num_left -= 1

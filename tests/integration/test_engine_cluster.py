@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.engine.llm import LLM
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tiny_models import save_tiny_model
+from tests.support.clustered_servers import cluster_flags, num_stored
 from tests.support.engine_building import MANAGERS
 from tests.support.tiered_engines import (
     Asking,
+    Question,
     answers,
     ask,
     assert_nothing_held,
@@ -25,9 +30,10 @@ from tests.support.tiered_engines import (
     open_engine,
     questions,
     settled,
+    tokens,
 )
 from tests.support.valkey import ValkeyCluster, valkey_cluster
-from tests.support.waiting import CALL_S
+from tests.support.waiting import CALL_S, wait_until
 
 torch.set_num_threads(1)
 
@@ -74,7 +80,87 @@ def test_a_second_engine_finds_what_the_first_has_computed(
         assert_nothing_held(llm)
 
 
-def test_a_cluster_lies_below_a_cache_server(model: Path, cluster: ValkeyCluster) -> None:
+@contextlib.contextmanager
+def engine_of_a_host(model: Path, cluster: ValkeyCluster, **more: Any) -> Iterator[LLM]:
+    """An engine with a cache server of its own, above the cluster."""
+    with cache_server(*cluster_flags(cluster), memory="16MiB") as server:
+        with open_engine(model, cache_server=server.unix, cache_server_timeout_s=CALL_S, **more) as llm:
+            yield llm
+
+
+def test_engines_of_two_cache_servers_share_the_cluster_below_them(model: Path, cluster: ValkeyCluster) -> None:
+    """From the first request on. What the first engine answered is found, too, when the chat goes on elsewhere."""
+    (question, *_) = asked = questions()[:3]
+    expected = cold(model, asked)
+    with engine_of_a_host(model, cluster) as one:
+        outputs = ask(one, asked[:1])
+        assert_same_answers(outputs, expected[:1])
+        settled(one)
+        answer = outputs[0].outputs[0].token_ids
+        said = [*question.prompt, *answer]
+        wait_until(lambda: num_stored(cluster) == (len(said) - 1) // 16)
+        with engine_of_a_host(model, cluster) as other:
+            found = ask(other, asked[:1])
+            assert_same_answers(found, expected[:1])
+            assert cached_by_tier(found) == {"cluster": full_blocks(question.prompt)}
+            assert_nothing_held(other)
+        with engine_of_a_host(model, cluster) as other:
+            next_turn = dataclasses.replace(question, prompt=[*said, *tokens(99, 40)])
+            found = ask(other, [next_turn])
+            assert_same_answers(found, cold(model, [next_turn]))
+            assert cached_by_tier(found) == {"cluster": (len(said) - 1) // 16 * 16}
+            assert_same_answers(ask(other, asked), expected)
+            assert_nothing_held(other)
+
+
+def is_announced(cluster: ValkeyCluster) -> bool:
+    """An engine has said that it is computing something."""
+    found = [cluster.call(node, b"KEYS", b"*:computing") for node in cluster.primaries]
+    return any(found)
+
+
+@pytest.mark.parametrize("below", ["server", "engine"])
+def test_an_engine_waits_for_what_another_host_is_computing(model: Path, cluster: ValkeyCluster, below: str) -> None:
+    """Sooner or later it does: when it gets all of a prompt that the cluster had a part of when it was asked."""
+
+    def opened() -> contextlib.AbstractContextManager[LLM]:
+        if below == "server":
+            return engine_of_a_host(model, cluster, max_num_batched_tokens=16)
+        return open_engine(model, **settings(cluster, max_num_batched_tokens=16))
+
+    with opened() as one, opened() as other:
+        for seed in range(1000, 1030):
+            before = num_stored(cluster)
+            question = Question(tokens(seed, 400))
+            with Asking(one, [question]) as asking:
+                wait_until(lambda: is_announced(cluster))
+                num_before = num_stored(cluster) - before
+                found = ask(other, [question])
+                assert answers(found) == answers(asking.result())
+            settled(one)
+            settled(other)
+            if cached_by_tier(found) == {"cluster": full_blocks(question.prompt)} and num_before < 20:
+                break
+            wait_until(lambda: not is_announced(cluster))
+        else:
+            pytest.fail("the second engine never waited for the first")
+        assert_nothing_held(one)
+        assert_nothing_held(other)
+
+
+def test_a_dead_cluster_below_a_cache_server_costs_no_answer(model: Path, cluster: ValkeyCluster) -> None:
+    asked = questions()
+    expected = answers(cold(model, asked))
+    with engine_of_a_host(model, cluster) as llm:
+        with Asking(llm, asked) as asking:
+            for node in cluster.primaries:
+                node.kill()
+            assert answers(asking.result()) == expected
+        assert answers(ask(llm, asked)) == expected
+        assert_nothing_held(llm)
+
+
+def test_a_cluster_lies_beside_a_cache_server(model: Path, cluster: ValkeyCluster) -> None:
     asked = questions()[:3]
     expected = cold(model, asked)
     for number in range(2):  # the second is another host: its own cache server is empty

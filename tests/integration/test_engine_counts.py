@@ -19,7 +19,8 @@ from kvtier.engine.process.hello import count_parameters, hello_of
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import EngineStopped
 from kvtier.models.loading import load_model
-from kvtier.testing.tiny_models import VOCAB_SIZE, save_tiny_model
+from kvtier.testing.tiny_models import VOCAB_SIZE, make_tiny_tokenizer, save_tiny_model
+from tests.support.chat_templates import ONE_CALL
 from tests.support.tiered_engines import tokens
 
 torch.set_num_threads(1)
@@ -58,12 +59,24 @@ def test_an_engine_knows_what_it_is(folder: Path) -> None:
 
         assert facts.namespace == llm.engine.namespace.hex()
         assert facts.chat_template == llm.engine.tokenizer.chat_template
+        assert facts.takes_several_calls
     assert (facts.engine, facts.model, facts.started_at) == ("engine-0", "tiny", 0.0)
     assert (facts.architecture, facts.dtype, facts.quantization) == ("Qwen3ForCausalLM", "float32", "")
     assert (facts.vocab_size, facts.device, facts.has_tokenizer) == (VOCAB_SIZE, "cpu", True)
     assert (facts.block_tokens, facts.num_blocks, facts.kv_bytes) == (16, 64, 64 * BLOCK_BYTES)
     assert facts.max_model_len == 512
     assert facts.weights_bytes == facts.num_parameters * 4
+
+
+def test_a_template_that_refuses_a_second_call_is_told(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", num_layers=1)
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = ONE_CALL
+    tokenizer.save_pretrained(tmp_path)
+    with open_llm(tmp_path) as llm:
+        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
+
+    assert not facts.takes_several_calls
 
 
 def test_a_model_without_a_tokenizer_has_none_and_no_template(tmp_path: Path) -> None:

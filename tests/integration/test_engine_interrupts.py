@@ -24,7 +24,7 @@ class _InterruptedRunner(Runner):
 
     num_left = 0
 
-    def submit(self, step: Step) -> Submitted:
+    def submit(self, step: Step, constrain: object = None) -> Submitted:
         self.num_left -= 1
         if not self.num_left:
             raise KeyboardInterrupt

@@ -56,7 +56,7 @@ class _Runner:
         self._runner = engine.runner
         self._is_bad = is_bad
 
-    def submit(self, step: Step) -> object:
+    def submit(self, step: Step, constrain: object = None) -> object:
         if self._is_bad(step):
             raise OverflowError("Python int too large to convert to C long")
         return self._runner.submit(step)

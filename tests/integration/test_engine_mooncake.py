@@ -64,7 +64,7 @@ def test_a_second_engine_finds_what_the_first_has_computed(model: Path, master: 
 
 
 @pytest.mark.parametrize("fault", ["hang", "fail", "lie", "short", "long", "few", "crash"])
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=7)
 def test_a_pool_that_fails_at_any_moment_costs_no_answer(model: Path, master: StandInMaster, fault: Fault) -> None:
     asked = questions()
     expected = cold(model, asked)

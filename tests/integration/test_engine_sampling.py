@@ -240,3 +240,23 @@ def test_a_text_prompt_gets_a_text_answer(llm: LLM) -> None:
 
     assert output.prompt_token_ids == tokenizer.encode("on the other hand")
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+# --- bias -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async-1", "async-3"])
+def test_a_banned_token_never_comes_and_a_forced_one_always_does(folder: Path, schedule: str) -> None:
+    with open_llm(folder, schedule=schedule) as llm:
+        banned = ask(llm).token_ids[0]
+        without = ask(llm, logit_bias={banned: -100.0})
+        answers = ask_all(llm, n=3, temperature=1.5, seed=3, logit_bias={11: 100.0})
+
+    assert banned not in without.token_ids
+    assert [answer.token_ids for answer in answers] == [[11] * MAX_TOKENS] * 3
+
+
+def test_a_bias_of_an_id_that_is_no_token_is_refused(llm: LLM) -> None:
+    [output] = llm.generate(PROMPT, SamplingParams(logit_bias={320: 1.0}), progress=False)
+
+    assert output.error == "logit_bias must only name tokens of the vocabulary of 320, not 320"

@@ -306,6 +306,7 @@ def test_a_server_that_comes_back_empty_gets_the_blocks_again(
 # --- slow ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [2e3, 2e5, 5e6])
 def test_a_slow_server_costs_bounded_time(
     model: Path, expected: list[RequestOutput], decision: str, bytes_per_s: float
@@ -403,6 +404,7 @@ def test_a_lying_server_changes_no_answer(
         assert_nothing_held(llm)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_sends_its_blocks_whole_holds_up_nobody_for_long(
     model: Path, expected: list[RequestOutput]
 ) -> None:
@@ -480,6 +482,7 @@ def test_a_failing_disk_changes_no_answer_and_is_used_again(
         assert_nothing_held(llm)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_costs_bounded_time(
     model: Path, expected: list[RequestOutput], tmp_path: Path, decision: str
 ) -> None:

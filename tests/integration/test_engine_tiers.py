@@ -166,15 +166,15 @@ def test_every_combination_gives_the_tokens_of_an_engine_without_tiers(
 @pytest.mark.parametrize(("kind", "schedule"), list(zip(TIERS, itertools.cycle(SCHEDULES), strict=False)))
 def test_a_request_that_was_preempted_comes_back_from_the_tiers(model: Path, kind: str, schedule: str) -> None:
     """Without a cache on the device, a preempted request finds its own blocks where they were swapped out to."""
-    asked = [Question(tokens(seed, 100)) for seed in range(6)]
-    expected = cold(model, asked)
+    rounds = [[Question(tokens(seed, 100)) for seed in range(first, first + 6)] for first in range(0, 60, 6)]
     with tiers(kind) as below:
         with open_engine(
             model, block_manager="naive", schedule=schedule, kv_cache_space=22 * BLOCK_BYTES, **below.settings
         ) as llm:
-            outputs = ask(llm, asked)
-
-            assert_same_answers(outputs, expected)
+            for asked in rounds:  # where tiers answer slowly, one request may end before the next ones begin
+                assert_same_answers(ask(llm, asked), cold(model, asked))
+                if llm.engine.scheduler.num_preemptions:
+                    break
             assert llm.engine.scheduler.num_preemptions > 0
             assert_nothing_held(llm)
             traffic = llm.engine.transfer.traffic
@@ -278,7 +278,7 @@ def test_streams_that_come_and_go_leave_nothing_behind(model: Path, expected: li
         below.assert_nothing_held()
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "unix", "tcp", "disk"])
 def test_an_interrupted_call_leaves_an_engine_that_can_be_used(
     model: Path, expected: list[RequestOutput], kind: str

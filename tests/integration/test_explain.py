@@ -555,7 +555,7 @@ def test_the_command_explains_a_request_by_its_id() -> None:
     assert Explanation.from_json(for_machines.stdout).reason is MatchEnd.OTHER_NAMESPACE
     assert unknown.returncode == 1
     assert unknown.stderr == (
-        f"Error: {server.unix} has no note of request r2: it is too long ago, or its engine does not report there\n"
+        f"Error: {server.unix} has no note of request r2: it is too old, or its engine does not report there\n"
     )
 
 

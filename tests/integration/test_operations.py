@@ -37,7 +37,7 @@ _HASHES = chain(1, 16)
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    with cache_server(memory=_MEMORY, tcp=True) as process:
+    with cache_server("--eviction", "lru", memory=_MEMORY, tcp=True) as process:
         yield process
 
 

@@ -105,7 +105,7 @@ def test_pages_are_stored_found_leased_and_loaded(engine: Engine) -> None:
     assert _num_leases(engine.server) == 1
 
     assert engine.load().is_done
-    engine.lookups.note_loaded("request", [])
+    engine.lookups.note_loaded("request", _KEYS, [])
 
     assert engine.rows(16) == engine.rows(0)
     wait_until(lambda: not _num_leases(engine.server), "leases given back")

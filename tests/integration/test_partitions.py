@@ -223,6 +223,43 @@ def test_a_host_that_is_cut_off_answers_and_uses_the_cluster_again_once_it_is_he
         assert_nothing_held(far.llm)
 
 
+@contextlib.contextmanager
+def engine_above_a_server(site: Site, host: Host, model: Path) -> Iterator[EngineOn]:
+    """On a host with a cache server, below which is the cluster."""
+    nodes = ",".join(f"tcp://{seed}" for seed in site.cluster.seeds)
+    flags = ("--cluster", nodes, "--cluster-segment", "3", "--cluster-timeout", str(DEADLINE_S), "--cluster-plaintext")
+    with contextlib.ExitStack() as stack:
+        with host.entered():
+            server = stack.enter_context(cache_server(*flags, memory="16MiB"))
+        settings = {"cache_server": server.unix, "cache_server_timeout_s": CALL_S, "max_num_batched_tokens": 40}
+        yield stack.enter_context(engine_on(host, model, **settings))
+
+
+@pytest.mark.parametrize(
+    "cut", ["one node, packets dropped", "all nodes, unplugged", "all nodes but its own, unplugged"]
+)
+def test_a_host_with_a_cache_server_is_cut_off(model: Path, site: Site, cut: str) -> None:
+    """Its engine answers, and what either host computes is shared again once it is healed."""
+    site = replace(site, near=site.joined.hosts[CUTS[cut].host])
+    asked = questions()
+    expected = answers(cold(model, asked))
+    with engine_above_a_server(site, site.far, model) as far, engine_above_a_server(site, site.near, model) as near:
+        assert answers(far.compute(asked[:3])) == expected[:3]
+        wait_until(lambda: is_shared(far, near), "both reach the cluster")
+        with near.asking(asked) as asking:
+            CUTS[cut].cut(site)
+            assert answers(asking.result()) == expected
+        assert answers(near.ask(asked)) == expected
+        assert_same_answers(near.compute(questions(4)), cold(model, questions(4)))
+
+        CUTS[cut].heal(site)
+
+        wait_until(lambda: is_shared(far, near), "a hit on the host that was cut off")
+        wait_until(lambda: is_shared(near, far), "a hit of what that host has stored")
+        assert_nothing_held(near.llm)
+        assert_nothing_held(far.llm)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_blocks_that_a_cut_ends_half_way_are_misses_and_never_wrong(site: Site, cut: str) -> None:
     """Threads store and read all the while."""

@@ -1,7 +1,8 @@
 """Every benchmark runs to its end with `--quick` on a machine without a GPU, as a user would start it.
 
-How fast it is says nothing here: a missed bar is status 1, and fine. A benchmark that takes longer than five minutes is
-marked `soak`. All of them together take long: `make test-benchmarks` runs them, and `make test-nightly`.
+How fast it is says nothing here: a missed bar is status 1, and fine, unless speed has nothing to do with it. One that
+takes longer than five minutes is marked `soak`. All of them together take long: `make test-benchmarks` runs them, and
+`make test-nightly`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _LIMIT_S = 1800
 
 QUICK = (
     "clients.test_c_client",
+    "cluster.test_two_hosts",
     "objects.test_segments",
+    "eviction",
+    "eviction.served",
     "offloading_KV_cache.baseline.test_copies",
     "offloading_KV_cache.baseline.test_prefills",
     "offloading_KV_cache.baseline.test_swap",
@@ -31,9 +35,12 @@ QUICK = (
     "offloading_KV_cache.test_swap_out",
     "persistence_kv_cache.test_disk",
     "persistence_kv_cache.test_huge_pages",
+    "planning.live_curve",
     "prefix_caching.baseline",
     "prefix_caching.test_long_prefill",
     "prefix_caching.test_quantized",
+    "prefixes.test_pack",
+    "prefixes.test_warm",
     "remote_kv_cache.baseline.test_memory_io",
     "remote_kv_cache.baseline.test_server",
     "remote_kv_cache.test_decode_beside_load",
@@ -47,6 +54,9 @@ QUICK = (
     "scale",
     "serving.test_hostile",
     "serving.test_http",
+    "serving.test_page",
+    "structured.compare_libraries",
+    "structured.test_json_schema",
     "use_remote_KV_cache.speed_test",
     "use_remote_KV_cache.stress_test",
     "vineyard.test_file_store",
@@ -54,6 +64,8 @@ QUICK = (
     "vineyard.test_shared_memory",
     "vllm.pages",
 )
+_EXACT = {"planning.live_curve"}
+"""Their bars do not depend on how fast the machine is: they are met, also here."""
 _ZEROMQ = "remote_kv_cache.baseline.test_zmq_transfer"
 _ELSEWHERE = {
     "remote_kv_cache.baseline.test_gpu_hit": "needs a GPU",
@@ -85,7 +97,7 @@ def test_every_benchmark_with_a_quick_size_is_run_here() -> None:
 def test_a_quick_run_ends_with_a_result(module: str, tmp_path: Path) -> None:
     done = _run(module, tmp_path / "result.json")
 
-    assert done.returncode in (0, 1), done.stderr[-4000:]
+    assert done.returncode in ((0,) if module in _EXACT else (0, 1)), done.stderr[-4000:]
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["benchmark"].endswith(module.rpartition(".")[2])

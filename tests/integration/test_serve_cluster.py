@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.stores.valkey.config import ClusterConfig
+from tests.support.clustered_servers import num_stored
 from tests.support.deployments import DeploymentProcess
 from tests.support.serving import MODEL, QUESTIONS, TEXT, ask, save_model
 from tests.support.valkey import ValkeyCluster, valkey_cluster
@@ -28,10 +29,6 @@ def text_of(cluster: ValkeyCluster) -> str:
     return TEXT + f"  cluster: {{valkey: [{seeds}], timeout_s: 60}}\n"
 
 
-def num_keys(cluster: ValkeyCluster) -> int:
-    return sum(int(str(cluster.call(node, b"DBSIZE"))) for node in cluster.primaries)
-
-
 def test_a_prompt_that_one_host_has_answered_is_a_hit_on_another(cluster: ValkeyCluster, tmp_path: Path) -> None:
     question = QUESTIONS[0] * 4
     answers = []
@@ -42,7 +39,7 @@ def test_a_prompt_that_one_host_has_answered_is_a_hit_on_another(cluster: Valkey
         with DeploymentProcess(folder, text_of(cluster)) as deployment:
             answers.append(ask(deployment, question))
             num_blocks = answers[0].prompt_tokens // 16
-            wait_until(lambda num_blocks=num_blocks: num_keys(cluster) >= num_blocks)  # type: ignore[misc]
+            wait_until(lambda num_blocks=num_blocks: num_stored(cluster) >= num_blocks)  # type: ignore[misc]
             assert f"cluster tcp://{cluster.seeds[0]}" in deployment.log()
 
     first, second = answers

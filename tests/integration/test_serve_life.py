@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +19,7 @@ import pytest
 
 from tests.support.deployments import DeploymentProcess, starting_deployment
 from tests.support.serving import MODEL, TEXT, Answer, ask, body_of, client_of, save_model, streaming
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, wait_until
 
 _DOCUMENT = "It is a truth universally acknowledged, that a long prompt must be in want of a cache. " * 6
 _QUESTION = "Tell me everything."
@@ -22,6 +27,14 @@ _LONG = 1500
 """Tokens of an answer that takes a few seconds."""
 _NOT_SO_LONG = 500
 """Tokens of an answer that begins before a signal comes, and ends within an engine's patience on a busy machine."""
+_BROKEN_OFF = "the server stopped before the answer was complete"
+_ENDLESS = 4000
+_ENDLESS_FOR_OLLAMA = {
+    "model": MODEL,
+    "prompt": _QUESTION,
+    "raw": True,
+    "options": {"num_predict": _ENDLESS, "temperature": 0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Iterator[_Start]:
-    with starting_deployment(folder, TEXT) as deployment:
+    with starting_deployment(folder, TEXT, http={"drain_s": LIMIT_S}) as deployment:
         engine = deployment.wait_for_part(MODEL)
         engine.send_signal(signal.SIGSTOP)  # it loads for as long as we like
         deployment.wait_for_log(r"http +\| ready")
@@ -91,6 +104,19 @@ def test_the_summary_has_addresses_models_blocks_and_an_example_that_works(start
     response = httpx.post(url, headers={name: value}, content=data, timeout=LIMIT_S, trust_env=False)
     assert curl == "curl"
     assert response.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_explain_finds_the_cache_server_by_itself(start: _Start) -> None:
+    deployment = start.deployment
+    with client_of(deployment) as client:
+        response = client.post("/v1/completions", json=body_of(_DOCUMENT, 4))
+    command = [sys.executable, "-m", "kvtier", "explain", response.headers["x-request-id"]]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(deployment.runtime_parent)}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert f"request    {response.headers['x-request-id']}" in done.stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +177,46 @@ def test_ctrl_c_lets_a_stream_end_and_takes_nothing_new(again: DeploymentProcess
 
 
 @pytest.mark.slow
+def test_a_stop_past_the_drain_time_ends_each_request_with_an_error_of_its_api(folder: Path) -> None:
+    with DeploymentProcess(folder, TEXT, http={"drain_s": 0.2}) as deployment, client_of(deployment) as client:
+        openai = client.stream("POST", "/v1/completions", json=_endless(stream=True))
+        ollama = client.stream("POST", f"{deployment.ollama_url}/api/generate", json=_ENDLESS_FOR_OLLAMA)
+        with ThreadPoolExecutor(1) as pool, openai as events, ollama as lines:
+            whole = pool.submit(client.post, "/v1/completions", json=_endless())
+            of_openai, of_ollama = events.iter_lines(), lines.iter_lines()
+            assert next(of_openai)
+            assert next(of_ollama)
+            wait_until(lambda: _num_requests(deployment) == 3, "three requests under way")
+            deployment.send_signal(signal.SIGTERM)
+            last_event = [line for line in of_openai if line][-1]
+            last_line = [line for line in of_ollama if line][-1]
+            response = whole.result(LIMIT_S)
+        status = deployment.wait_until_ended()
+        log = deployment.log()
+
+    assert json.loads(last_event.removeprefix("data: "))["error"]["message"] == _BROKEN_OFF
+    assert json.loads(last_line) == {"error": _BROKEN_OFF}
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == _BROKEN_OFF
+    assert status == 0
+    assert len(re.findall("the time to drain is over: 3 requests are broken off", log)) == 1
+    assert "Traceback" not in log
+    assert "Error" not in log
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_cuts_a_stream_short(folder: Path) -> None:
     with DeploymentProcess(folder, TEXT) as deployment:
         with streaming(deployment, _QUESTION, 2 * _LONG) as texts:
             deployment.send_signal(signal.SIGINT)
             deployment.wait_for_log(r"stopping; 1 requests are under way")
             deployment.send_signal(signal.SIGINT)
-            with pytest.raises((httpx.TransportError, AssertionError)):
+            with pytest.raises(AssertionError, match=_BROKEN_OFF):
                 list(texts)
             status = deployment.wait_until_ended()
 
         assert status == 0
+        assert "Traceback" not in deployment.log()
         assert deployment.left_behind() == []
 
 
@@ -177,6 +232,17 @@ def test_ctrl_c_while_the_engine_loads_stops_at_once(tmp_path: Path, is_stuck: b
 
         assert status == 0
         assert deployment.left_behind() == []
+
+
+def _endless(**fields: object) -> dict[str, object]:
+    return body_of(_QUESTION, _ENDLESS, ignore_eos=True, **fields)
+
+
+def _num_requests(deployment: DeploymentProcess) -> int:
+    """That the engine has."""
+    with client_of(deployment) as client:
+        found = re.search(r"^kvtier_engine_running_requests\{.*\} (\d+)", client.get("/metrics").text, re.MULTILINE)
+    return 0 if found is None else int(found[1])
 
 
 def _status_of_a_new_request(deployment: DeploymentProcess) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.memory.machine import num_cores
 from kvtier.observe.metrics import ENGINE_BLOCKS, ENGINE_RUNNING_REQUESTS, ENGINE_USED_BLOCKS
 from tests.support.deployments import DeploymentProcess
 from tests.support.serving import (
@@ -28,6 +30,8 @@ from tests.support.serving import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow  # a deployment, with engines
+
 _OTHER = "other"
 _ENGINES = ["tiny-0", "tiny-1"]
 _KEY, _PARTNER, _STRANGER = "key-of-one", "key-of-another", "key-of-a-third"
@@ -35,7 +39,7 @@ _METRICS_KEY = "key-of-prometheus"
 _TEXT = """\
 models:
   - model: tiny
-    devices: [cpu, auto]      # two places, both of them the CPU: they start at the same time
+    devices: [cpu, cpu]
     kv_cache_space: 32MiB
     always_load: true
   - model: other              # has no tokenizer
@@ -128,6 +132,16 @@ def test_keys_with_one_salt_share_blocks_and_others_do_not(deployment: Deploymen
 
 def _in_turn(*keys: str) -> Iterator[tuple[str, str]]:
     yield from zip(("first", "second", "third"), keys, strict=True)
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="needs two cores")
+def test_engines_start_side_by_side(shared: DeploymentProcess) -> None:
+    log = shared.log()
+    started = [re.search(rf"{name} +\| starting, process", log) for name in _ENGINES]
+    first_ready = re.search(rf"(?:{'|'.join(_ENGINES)}) +\| ready", log)
+
+    assert first_ready is not None
+    assert all(one is not None and one.start() < first_ready.start() for one in started)
 
 
 def test_two_engines_of_a_model_share_hits_through_the_cache_server(deployment: DeploymentProcess) -> None:

@@ -65,6 +65,7 @@ def test_both_apis_answer_and_nothing_is_left(deployment: DeploymentProcess) -> 
     assert deployment.left_behind() == []
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("victim", ["part", "server"])
 def test_no_request_fails_when_an_engine_is_killed(deployment: DeploymentProcess, victim: str) -> None:
     is_over = threading.Event()
@@ -136,7 +137,7 @@ def test_what_is_no_python_is_one_sentence(tmp_path: Path) -> None:
     with starting_deployment(tmp_path, text) as deployment:
         assert deployment.wait_until_ended() == 1
 
-    assert f"cannot start: vllm_python {tmp_path}/python is no Python that works" in deployment.log()
+    assert f"cannot start: vllm_python {tmp_path}/python is not a working Python" in deployment.log()
 
 
 def test_a_release_that_is_too_old_is_one_sentence(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_a_client_keeps_it_however_idle_and_its_leaving_starts_the_clock_anew(tr
         assert server.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_one_of_several_clients_is_enough_to_keep_it() -> None:
     with cache_server("--stop-when-unused", "3") as server, open_client(server.unix) as client:
         client.ping()
@@ -50,6 +51,7 @@ def test_one_of_several_clients_is_enough_to_keep_it() -> None:
         client.ping()
 
 
+@pytest.mark.slow
 def test_a_killed_client_has_gone_too_whatever_it_held() -> None:
     with cache_server("--stop-when-unused", "4") as server:
         with open_client(server.unix) as client:

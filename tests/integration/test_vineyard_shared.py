@@ -269,6 +269,7 @@ def test_addresses_without_objects_are_those_of_the_tensors(server):
 # --- holding and releasing ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_query_found_is_not_evicted_and_comes_back_with_its_last_array(server):
     with open_cache(server.unix) as cache:
         store(cache, [1, 2, 3])

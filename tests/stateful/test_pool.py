@@ -1,4 +1,7 @@
-"""The block pool against a plain model: any order of calls, several indexes with blocks of different sizes."""
+"""The block pool against a plain model: any order of calls, several indexes with blocks of different sizes.
+
+Under every policy: what is evicted differs, the laws do not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from kvtier.blocks.adaptive_policy import AdaptivePolicy
+from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.policies import EvictionPolicy, LruPolicy
 from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
 from tests.support.examples import examples
 
@@ -42,7 +48,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_UNITS)
+        self.now = 0.0
+        self.pool = BlockPool(NUM_UNITS, self.policy())
         self.indexes = [PrefixIndex(units) for units in BLOCK_UNITS]
         self.ready: dict[Key, Block] = {}
         self.pending: dict[Key, Block] = {}
@@ -50,6 +57,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.refs: Counter[Block] = Counter()
         self.places: dict[Block, tuple[int, int]] = {}
         self.num_evicted = 0
+
+    def policy(self) -> EvictionPolicy[Block]:
+        return LruPolicy()
+
+    def pinned_units_that_count(self, space: int) -> int:
+        return self._pinned_units()
+
+    def adaptive(self) -> EvictionPolicy[Block]:
+        return AdaptivePolicy(clock=lambda: self.now)
 
     # --- calls -----------------------------------------------------------------------------------------------------
 
@@ -74,7 +90,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.pending[space, block.hash] = block
             self.refs[block] = 1
             self.places[block] = (block.start, block.size)
-        if len(grant.blocks) < (len(wanted) if limit is None else min(limit, len(wanted))):
+        num_lacking = (len(wanted) if limit is None else min(limit, len(wanted))) - len(grant.blocks)
+        assert grant.num_declined in (0, num_lacking)
+        if num_lacking and not grant.num_declined:
             assert self._longest_run_without(own) < BLOCK_UNITS[space], "refused although there was room to make"
         return Writing(space, grant.blocks)
 
@@ -145,7 +163,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             if (space, name) not in self.ready:
                 continue
             if (space, name) not in self.pinned:
-                if self._pinned_units() + BLOCK_UNITS[space] > max_units:
+                if self.pinned_units_that_count(space) + BLOCK_UNITS[space] > max_units:
                     break
                 self.pinned.add((space, name))
             expected += 1
@@ -159,6 +177,10 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.unpin(self.indexes[space], hashes) == len(known)
 
         self.pinned -= known
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(space=spaces, hashes=prompts)
     def touch(self, space: int, hashes: list[BlockHash]) -> None:
@@ -268,3 +290,23 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
+
+
+class AdaptivePoolAgainstModel(PoolAgainstModel):
+    def policy(self) -> EvictionPolicy[Block]:
+        return self.adaptive()
+
+
+class FairPoolAgainstModel(PoolAgainstModel):
+    def policy(self) -> EvictionPolicy[Block]:
+        return FairPolicy(self.adaptive)
+
+    def pinned_units_that_count(self, space: int) -> int:
+        """Each index has a share of its own."""
+        return BLOCK_UNITS[space] * sum(number == space for number, _ in self.pinned)
+
+
+TestAdaptivePoolAgainstModel = AdaptivePoolAgainstModel.TestCase
+TestAdaptivePoolAgainstModel.settings = TestPoolAgainstModel.settings
+TestFairPoolAgainstModel = FairPoolAgainstModel.TestCase
+TestFairPoolAgainstModel.settings = TestPoolAgainstModel.settings

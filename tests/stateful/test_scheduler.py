@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.shared_blocks import SharedBlocks
-from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SimulatedEngine, checksums
+from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SCORED, SimulatedEngine, checksums
 from tests.support.examples import examples
 
 MAX_PROMPT = 22
@@ -63,6 +63,10 @@ class SchedulerUnderAnyOrder(RuleBasedStateMachine):
     @rule(prompt=prompts, max_tokens=st.integers(1, 14), salt=salts)
     def submit_with_a_salt(self, prompt: list[int], max_tokens: int, salt: str) -> None:
         self.engine.submit(prompt, max_tokens).salt = salt
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 14))
+    def submit_one_that_is_scored(self, prompt: list[int], max_tokens: int) -> None:
+        self.engine.submit(prompt, max_tokens, params=SCORED)
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 8), count=st.integers(2, 4))
     def submit_the_same_several_times(self, prompt: list[int], max_tokens: int, count: int) -> None:

@@ -16,7 +16,7 @@ from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.engine.schedule.request import Request, Status
 from kvtier.engine.schedule.shared_blocks import SharedBlocks
 from kvtier.transfer.load import Order
-from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, checksums
+from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, SCORED, checksums
 from tests.support.examples import examples
 from tests.support.tier_simulation import TIERS, SimulatedSegments, TieredEngine
 
@@ -86,6 +86,10 @@ class SchedulerWithTiersUnderAnyOrder(RuleBasedStateMachine):
     @rule(prompt=prompts, max_tokens=st.integers(1, 14))
     def submit(self, prompt: list[int], max_tokens: int) -> None:
         self.engine.submit(prompt, max_tokens)
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 14))
+    def submit_one_that_is_scored(self, prompt: list[int], max_tokens: int) -> None:
+        self.engine.submit(prompt, max_tokens, params=SCORED)
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 8), count=st.integers(2, 4))
     def submit_the_same_several_times(self, prompt: list[int], max_tokens: int, count: int) -> None:
@@ -314,7 +318,7 @@ def test_what_the_tiers_have_is_loaded_and_the_rest_is_computed_once(
 
     engine.run_slowly(lambda: chance.randint(0, 3))
 
-    num_loaded = sum(request.prefetch.loaded_tokens.values())
+    num_loaded = sum(request.prefetch.history.loaded_tokens.values())
     num_decoded = max(0, request.num_outputs - 1)
     assert num_loaded <= min(len(prompt) // block_tokens * block_tokens, len(prompt) - 1)
     assert request.cached_tokens == 0
@@ -323,7 +327,7 @@ def test_what_the_tiers_have_is_loaded_and_the_rest_is_computed_once(
 
 
 def _loads_of(request: Request) -> int:
-    return sum(request.prefetch.loaded_tokens.values())
+    return sum(request.prefetch.history.loaded_tokens.values())
 
 
 @given(manager=st.sampled_from(MANAGERS), prompt=prompts, block_tokens=block_sizes, num_steps_ahead=st.integers(0, 3))

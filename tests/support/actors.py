@@ -460,6 +460,7 @@ def _requests(rng: random.Random, space: int) -> list[tuple[wire.Message, bytes]
         (wire.VerifyRequest(space, hashes), b""),
         (wire.Await(number, 1), b""),
         (wire.SpacesRequest(number), b""),
+        (wire.MissCurveRequest(number), b""),
         (wire.NoteRequest(f"mutant-{number}", "{}"), b""),
         (wire.NotedRequest(f"mutant-{number}"), b""),
         (wire.Release(number), b""),

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.waiting import LIMIT_S, wait_until
+from tests.support.waiting import LIMIT_S
 
 _MARK = "KVTIER_TEST_DEPLOYMENT"
 _PART = "kvtier.deploy.run.part"
@@ -76,6 +76,7 @@ class DeploymentProcess:
         self._log_file.write_bytes(b"")
         self._mark = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_before = 0
 
     def __enter__(self) -> Self:
         try:
@@ -115,6 +116,7 @@ class DeploymentProcess:
     def start(self) -> None:
         """It is not ready yet. What was started before must have ended."""
         assert not self.is_running
+        self._log_before = len(self.log())
         environment = {
             **os.environ,
             "XDG_RUNTIME_DIR": str(self.runtime_parent),
@@ -133,7 +135,8 @@ class DeploymentProcess:
             )
 
     def wait_until_ready(self, *, after: float = 0.0, timeout_s: float = _READY_S) -> None:
-        """Until every engine is there, and was ready after the time `after`, in seconds of the epoch.
+        """Until every engine is there, was ready after the time `after`, in seconds of the epoch, and the supervisor
+        knows all of it: a part that dies before is one that cannot start.
 
         Raises `RuntimeError` when it ends meanwhile, and `TimeoutError`, both with the end of its log.
         """
@@ -141,7 +144,8 @@ class DeploymentProcess:
         def is_ready() -> bool:
             if not self.is_running:
                 raise RuntimeError(f"kvtier serve has ended:\n{self._end_of_log()}")
-            return self._is_ready() and min(self.ready_since().values(), default=0.0) > after
+            is_known = "\nready after " in self.log()[self._log_before :]
+            return is_known and self._is_ready() and min(self.ready_since().values(), default=0.0) > after
 
         self._wait(is_ready, timeout_s, "it is not ready")
 
@@ -171,7 +175,6 @@ class DeploymentProcess:
 
     def restart_engines(self) -> None:
         """One by one, and wait until all of them are new. One that the supervisor is starting is not started again."""
-        wait_until(lambda: "ready after" in self.log())
         asked_at = time.time()
         self.send_signal(signal.SIGHUP)
         self.wait_until_ready(after=asked_at)

@@ -29,6 +29,9 @@ STOP_TOKEN = 0
 """Sampled, it ends a request; in a prompt it is a token like any other."""
 
 _GREEDY = SamplingParams(temperature=0.0)
+SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
+"""Of a request that asks how likely its prompt is. Nobody tells it here: it goes on asking."""
+
 Place = tuple[int, int]
 
 
@@ -190,10 +193,12 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_requests or bool(self._under_way)
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 1, *, client: str = "") -> Request:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 1, *, client: str = "", params: SamplingParams = _GREEDY
+    ) -> Request:
         room = self.max_model_len - len(prompt)
         assert room > 0, "the engine refuses such a prompt"
-        request = Request(str(len(self.requests)), prompt, _GREEDY, max_tokens=min(max_tokens, room), client=client)
+        request = Request(str(len(self.requests)), prompt, params, max_tokens=min(max_tokens, room), client=client)
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -252,7 +257,7 @@ class SimulatedEngine:
                 assert request.output_tokens == expected
             if request.finish_reason is FinishReason.LENGTH and not request.num_preemptions:
                 num_needed = request.prompt_tokens + request.num_outputs - 1
-                num_loaded = sum(request.prefetch.loaded_tokens.values())
+                num_loaded = sum(request.prefetch.history.loaded_tokens.values())
                 assert request.cached_tokens + num_loaded + self.num_computed(request) == num_needed
 
     def num_computed(self, request: Request) -> int:

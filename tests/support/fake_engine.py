@@ -24,30 +24,43 @@ import httpx
 import msgspec
 import uvicorn
 
-from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, PageConfig, ServedModelConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
+from kvtier.api.tracing import Tracing
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.process.messages import (
     LENGTH_BYTES,
     Abort,
     Accepted,
     AskMetrics,
+    AskParting,
+    AskWarnings,
     ChatPrompt,
+    Detokenize,
+    Detokenized,
     FromEngine,
     Hello,
     MetricFamily,
     Metrics,
+    Parted,
     Refused,
+    Retained,
     Sample,
     StepOutputs,
     Submit,
     TextPrompt,
+    Tokenize,
+    Tokenized,
+    Warnings,
     body_length,
     decode_request,
     encode,
 )
+from kvtier.observe.recent_warnings import LoggedWarning
+from kvtier.tiers.parting import Parting
+from kvtier.tiers.retention import RetentionAsk, RetentionOutcome
 from tests.support.waiting import LIMIT_S, wait_until
 
 MODEL: Final = "tiny"
@@ -89,7 +102,7 @@ Script = Callable[[Submit], Iterator[Step]]
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_words(submit: Submit) -> list[str]:
+def prompt_words(submit: Submit | Tokenize) -> list[str]:
     """The words of a prompt: of a conversation those of its last message, of token ids their numbers."""
     prompt = submit.prompt
     if isinstance(prompt, TextPrompt):
@@ -105,6 +118,11 @@ def echo(submit: Submit) -> Iterator[Step]:
     yield from pieces(submit, prompt_words(submit))
 
 
+def word_tokens(asked: Tokenize) -> Step:
+    """A token for each of the prompt's words."""
+    return Tokenized(asked.number, list(range(len(prompt_words(asked)))))
+
+
 def accepted(submit: Submit) -> Accepted:
     return Accepted(submit.number, len(prompt_words(submit)))
 
@@ -116,15 +134,18 @@ def pieces(submit: Submit, words: list[str], *, cached: dict[str, int] | None = 
     for position in range(count):
         text = words[position] if position == 0 else " " + words[position]
         is_last = position == count - 1
-        yield said(submit, text, completion=ending(reason, count, cached=cached) if is_last else None)
+        completion = ending(reason, count, cached=cached) if is_last else None
+        yield said(submit, text, completion=completion, cached=None if position else cached)
     if not count:
         yield said(submit, completion=ending(reason, 0, cached=cached))
 
 
-def said(submit: Submit, *texts: str, completion: Completion | None = None) -> StepOutputs:
+def said(
+    submit: Submit, *texts: str, completion: Completion | None = None, cached: dict[str, int] | None = None
+) -> StepOutputs:
     """A token for each of `texts`, the same in every answer. The likeliest others are called `text1` and so on."""
     likely = [{f"{text}{rank or ''}".encode(): -0.5 - rank for rank in reversed(range(20))} for text in texts]
-    return outputs(submit, "".join(texts), [text.encode() for text in texts], likely, completion)
+    return outputs(submit, "".join(texts), [text.encode() for text in texts], likely, completion, cached)
 
 
 def outputs(
@@ -133,6 +154,7 @@ def outputs(
     tokens: Sequence[bytes],
     likely: Sequence[Mapping[bytes, float]] = (),
     completion: Completion | None = None,
+    cached: dict[str, int] | None = None,
 ) -> StepOutputs:
     """What a step brought for every answer to a prompt, with tokens that are named by their bytes."""
     has_logprobs = submit.params.logprobs is not None
@@ -144,6 +166,7 @@ def outputs(
             text,
             logprobs if has_logprobs else None,
             None if completion is None else dataclasses.replace(completion, index=index),
+            cached=None if index else cached,
         )
         for index in range(submit.params.n)
     ]
@@ -152,11 +175,16 @@ def outputs(
 
 
 def ending(
-    reason: str, count: int, *, cached: dict[str, int] | None = None, seconds_per_token: float = 0.02
+    reason: str,
+    count: int,
+    *,
+    cached: dict[str, int] | None = None,
+    seconds_per_token: float = 0.02,
+    stop: str | None = None,
 ) -> Completion:
     """Of an answer of `count` tokens."""
     tiers = {"device": 0, "server": 0} if cached is None else cached
-    return Completion(0, [0] * count, "", reason, None, 0.01, seconds_per_token, tiers)
+    return Completion(0, [0] * count, "", reason, None, 0.01, seconds_per_token, tiers, stop)
 
 
 def words_then(words: list[str], *, then: Step) -> Script:
@@ -207,8 +235,8 @@ def refusing(reason: str, sentence: str) -> Script:
 class FakeEngine:
     """Listens on `path` from `start` to `stop`, which may alternate. `close` ends the thread.
 
-    `script` may be changed at any time and holds for prompts that come later. `submits` and `aborts` (the numbers of
-    submits) are what was received, in order.
+    `script` may be changed at any time and holds for prompts that come later. `submits`, `tokenizes` and `aborts` (the
+    numbers of submits) are what was received, in order.
     """
 
     def __init__(self, path: Path, *, hello: Hello = HELLO, script: Script = echo) -> None:
@@ -216,7 +244,15 @@ class FakeEngine:
         self.hello = hello
         self.script = script
         self.submits: list[Submit] = []
+        self.tokenizes: list[Tokenize] = []
+        self.tokenizing: Callable[[Tokenize], Step] = word_tokens
         self.aborts: list[int] = []
+        self.warnings: list[LoggedWarning] = []
+        self.partings: dict[str, Parting] = {}
+        self.loading_off = ""
+        self.canary_checks: dict[str, int] = {}
+        self.loaded_bytes = 0
+        self.stored_bytes = 0
         self._is_awake = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.AbstractServer | None = None
@@ -287,9 +323,24 @@ class FakeEngine:
                 if isinstance(request, Abort):
                     self.aborts.append(request.number)
                 elif isinstance(request, AskMetrics):
-                    writer.write(encode(_metrics(request.number)))
+                    writer.write(encode(Metrics(request.number, self._families(), self.loading_off)))
+                elif isinstance(request, AskWarnings):
+                    writer.write(encode(Warnings(request.number, self.warnings)))
+                elif isinstance(request, AskParting):
+                    writer.write(encode(Parted(request.number, self.partings.get(request.request_id))))
+                elif isinstance(request, Tokenize):
+                    self.tokenizes.append(request)
+                    step = self.tokenizing(request)
+                    if isinstance(step, _Death):
+                        await self._die()
+                    elif not isinstance(step, threading.Event):
+                        writer.write(encode(step))
+                elif isinstance(request, Detokenize):
+                    writer.write(encode(Detokenized(request.number, " ".join(map(str, request.token_ids)))))
                 else:
                     self.submits.append(request)
+                    if request.retention:
+                        writer.write(encode(Retained(request.number, [kept(ask) for ask in request.retention])))
                     asyncio.get_running_loop().create_task(self._answer(request, writer, self.script))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -309,6 +360,21 @@ class FakeEngine:
                 writer.write(encode(step))
                 await asyncio.sleep(0)
 
+    def _families(self) -> list[MetricFamily]:
+        steps = [Sample("kvtier_engine_steps_total", {}, 7.0)]
+        checks = [
+            Sample("kvtier_engine_canary_checks_total", {"result": result}, float(count))
+            for result, count in self.canary_checks.items()
+        ]
+        loaded = [Sample("kvtier_tier_loaded_bytes_total", {"tier": "server"}, float(self.loaded_bytes))]
+        stored = [Sample("kvtier_tier_stored_bytes_total", {"tier": "server"}, float(self.stored_bytes))]
+        return [
+            MetricFamily("kvtier_tier_loaded_bytes", "counter", "Loaded.", loaded),
+            MetricFamily("kvtier_tier_stored_bytes", "counter", "Stored.", stored),
+            MetricFamily("kvtier_engine_steps", "counter", "Steps.", steps),
+            MetricFamily("kvtier_engine_canary_checks", "counter", "Checks.", checks),
+        ]
+
     def _note(self) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -316,9 +382,18 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
 
 
-def _metrics(number: int) -> Metrics:
-    samples = [Sample("kvtier_engine_steps_total", {}, 7.0)]
-    return Metrics(number, [MetricFamily("kvtier_engine_steps", "counter", "Steps.", samples)])
+def kept(ask: RetentionAsk) -> RetentionOutcome:
+    """All of a prompt of four blocks is kept, for an hour at most."""
+    granted_ttl_s = min(ask.ttl_s, 3600.0)
+    return RetentionOutcome(
+        asked_tokens=64,
+        asked_ttl_s=ask.ttl_s,
+        priority=ask.priority,
+        granted_tokens=64,
+        granted_ttl_s=granted_ttl_s,
+        tier="server",
+        reason="" if granted_ttl_s == ask.ttl_s else "an hour at most",
+    )
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -339,6 +414,7 @@ def config_of(
     default_options: dict[str, object] | None = None,
     max_body_bytes: int = 1 << 20,
     max_requests: int = 64,
+    page: PageConfig | None = None,
 ) -> ApiConfig:
     """One model, `MODEL` or `ALIAS`, on all these engines."""
     model = ServedModelConfig(
@@ -346,19 +422,28 @@ def config_of(
         engines=tuple(engine.address for engine in engines),
         default_options=default_options or {},
     )
-    return ApiConfig(models=(model,), keys=keys, max_body_bytes=max_body_bytes, max_requests=max_requests, drain_s=1.0)
+    return ApiConfig(
+        models=(model,), keys=keys, max_body_bytes=max_body_bytes, max_requests=max_requests, drain_s=1.0, page=page
+    )
 
 
 @contextlib.contextmanager
-def running(api: str, config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Iterator[Running]:
+def running(
+    api: str,
+    config: ApiConfig,
+    patience: Patience = DEFAULT_PATIENCE,
+    tracing: Tracing | None = None,
+    port: int = 0,
+) -> Iterator[Running]:
     """The server of one API ("openai" or "ollama"), which has met those engines that are there."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()
     started: Future[tuple[Service, Callable[[], None]]] = Future()
 
     async def serve() -> None:
-        service = make_service(config, patience)
+        service = make_service(config, patience, tracing)
         service.large_bodies.idle_s = 0.0  # a test leaves no process behind
+        service.large_bodies.timeout_s = LIMIT_S  # on a busy machine a process takes long to start
         server = http_server(api, service)
         service.start()
         try:

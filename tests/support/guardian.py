@@ -1,7 +1,7 @@
-"""Nothing outlives a run of the tests: what still runs when pytest has ended, however it ended, is killed.
+"""Nothing outlives a run of the tests: what still runs at its end is named, fails it and is ended, however it ended.
 
 `python -m tests.support.guardian PID MARK` waits for the end of process PID. Then it ends all processes with MARK in
-their environment. pytest sets the mark, so that all processes under it inherit it.
+their environment. pytest sets the mark, so that all processes under it inherit it. Those of other runs have another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 MARK = "KVTIER_TEST_RUN"
 _ROUNDS = 10
+_LOOK_S = 0.05
+_OF_LIBRARIES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+"""Processes that a library starts once for the process that uses it, and that end with it."""
+
+_SHOWN_CHARACTERS = 200
 _guardian: subprocess.Popen[bytes] | None = None
 
 
@@ -36,6 +43,49 @@ def guard_this_process() -> None:
     os.environ[MARK] = mark
 
 
+def is_guarded_here() -> bool:
+    """Whether the run began with this process, and not above it."""
+    return _guardian is not None
+
+
+def end_leftovers(patience_s: float) -> list[str]:
+    """Processes of this run that have not ended by themselves within `patience_s`, as `pid: command`. They are killed.
+
+    Those that this process runs under are none, and those that libraries keep for it.
+    """
+    mark = os.environ[MARK]
+    deadline = time.monotonic() + patience_s
+    while (left := _leftovers(mark)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    _kill(left)
+    return [f"{pid}: {command}" for pid, command in left.items()]
+
+
+def _leftovers(mark: str) -> dict[int, str]:
+    own = {os.getpid(), *_ancestors(os.getpid())}
+    found = {pid: _command(pid) for pid in _marked(mark) if pid not in own}
+    return {pid: command for pid, command in found.items() if command and not any(map(command.count, _OF_LIBRARIES))}
+
+
+def _command(pid: int) -> str:
+    """Empty for a process that has ended, also if nobody has asked how."""
+    try:
+        words = Path("/proc", str(pid), "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace")[:_SHOWN_CHARACTERS]
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        try:
+            fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return
+        pid = int(fields[1])
+        yield pid
+
+
 def _marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
     found = []
@@ -45,6 +95,12 @@ def _marked(mark: str) -> list[int]:
                 if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
                     found.append(int(entry))
     return found
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -57,9 +113,7 @@ def main() -> None:
         pids = _marked(mark)
         if not pids:
             return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(pids)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 Document = dict[str, Any]
 
-OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 OLLAMA_PATHS = ("/api/generate", "/api/chat", "/api/show")
 
 _NUMBERS: list[object] = [
@@ -48,6 +48,7 @@ _COMMON: Document = {
     "ignore_eos": True,
     "stop_token_ids": [3, 4],
     "skip_special_tokens": False,
+    "logit_bias": {"5": -100, "7": 2.5},
     "user": "me",
     "metadata": {"a": "b"},
 }
@@ -77,7 +78,12 @@ class BodyMaker:
 
     def openai(self) -> tuple[str, bytes]:
         path = self._dice.choice(OPENAI_PATHS)
-        valid = self._chat() if path.endswith("chat/completions") else self._completion()
+        valid = {
+            "/v1/completions": self._completion,
+            "/v1/chat/completions": self._chat,
+            "/tokenize": self._tokenize,
+            "/detokenize": lambda: {"model": self._model, "tokens": [1, 2, 3]},
+        }[path]()
         return path, self._spoiled(valid)
 
     def ollama(self) -> tuple[str, bytes]:
@@ -95,7 +101,13 @@ class BodyMaker:
 
     def _completion(self) -> Document:
         prompts: list[object] = ["one two", ["one", "two"], [1, 2, 3], [[1, 2], [3]]]
-        return {"model": self._model, "prompt": self._dice.choice(prompts), **self._fields(), "logprobs": 2}
+        scored = self._some({"echo": True, "prompt_logprobs": 2, "max_tokens": 0})
+        whole = {"model": self._model, "prompt": self._dice.choice(prompts), **self._fields(), "logprobs": 2}
+        return {**whole, **scored}
+
+    def _tokenize(self) -> Document:
+        of = self._dice.choice(({"prompt": "one two"}, {"messages": self._messages(), "add_generation_prompt": False}))
+        return {"model": self._model, **of, **self._some({"return_token_strs": True})}
 
     def _chat(self) -> Document:
         chat = {"logprobs": True, "top_logprobs": 3, "chat_template_kwargs": {"enable_thinking": False}}

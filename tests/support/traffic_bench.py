@@ -33,6 +33,7 @@ class _FarLease:
         self.inner = inner
         self.num_blocks = self.num_ready_at_match = inner.num_blocks
         self.num_stored = inner.num_stored
+        self.stored_in = inner.stored_in
         self.ended = inner.ended
         self.has_views = False
         self.num_released = 0

@@ -44,6 +44,26 @@ def free_port(host: str = _LOOPBACK) -> int:
         return port
 
 
+@dataclass(frozen=True)
+class NodeTls:
+    """What servers with TLS show; clients and other nodes trust it. `binary` is a server that is built with TLS."""
+
+    binary: Path
+    certificate: str
+    key: str
+
+    @property
+    def options(self) -> list[str]:
+        return [
+            *("--port", "0", "--tls-cert-file", self.certificate, "--tls-key-file", self.key),
+            *("--tls-ca-cert-file", self.certificate, "--tls-auth-clients", "no", "--tls-cluster", "yes"),
+            *("--tls-replication", "yes"),
+        ]
+
+    def access(self, user: str | None = None, password: str | None = None) -> Access:
+        return Access(user, password, ssl.create_default_context(cafile=self.certificate))
+
+
 @dataclass
 class ValkeyNode:
     """One server, on this host or on one of a `Network`. It keeps its port and its folder when it is started again."""
@@ -51,6 +71,7 @@ class ValkeyNode:
     folder: Path
     options: Sequence[str]
     host: Host | None = None
+    tls: NodeTls | None = None
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     _connection: NodeConnection | None = None
@@ -71,10 +92,12 @@ class ValkeyNode:
     def _start(self) -> None:
         for _ in range(_START_TRIES):  # a port may be taken before the server has it
             port = self.port or free_port(self.ip)
+            binary = valkey_binary() if self.tls is None else self.tls.binary
+            listening = ["--port", str(port)] if self.tls is None else [*self.tls.options, "--tls-port", str(port)]
             self.process = subprocess.Popen(
                 [
-                    str(valkey_binary()),
-                    *("--port", str(port), "--bind", self.ip, "--dir", str(self.folder), "--save", ""),
+                    str(binary),
+                    *(*listening, "--bind", self.ip, "--dir", str(self.folder), "--save", ""),
                     *("--cluster-enabled", "yes", "--cluster-port", str(free_port(self.ip))),
                     *("--cluster-node-timeout", "1000", "--protected-mode", "no"),
                     *("--cluster-require-full-coverage", "no", "--daemonize", "no", "--appendonly", "no"),
@@ -95,13 +118,17 @@ class ValkeyNode:
         until = time.monotonic() + _CALL_S
         while self.process.poll() is None and time.monotonic() < until:
             try:
-                with socket.create_connection((self.ip, port), _CALL_S) as sock:
-                    sock.sendall(command(b"PING"))
-                    if sock.recv(64):  # also an error: it wants a password
+                with socket.create_connection((self.ip, port), _CALL_S) as sock, self._spoken_to(sock) as spoken:
+                    spoken.sendall(command(b"PING"))
+                    if spoken.recv(64):  # also an error: it wants a password
                         return True
             except OSError:
                 time.sleep(0.02)
         return False
+
+    def _spoken_to(self, sock: socket.socket) -> socket.socket:
+        context = None if self.tls is None else self.tls.access().tls
+        return sock if context is None else context.wrap_socket(sock, server_hostname=self.ip)
 
     def call(self, *words: bytes, access: Access | None = None) -> Reply:
         """Over a connection that is kept: whoever waits for something asks a hundred times a second."""
@@ -180,6 +207,19 @@ class ValkeyCluster:
             self.call(replica, b"CLUSTER", b"REPLICATE", primary_id)
         wait_until(lambda: all(self._is_well(node) for node in self.nodes))
 
+    def move_slot(self, source: ValkeyNode, target: ValkeyNode, slot: int) -> None:
+        """As `valkey-cli --cluster reshard` does."""
+        number = b"%d" % slot
+        source_id, target_id = (self.call(node, b"CLUSTER", b"MYID") for node in (source, target))
+        self.call(target, b"CLUSTER", b"SETSLOT", number, b"IMPORTING", source_id)
+        self.call(source, b"CLUSTER", b"SETSLOT", number, b"MIGRATING", target_id)
+        while keys := self.call(source, b"CLUSTER", b"GETKEYSINSLOT", number, b"16"):
+            assert isinstance(keys, list)
+            port = b"%d" % target.port
+            self.call(source, b"MIGRATE", target.ip.encode(), port, b"", b"0", b"60000", b"KEYS", *keys)
+        for node in (target, source):
+            self.call(node, b"CLUSTER", b"SETSLOT", number, b"NODE", target_id)
+
     def _knows(self, node: ValkeyNode, num_nodes: int) -> bool:
         return f"cluster_known_nodes:{num_nodes}\r\n" in self.info(node)
 
@@ -209,7 +249,9 @@ class ValkeyCluster:
 
 
 @contextlib.contextmanager
-def valkey_nodes(count: int, *options: str, hosts: Sequence[Host] = ()) -> Iterator[list[ValkeyNode]]:
+def valkey_nodes(
+    count: int, *options: str, hosts: Sequence[Host] = (), tls: NodeTls | None = None
+) -> Iterator[list[ValkeyNode]]:
     """Servers that know nothing of each other, all on this host, or one on each of `hosts`. They are ended."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-valkey-")))
@@ -217,7 +259,7 @@ def valkey_nodes(count: int, *options: str, hosts: Sequence[Host] = ()) -> Itera
         for number in range(count):
             home = folder / str(number)
             home.mkdir()
-            node = ValkeyNode(home, options, hosts[number] if hosts else None)
+            node = ValkeyNode(home, options, hosts[number] if hosts else None, tls)
             stack.callback(node.kill)
             node.start()
             nodes.append(node)
@@ -231,9 +273,10 @@ def valkey_cluster(
     *options: str,
     access: Access | None = None,
     hosts: Sequence[Host] = (),
+    tls: NodeTls | None = None,
 ) -> Iterator[ValkeyCluster]:
     """A cluster of `valkey_nodes`."""
-    with valkey_nodes(num_primaries + num_replicas, *options, hosts=hosts) as nodes:
+    with valkey_nodes(num_primaries + num_replicas, *options, hosts=hosts, tls=tls) as nodes:
         cluster = ValkeyCluster(nodes[:num_primaries], nodes[num_primaries:], access or _PLAIN)
         cluster.join()
         yield cluster

@@ -1,5 +1,5 @@
-// KVCache: Vineyard's class for people who hold KV tensors in an engine of their own, on kvtier. Needs C++17 and
-// libkvtier. docs/c.md is the manual; kvtier/vineyard.hpp has Vineyard's own names for programs that were written to them.
+// KVCache: Vineyard's class on kvtier, for engines that hold their own KV tensors. Needs C++17 and
+// libkvtier. docs/c.md is the manual; kvtier/vineyard.hpp has Vineyard's own names for programs written for them.
 #ifndef KVTIER_HPP
 #define KVTIER_HPP
 
@@ -15,8 +15,8 @@ namespace kvtier {
 
 // The KV of token sequences, in the shared memory of a cache server or in files of a folder. Any thread.
 //
-// A call that cannot be meant, or that no server answers, returns a status that is not ok; a miss is ok with a count of
-// less than was asked for, except for the calls about one token, which are not ok then.
+// An invalid call, or one without an answer from the server, returns a status that is not ok; a miss is ok with a
+// smaller count than was asked for, except for the calls about one token, which are not ok then.
 class KVCache {
    public:
     using LayerMap = std::map<int, std::pair<LLMKV, LLMKV>>;

@@ -1,4 +1,4 @@
-/* The memory of a server on this host, as this process maps it. Kept while anybody uses it. Thread-safe. */
+/* The memory of a server on this host, as this process maps it. Kept while it is in use. Thread-safe. */
 #ifndef KVT_ARENA_H
 #define KVT_ARENA_H
 

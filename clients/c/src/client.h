@@ -134,8 +134,8 @@ kvt_status kvt_check_offsets(kvt_client *client, const uint8_t *offsets, size_t 
 /* How many connections share a transfer with the client's own: fewer with few cores. */
 size_t kvt_num_helpers(void);
 
-/* Another connection of the same holder, made when it is first needed; NULL without memory. The lock is held, and
- * whoever holds it has the helper for itself. */
+/* Another connection of the same holder, made when it is first needed; NULL without memory. The caller holds the
+ * lock, and may use the helper alone while it does. */
 kvt_client *kvt_helper(kvt_client *client, size_t number);
 
 /* --- leases.c, reservations.c, remote.c --- */

@@ -100,7 +100,7 @@ kvt_ending kvt_lease_ended(const kvt_lease *lease) {
     return lease->ended;
 }
 
-/* How many leading blocks of a lease are there, of `count` that are waited for. The lock is held. */
+/* The number of leading blocks of a lease in memory, of `count` that a caller waits for. The lock is held. */
 static kvt_status await_blocks(kvt_client *client, kvt_lease *lease, size_t count) {
     kvt_status status = kvt_begin_call(client, count * lease->block_bytes);
     if (status == KVT_OK && lease->grant.epoch != client->epoch) {
@@ -195,7 +195,7 @@ void kvt_lease_release(kvt_lease *lease) {
 
 /* --- get --------------------------------------------------------------------------------------------------------- */
 
-/* Copy what is there while the rest is on its way. */
+/* Copy the blocks in memory while the others are in flight. */
 static kvt_status copy_out(kvt_lease *lease, void *const *into, size_t *num_blocks) {
     kvt_status status = KVT_OK;
     const void *views[256];

@@ -225,7 +225,7 @@ static kvt_status send_frames(part *own, size_t frame_slots, struct iovec *vecto
             size_t left = own->count - own->num_done;
             own->num_done += count < left ? (size_t)count : left;
         } else if (i + 1 < num_frames) {
-            kvt_disconnect(own->client); /* answers that nobody reads would be taken for others */
+            kvt_disconnect(own->client); /* unread answers would be taken for those of later requests */
         }
     }
     return status;

@@ -264,7 +264,7 @@ static kvt_status store_parts(kvt_reservation *reservation, const void *const *b
         part_bytes = 2 * part_bytes < PART_BYTES ? 2 * part_bytes : PART_BYTES;
     }
     if (num_read < num_sent) {
-        kvt_disconnect(client); /* answers that nobody reads would be taken for others */
+        kvt_disconnect(client); /* unread answers would be taken for those of later requests */
     }
     return status;
 }
@@ -277,7 +277,7 @@ static kvt_status local_set(kvt_client *client, const uint8_t *hashes, size_t nu
         return status;
     }
     if (reservation->num_slots) {
-        if (client->has_disk) { /* commits are sent in between: nobody else may */
+        if (client->has_disk) { /* no other call may come between the commits */
             status = kvt_enter(client);
             if (status == KVT_OK) {
                 status = kvt_leave(client, store_parts(reservation, blocks, num_stored));

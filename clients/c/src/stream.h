@@ -19,7 +19,7 @@ typedef struct kvt_address {
 /* Bytes that came and were not asked for yet are kept in `buffer`. One thread at a time. */
 typedef struct kvt_stream {
     int fd;
-    int passed_fd; /* the first descriptor that came, until somebody takes it */
+    int passed_fd; /* the first descriptor received, until it is taken */
     bool takes_fds;
     double deadline;  /* monotonic, of the call under way */
     double timeout_s; /* what the socket itself was told; 0 is nothing */
@@ -39,7 +39,7 @@ void kvt_stream_close(kvt_stream *stream);
 
 bool kvt_stream_is_open(const kvt_stream *stream);
 
-/* The peer left, or sent what nobody asked for: on an idle connection a sign that it cannot be used. */
+/* The peer left, or sent an answer without a request: an idle connection in that state cannot be used. */
 bool kvt_stream_has_ended(kvt_stream *stream);
 
 /* Send all of it; the vectors are used up. */

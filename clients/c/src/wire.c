@@ -5,6 +5,9 @@
 
 #define MAGIC 0x7469766BU
 #define MAX_NAME_CHARS 256
+#define MAX_ACCOUNT_CHARS 128
+#define MAX_PRIORITY 100
+#define MAX_TTL_S (7 * 24 * 3600)
 #define MAX_LONG_CHARS 65536
 #define MAX_BLOCK_BYTES ((uint64_t)1 << 40)
 #define MAX_BLOCK_TOKENS ((uint64_t)1 << 20)
@@ -70,6 +73,16 @@ static const message_rule rules[] = {
     {KVT_NOTED, "NotedRequest", 1, {TEXT(1, MAX_NAME_CHARS)}},
     {KVT_SPACES, "SpacesRequest", 1, {NUMBER(0, MAX_PLACE)}},
     {KVT_SUSPECT, "SuspectRequest", 2, {INTEGER, RUN_OF(KVT_HASH_BYTES)}},
+    {KVT_PLACE,
+     "PlaceRequest",
+     4,
+     {INTEGER, EXACTLY(KVT_HASH_BYTES), EXACTLY(KVT_HASH_BYTES), NUMBER(0, UINT32_MAX)}},
+    {KVT_RETAIN,
+     "RetainRequest",
+     6,
+     {INTEGER, RUN_OF(KVT_HASH_BYTES), NUMBER(0, MAX_TTL_S), NUMBER(1, MAX_PRIORITY), TEXT(0, MAX_ACCOUNT_CHARS),
+      NUMBER(0, INT64_MAX)}},
+    {KVT_MISS_CURVE, "MissCurveRequest", 1, {NUMBER(0, MAX_PLACE)}},
     {KVT_OPENED, "Opened", 1, {INTEGER}},
     {KVT_MATCHED, "Matched", 4, {RUN_OF(8), ANY_TEXT, COUNT, COUNT}},
     {KVT_RESERVED, "Reserved", 6, {BYTES, RUN_OF(8), COUNT, COUNT, COUNT, ANY_TEXT}},
@@ -80,6 +93,8 @@ static const message_rule rules[] = {
     {KVT_DOCUMENT, "Document", 1, {ANY_TEXT}},
     {KVT_FAILURE, "Failure", 2, {ANY_TEXT, ANY_TEXT}},
     {KVT_LISTED, "Listed", 3, {BYTES, BYTES, INTEGER}},
+    {KVT_SHARED_MATCH, "SharedMatch", 5, {RUN_OF(8), ANY_TEXT, COUNT, COUNT, COUNT}},
+    {KVT_RETAINED, "Retained", 3, {COUNT, NUMBER(0, MAX_TTL_S), ANY_TEXT}},
 };
 
 static const struct {

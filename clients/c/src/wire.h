@@ -41,6 +41,9 @@ typedef enum kvt_tag {
     KVT_NOTED = 31,
     KVT_SPACES = 32,
     KVT_SUSPECT = 33,
+    KVT_PLACE = 34,
+    KVT_RETAIN = 35,
+    KVT_MISS_CURVE = 37,
     KVT_OPENED = 40,
     KVT_MATCHED = 41,
     KVT_RESERVED = 42,
@@ -50,12 +53,14 @@ typedef enum kvt_tag {
     KVT_DONE = 46,
     KVT_DOCUMENT = 47,
     KVT_FAILURE = 48,
-    KVT_LISTED = 49
+    KVT_LISTED = 49,
+    KVT_SHARED_MATCH = 50,
+    KVT_RETAINED = 51
 } kvt_tag;
 
 typedef enum kvt_type { KVT_INT, KVT_BOOL, KVT_BYTES, KVT_TEXT } kvt_type;
 
-/* One field of a message. Bytes and texts belong to whoever made it: a decoded one points into the body. */
+/* One field of a message. Its maker owns bytes and texts: a decoded field points into the body. */
 typedef struct kvt_value {
     uint64_t number; /* of a negative number, its two's complement; of a boolean 0 or 1 */
     bool is_negative;

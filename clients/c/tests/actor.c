@@ -163,7 +163,7 @@ static void act_hold(actor *self, const prompt *of) {
     }
 }
 
-/* Reserve a prompt, write half of each slot, commit the first after all of its bytes are there, and keep the rest. */
+/* Reserve a prompt, write half of each slot, commit the first once all of its bytes are written, and keep the rest. */
 static void act_reserve(actor *self, const prompt *of) {
     kvt_status status = kvt_reserve(self->client, of->hashes, of->count, &self->reserved);
     if (status != KVT_OK) {

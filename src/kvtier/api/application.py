@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from kvtier.api.http_error import HttpError, WrongKey, http_error_of
 from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.limits import INLINE_BODY_BYTES
 from kvtier.api.passing import PassedBody, salt_maker
+from kvtier.api.prompt_length import check_length
 from kvtier.api.service import Service, new_id
 from kvtier.api.streaming import ClientLeft, StreamedAnswer, while_connected
 from kvtier.api.vllm.bodies import ReadForVllm
@@ -54,6 +56,14 @@ class Application(ABC):
     @abstractmethod
     def error_body(self, error: HttpError) -> bytes: ...
 
+    def error_body_for(self, request: Request, error: HttpError) -> bytes:
+        """As `error_body`, where an application has paths with another form of errors."""
+        return self.error_body(error)
+
+    def error_headers(self, request: Request) -> Mapping[str, str]:
+        """What such a form has besides."""
+        return {}
+
     @abstractmethod
     def bug_sentence(self, request_id: str) -> str:
         """What a client is told of a mistake of ours."""
@@ -75,12 +85,12 @@ class Application(ABC):
 
     def guarded(self, app: ASGIApp, rules: WebRules) -> ASGIApp:
         """`app`, this API's, for requests that `rules` allow."""
+        return WebGuard(app, rules, self.refuse)
 
-        async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-            response = await self._on_http_error(Request(scope), error)
-            await response(scope, receive, send)
-
-        return WebGuard(app, rules, refuse)
+    async def refuse(self, error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with an error, outside of the API's own routes."""
+        response = await self._on_http_error(Request(scope), error)
+        await response(scope, receive, send)
 
     def request_id(self, request: Request) -> str:
         """Of a request for answers, by which `kvtier explain` knows it; others have none unless their API gives one."""
@@ -146,10 +156,28 @@ class Application(ABC):
             found.is_streamed,
             found.includes_usage,
             found.cache_salt,
+            found.form,
+            found.record,
+            found.prompt_form,
+            found.session,
+            found.explains,
+            found.prefix,
+            found.retention,
+            found.grammar_field,
         )
+
+    async def with_prefix(self, asked: GenerationRequest, tenant: Tenant) -> GenerationRequest:
+        """With the text that the request names before its conversation. Raises a `HttpError` if that cannot be."""
+        if not asked.prefix:
+            return asked
+        [prompt] = asked.prompts
+        whole = await self.service.prefixes.before(asked.prefix, asked.model.name, prompt, tenant)
+        check_length(whole, asked.model.hello)
+        return dataclasses.replace(asked, prompts=[whole])
 
     async def answer(self, request: Request, tenant: Tenant, asked: GenerationRequest, shape: Shape) -> Response:
         request_id = request.state.id
+        asked = await self.with_prefix(asked, tenant)
         generation = Generation(self.service, asked, tenant, request_id, shape)
         if not asked.is_streamed:
             return self.json(request, await while_connected(request, generation.whole()))
@@ -165,7 +193,8 @@ class Application(ABC):
         assert isinstance(error, HttpError)
         if isinstance(error, WrongKey):
             error = await self.service.slow_down(request, error)
-        return self.json(request, self.error_body(error), error.status, error.headers)
+        body = self.error_body_for(request, error)
+        return self.json(request, body, error.status, {**error.headers, **self.error_headers(request)})
 
     async def _on_kvtier_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, KvtierError)
@@ -182,7 +211,7 @@ class Application(ABC):
         return await self._on_http_error(request, http_error)
 
     async def _on_client_left(self, request: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_LEFT_STATUS)  # nobody reads it; it is counted
+        return Response(status_code=_CLIENT_LEFT_STATUS)  # no client reads it; it is counted
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
         """A mistake of ours. The HTTP server logs where it happened."""

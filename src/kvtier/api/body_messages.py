@@ -10,15 +10,25 @@ import struct
 
 import msgspec
 
+from kvtier.api.answer_form import PLAIN, AnswerForm
+from kvtier.api.config import AUTO
+from kvtier.api.prompt_form import SILENT, PromptForm
+from kvtier.api.retention import NO_WISH, RetentionWish
 from kvtier.engine.process.messages import Hello
 from kvtier.engine.sampling_params import SamplingParams
 
 OPENAI_CHAT = "openai chat"
 OPENAI_COMPLETION = "openai completion"
+TOKENIZE = "tokenize"
+DETOKENIZE = "detokenize"
 OLLAMA_CHAT = "ollama chat"
 OLLAMA_GENERATE = "ollama generate"
 OLLAMA_EMBED = "ollama embed"
 OLLAMA_EMBEDDINGS = "ollama embeddings"
+OPENAI_RESPONSE = "/v1/responses"
+ANTHROPIC_MESSAGE = "/v1/messages"
+ANTHROPIC_COUNT = "/v1/messages/count_tokens"
+"""Those that are paths are passed on to vLLM as they are."""
 
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
@@ -31,6 +41,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     options: dict[str, object]
     hello: Hello | None
     is_vllm: bool = False
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
     @property
     def name(self) -> str:
@@ -40,7 +52,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
 class ReadBody(msgspec.Struct, frozen=True):
     """`kind` is one of those above, or a path that only vLLM serves; a body of `num_bytes` follows.
 
-    `salt` is that of whoever asks, who has a key if `has_keys`.
+    `salt` is the client's; with `has_keys`, clients have keys.
     """
 
     kind: str
@@ -71,6 +83,14 @@ class BodyAsks(msgspec.Struct, frozen=True, tag=True):
     is_streamed: bool
     includes_usage: bool
     cache_salt: str
+    form: AnswerForm = PLAIN
+    record: bytes = b""
+    prompt_form: PromptForm = SILENT
+    session: str = ""
+    explains: bool = False
+    prefix: str = ""
+    retention: RetentionWish = NO_WISH
+    grammar_field: str = ""
 
 
 class BodyPasses(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """One client's connection, with limits that uvicorn's own parser lacks: how long a request's head may be and may take,
 how many chunks a body may have, and how many requests may wait for an answer.
 
-The parser calls back for each header, chunk and request of what was read, and the event loop serves nobody meanwhile:
+The parser calls back for each header, chunk and request of what was read, and the event loop is blocked meanwhile:
 the limits bound how often. Between requests uvicorn's keep-alive timer holds, and the size of a body is limited by the
 application that reads it.
 """
@@ -9,22 +9,55 @@ application that reads it.
 from __future__ import annotations
 
 import asyncio
+import ssl
+from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvtier.api.limits import CHUNK_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_FREE_CHUNKS
 from kvtier.api.streaming import ABORT
+from kvtier.errors import ConfigError
 
+_KEEP_ALIVE_S = 75
 _HEADER_EXTRA_BYTES = len(": \r\n")
 _PARSED_AT_ONCE_BYTES = 32 << 10
-"""After so much of what was read the limits are looked at again."""
+"""Bytes read between two checks of the limits."""
 
 _TOO_MANY_CHUNKS = f"the body comes in too many small chunks: send chunks of at least {CHUNK_BYTES} bytes"
 _TOO_MANY_REQUESTS = f"more than {MAX_PIPELINED} requests wait on this connection: wait for their answers"
 
 _refuse_request = PlainTextResponse(_TOO_MANY_REQUESTS, 429, {"connection": "close"})
+
+
+def uvicorn_config(app: ASGIApp, *, stop_s: int, backlog: int, **tls: Any) -> uvicorn.Config:
+    """Of every HTTP server here: its clients' connections are limited, and it says nothing of itself."""
+    return uvicorn.Config(
+        app,
+        http=ClientConnection,
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=stop_s,
+        backlog=backlog,
+        **tls,
+    )
+
+
+def check_certificate(certificate: Path, key: Path) -> None:
+    """Raises `ConfigError` for one that cannot be used."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use the TLS certificate {certificate}: {error}") from error
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -120,7 +153,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Also of one who has not read its last answer: closing would wait for that."""
+        """Also for a client that has not read its last answer: a plain close would wait for it."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

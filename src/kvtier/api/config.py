@@ -6,15 +6,34 @@ from pathlib import Path
 
 import msgspec
 
+from kvtier.blocks.retention import DEFAULT_PRIORITY, check_priority, check_ttl
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import ConfigError
 
+_TOKEN_ID_DIGITS = 10
+
+AUTO = "auto"
+"""As the model's chat template has it."""
+THINK = "think"
+"""Between `<think>` and `</think>`."""
+DEFAULT_CURRENCY = "$"
+_MAX_PRICE = 1e6
+_MAX_CURRENCY_CHARACTERS = 8
+
+
+def check_default_retention(retention_s: float) -> None:
+    """Raises `ConfigError`; 0 is none."""
+    if retention_s != 0:
+        check_ttl("retention_s", retention_s)
+
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may ask; `name` is for logs and metrics.
+    """A client's key; `name` is for logs and metrics.
 
     A key shares blocks with keys of the same `salt`. Without a salt it shares with none, or, with `share`, with all
-    keys that have it too. With `metrics` it reads what the server counts, of all keys.
+    keys that have it too. With `metrics` it reads what the server counts, of all keys. With `admin` it changes what is
+    cached: warms, pins, drops and renames prefixes. Its prompts stay cached for `retention_s` if they do not say for
+    how long, at most `retained_bytes` of them at each cache.
     """
 
     name: str
@@ -22,8 +41,15 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     salt: str = ""
     share: bool = False
     metrics: bool = False
+    admin: bool = False
+    retention_s: float | None = None
+    retained_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.retention_s is not None:
+            check_default_retention(self.retention_s)
+        if self.retained_bytes is not None and self.retained_bytes < 0:
+            raise ConfigError(f"retained of the API key {self.name!r} must not be negative")
         if self.salt and self.share:
             raise ConfigError(f"the API key {self.name!r} has a salt, which says whom it shares with: leave share out")
         if "\0" in self.salt:
@@ -39,11 +65,53 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str
 
 
+class CacheAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model's cache server, and what it wants of its clients."""
+
+    address: str
+    token: str | None = None
+    secret: str | None = None
+    ca_file: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Documents that are put into the cache when the server starts, as the prefix `name` of the model `model`.
+
+    `key` is the name of the API key whose chats begin with them. Their files are read when their turn comes.
+    """
+
+    name: str
+    model: str
+    documents: tuple[Path, ...]
+    system: Path | None = None
+    pin: bool = False
+    ttl_s: float | None = None
+    force: bool = False
+    key: str = ""
+
+
+def _with_token_ids(options: dict[str, object]) -> dict[str, object]:
+    """Keys in a file, and between processes, are text: those of `logit_bias` are token ids."""
+    bias = options.get("logit_bias")
+    if not isinstance(bias, dict):
+        return options
+    return {**options, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
+
+
+def _token_id(key: object) -> object:
+    """What is none stays as it is, and is told of."""
+    is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _TOKEN_ID_DIGITS
+    return int(str(key)) if is_id else key
+
+
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model by the names that clients call it; `default_options` are fields of `SamplingParams`.
 
     Lists of models show those of its names in `listed`, or all. With `is_vllm` its engines are servers of vLLM, which
-    speak HTTP.
+    speak HTTP. `tool_format` and `reasoning_format` are how it writes calls of tools and what it thinks. `cache` is the
+    cache server that its engines use.
     """
 
     names: tuple[str, ...]
@@ -51,21 +119,55 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     engines: tuple[EngineAddress, ...]
     is_vllm: bool = False
     default_options: dict[str, object] = {}
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
+    cache: CacheAddress | None = None
 
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigError("a model needs a name")
+        options = _with_token_ids(self.default_options)
+        msgspec.structs.force_setattr(self, "default_options", options)
         try:
-            msgspec.convert(self.default_options, SamplingParams)
+            msgspec.convert(options, SamplingParams)
         except msgspec.ValidationError as error:
             raise ConfigError(f"default_options of {self.names[0]}: {error}") from error
 
 
+class ShownCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A cache server of the deployment, and where it listens, such as `unix:PATH`."""
+
+    name: str
+    address: str
+
+
+class PageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the page at `/` shows besides what the HTTP server knows itself.
+
+    With a price for an hour of a GPU it says in money, too, what the cache has saved.
+    """
+
+    caches: tuple[ShownCache, ...] = ()
+    gpu_hour_price: float | None = None
+    currency: str = DEFAULT_CURRENCY
+
+    def __post_init__(self) -> None:
+        if self.gpu_hour_price is not None and not 0 < self.gpu_hour_price < _MAX_PRICE:
+            raise ConfigError(f"gpu_hour_price must be above 0 and below {_MAX_PRICE:,.0f}, not {self.gpu_hour_price}")
+        if not 0 < len(self.currency) <= _MAX_CURRENCY_CHARACTERS or not self.currency.isprintable():
+            raise ConfigError(
+                f"currency must be 1 to {_MAX_CURRENCY_CHARACTERS} printable characters, such as $ or EUR"
+            )
+
+
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Without `keys` everybody who reaches the port may ask.
+    """Without `keys` every client that reaches the port may ask.
 
     `hosts` are those that it listens on; `allow_hosts` and `allow_origins` are for `api/web_guard`. `max_requests` is
-    how many may be served or wait at once, `drain_s` how long those under way have at the end.
+    how many may be served or wait at once, `drain_s` how long those under way have at the end. Named prefixes are kept
+    in `prefix_folder`, encrypted if there is a `prefix_key_file`; without a folder in memory. A start does `warm`.
+    Without `page` there is no page at `/`, and none of its paths under `/kvtier/v1`. Prompts that do not say how long
+    they are to stay cached do so for `retention_s`; `retention_priority` is for those that give none.
     """
 
     models: tuple[ServedModelConfig, ...]
@@ -78,8 +180,16 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_body_bytes: int = 64 << 20
     max_requests: int = 1024
     drain_s: float = 30.0
+    prefix_folder: Path | None = None
+    prefix_key_file: Path | None = None
+    warm: tuple[WarmUp, ...] = ()
+    page: PageConfig | None = None
+    retention_s: float = 0.0
+    retention_priority: int = DEFAULT_PRIORITY
 
     def __post_init__(self) -> None:
+        check_default_retention(self.retention_s)
+        check_priority("retention_priority", self.retention_priority)
         for name in ("max_body_bytes", "max_requests"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""`/health`, `/ready` and `/metrics`: for those who look after the server.
+"""`/health`, `/ready` and `/metrics`: for operators.
 
 The first two need no API key. Metrics tell how much each key asks: with keys, only one that may read them is answered.
 """
@@ -34,11 +34,12 @@ def operation_routes(service: Service) -> list[Route]:
             raise HttpError(403, "this API key may not read metrics: give it metrics: true", "no_metrics")
 
     async def health(request: Request) -> Response:
-        """The process answers: no more is said."""
-        return JSONResponse({"status": "ok"})
+        """The process answers. What is said besides is of engines whose canary has found wrong KV."""
+        warnings = [f"{one.name}: {one.loading_off}" for one in service.engines.connections if one.loading_off]
+        return JSONResponse({"status": "ok", "warnings": warnings} if warnings else {"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Whether every engine is there and answers."""
+        """Whether every engine has connected and answers."""
         is_ready = service.is_ready and not service.is_draining
         document = {
             "status": _status(service),
@@ -97,14 +98,20 @@ def _status(service: Service) -> str:
     own, passed = service.engines.connections, service.vllm.engines
     if any(connection.is_hung for connection in own) or any(engine.is_hung for engine in passed):
         return "hung"
+    if service.is_warming_up and service.engines.is_ready:
+        return "warming"
     return "ready" if service.is_ready else "starting"
 
 
 def _state(connection: EngineConnection) -> dict[str, object]:
-    """`since` is when the engine was ready, in seconds of the epoch."""
+    """`since` is when the engine was ready, in seconds of the epoch; `loading_off` is there if it loads nothing."""
     if connection.hello is None:
         return {"status": "starting"}
-    return {"status": "hung" if connection.is_hung else "ready", "since": connection.hello.started_at}
+    state: dict[str, object] = {
+        "status": "hung" if connection.is_hung else "ready",
+        "since": connection.hello.started_at,
+    }
+    return {**state, "loading_off": connection.loading_off} if connection.loading_off else state
 
 
 def _state_of_vllm(engine: VllmEngine) -> dict[str, object]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import EngineAway, EngineStopped, KvtierError, PromptTooLong, RequestError, UnknownModel
 
+NO_EMBEDDINGS = "embeddings are not computed here, except by models that vLLM runs"
+
 
 @dataclass(slots=True)
 class HttpError(Exception):

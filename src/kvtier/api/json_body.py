@@ -1,4 +1,4 @@
-"""A JSON body, field by field: each is asked for with its type, and what nobody asked for is refused."""
+"""A JSON body, field by field: each is read with its type, and a field that was not read is refused."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def decode_body(body: bytes) -> JsonBody:
     return JsonBody(document)
 
 
+def decode_inner(text: str) -> object:
+    """JSON that is text in a body. Raises `ValueError` for what is none."""
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 class JsonBody:
     """A JSON object. A field that is null counts as absent. `path` is what its fields' names are preceded by."""
 
@@ -63,15 +71,13 @@ class JsonBody:
     def needed_text(self, name: str) -> str:
         found = self.text(name)
         if found is None:
-            raise HttpError(400, f"{self._path}{name} is missing", "missing_field", self._path + name)
+            raise self.missing(name)
         return found
 
     def short_text(self, name: str, max_characters: int) -> str | None:
         found = self.text(name)
         if found is not None and len(found) > max_characters:
-            path, count = self._path + name, len(found)
-            sentence = f"{path} must have at most {max_characters} characters, not {count}"
-            raise HttpError(400, sentence, "invalid_value", path)
+            raise self.too_long(name, max_characters, len(found))
         return found
 
     def flag(self, name: str) -> bool | None:
@@ -113,12 +119,20 @@ class JsonBody:
         sentence = f"{self._path}{name} must be {expected}, not {shown(self._document.get(name))}"
         return HttpError(400, sentence, "invalid_type", self._path + name)
 
+    def too_long(self, name: str, max_characters: int, num_characters: int) -> HttpError:
+        path = self._path + name
+        sentence = f"{path} must have at most {max_characters} characters, not {num_characters}"
+        return HttpError(400, sentence, "invalid_value", path)
+
+    def missing(self, name: str) -> HttpError:
+        return HttpError(400, f"{self._path}{name} is missing", "missing_field", self._path + name)
+
     def refuse(self, name: str, sentence: str) -> HttpError:
         """A `HttpError` about a field that is known, but not served here."""
         return HttpError(400, f"{self._path}{name} {sentence}", "unsupported_parameter", self._path + name)
 
     def refuse_rest(self) -> None:
-        """Nothing is passed over in silence: raises a `HttpError` for a field that nobody asked for."""
+        """Nothing is passed over in silence: raises a `HttpError` for a field that was not read."""
         for name, found in self._document.items():
             if name not in self._asked and found is not None:
                 short = _shortened(name)

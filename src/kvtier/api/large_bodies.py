@@ -29,11 +29,11 @@ _STREAM_LIMIT_BYTES = 1 << 20
 _END_S = 5.0
 _LOOK_S = 0.01
 _IDLE_S = 300.0
-"""A process that has nothing to read for so long ends. The next large body waits half a second for another one."""
+"""An idle process ends after this long. The next large body waits half a second for another one."""
 
 
 class LargeBodies:
-    """`read` from any task; `close` once nobody reads any more."""
+    """`read` from any task; `close` when no task reads any more."""
 
     timeout_s = READ_TIMEOUT_S
     idle_s = _IDLE_S

@@ -21,10 +21,39 @@ MAX_RECORD_CHARACTERS = 1024
 """Of `user` and other texts that callers send for their own records."""
 
 MAX_METADATA = 64
+MAX_DETOKENIZED = 1 << 20
+"""Tokens whose text is asked for in one go."""
+
 MAX_TEMPLATE_DEPTH = 32
 MAX_TEMPLATE_VALUES = 1024
 MAX_TEMPLATE_CHARACTERS = 64 << 10
 """Of all names and texts in `chat_template_kwargs`."""
+
+MAX_INPUT_ITEMS = 16_384
+"""Items of the input of one response, each a message or a part of one."""
+
+MAX_TOOLS = 1024
+MAX_TOOL_NAME_CHARACTERS = 256
+MAX_CONTEXT_EDITS = 16
+MAX_CALLS = 1024
+"""Calls of one message."""
+
+MAX_ID_CHARACTERS = 256
+"""Of the id of a response, an item or a call."""
+
+MAX_INNER_DEPTH = 64
+MAX_INNER_VALUES = 65_536
+"""Of the arguments of a call, and of a schema."""
+
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_VALUES = 16_384
+"""Of a JSON schema for an answer: objects, lists and plain values, all together."""
+
+MAX_OUTPUT_CHOICES = 1024
+"""Texts an answer may be restricted to."""
+
+MAX_REFERRING_BYTES = 4 << 20
+"""Of the messages of an input that refers to items of earlier responses."""
 
 CHARACTERS_PER_TOKEN = 1024
 """Text with more characters than this for each token of the model's context is too long, whatever the tokenizer."""
@@ -49,7 +78,7 @@ BODY_TIMEOUT_S = 120.0
 """From a request's head to the end of its body."""
 
 SLOW_BODY_S = 1.0
-"""Bodies that take longer give way to others, those first of which least arrives in a second."""
+"""Slower bodies give way to others, the slowest first."""
 
 MAX_SLOW_BODIES = 256
 MAX_OPEN_BODIES = 4096
@@ -78,17 +107,26 @@ SERVED_PROMPTS_OVER_LARGEST = 2
 # --- how an answer leaves ---------------------------------------------------------------------------------------------
 
 STREAM_STALL_S = 60.0
-"""A stream of which nothing is read for so long is ended."""
+"""A stream whose client reads nothing for this long is ended."""
 
 MAX_WHOLE_LOGPROBS_BYTES = 32 << 20
 """Of all logprobs in an answer that is not streamed, in JSON."""
 
 MAX_UNREAD_PIECES = 4096
-"""Pieces of the answers to one prompt that wait for a client who reads slowly; 64 for each answer, if that is more."""
+"""Pieces of the answers to one prompt that wait for a slow client; 64 for each answer, if that is more."""
 
 UNREAD_PIECES_PER_ANSWER = 64
 MAX_SUBMITS_UNDER_WAY = 64
 """Prompts of one request that are on their way to an engine; its others follow as those are accepted."""
+
+# --- responses that are kept -----------------------------------------------------------------------------------------
+
+MAX_STORED_RESPONSES = 16_384
+MAX_STORED_BYTES = 256 << 20
+"""Of all responses that are kept for `previous_response_id`; each API key has an equal share of both."""
+
+STORED_S = 86_400.0
+"""A response unused for this long is forgotten."""
 
 # --- wrong API keys ---------------------------------------------------------------------------------------------------
 
@@ -97,12 +135,37 @@ LONGEST_WRONG_KEY_S = 5.0
 """The answer to an address's first wrong key takes `FIRST_WRONG_KEY_S`, each further one twice as long, up to this."""
 
 WRONG_KEY_MEMORY_S = 300.0
-"""After so long without a wrong key an address begins anew."""
+"""After this long without a wrong key an address starts afresh."""
 
 MAX_WRONG_KEY_ADDRESSES = 4096
 MAX_WRONG_KEYS_WAITING = 512
 MAX_WRONG_KEYS_WAITING_OF_ONE = 8
 """Answers to wrong keys, of all addresses or of one, that are held back at a time; further ones get 429 at once."""
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+MAX_LOGGED_REQUESTS = 1000
+"""The last requests that the page shows."""
+
+MAX_PAGE_SESSIONS = 1024
+MAX_PAGE_SESSIONS_OF_KEY = 64
+"""Log-ins that are open at a time, of all API keys or of one; the oldest ends first."""
+
+PAGE_SESSION_S = 43_200.0
+MAX_PAGE_READERS = 64
+"""Browsers that follow what changes at a time."""
+
+PAGE_TICK_S = 2.0
+"""How often they are told, all of them with the same bytes."""
+
+MAX_PAGE_EVENTS_UNREAD = 8
+"""A browser that has so many events to read yet is dropped; it asks again."""
+
+MAX_TOLD_REQUESTS = 100
+"""Requests in one event."""
+
+MAX_PAGE_BODY_BYTES = 4 << 10
+MAX_SHOWN_NAMESPACES = 200
 
 # --- engines of vLLM --------------------------------------------------------------------------------------------------
 
@@ -127,10 +190,10 @@ UPSTREAM_SILENCE_S = 600.0
 """Between two bytes of an answer that has begun."""
 
 HOLD_S = 120.0
-"""A request waits so long for an engine that starts or restarts; then it gets 503."""
+"""How long a request waits for an engine that starts or restarts before it gets 503."""
 
 MAX_LOST_ENGINES = 3
-"""A request at which so many engines died is given up: it may be the reason."""
+"""A request is given up after this many engines died at it: it may be the reason."""
 
 MAX_PREFIX_KEYS = 512
 """Beginnings of a prompt that are looked for, and remembered, when an engine is picked."""

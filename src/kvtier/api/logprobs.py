@@ -12,7 +12,7 @@ import msgspec
 
 from kvtier.engine.answer import StreamPiece
 
-_LEAST_LOGPROB = -9999.0
+LEAST_LOGPROB = -9999.0
 """What OpenAI says of a token that cannot come: JSON has no infinity."""
 
 
@@ -23,10 +23,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LikelyToken(msgspec.Struct):
-    """`bytes` are there because a token may be part of a character."""
+    """`bytes` are present because a token may be part of a character. The first token of a prompt has no `logprob`."""
 
     token: str
-    logprob: float
+    logprob: float | None
     bytes: list[int]
 
 
@@ -39,15 +39,15 @@ class SampledToken(LikelyToken):
 def sampled_tokens(piece: StreamPiece, token_bytes: Mapping[int, bytes], num_top: int) -> list[SampledToken]:
     """Those of a piece that has logprobs; `token_bytes` has all tokens in them."""
 
-    def fields(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+    def fields(token_id: int, logprob: float | None) -> tuple[str, float | None, list[int]]:
         raw = token_bytes[token_id]
-        return raw.decode(errors="replace"), max(logprob, _LEAST_LOGPROB), list(raw)
+        return raw.decode(errors="replace"), None if logprob is None else max(logprob, LEAST_LOGPROB), list(raw)
 
     sampled = []
     for token_id, found in zip(piece.token_ids, piece.logprobs or (), strict=False):
         likeliest = sorted(found.items(), key=lambda item: -item[1])[:num_top]
         sampled.append(
-            SampledToken(*fields(token_id, found[token_id]), [LikelyToken(*fields(*one)) for one in likeliest])
+            SampledToken(*fields(token_id, found.get(token_id)), [LikelyToken(*fields(*one)) for one in likeliest])
         )
     return sampled
 

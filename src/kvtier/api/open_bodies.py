@@ -1,6 +1,6 @@
 """Bodies on their way in: how many, how large together, and for how long. One event loop.
 
-Room is taken from the slowest: a client that sends a byte now and then keeps nobody else out, and no upload at full
+Room is taken from the slowest: a client that sends a byte now and then keeps no other client out, and no upload at full
 speed is ended for it.
 """
 

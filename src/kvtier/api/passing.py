@@ -33,7 +33,7 @@ _BETWEEN_TWO = frozenset(
 """Headers that are about one connection, not about what is carried over it."""
 
 _OF_CLIENT = frozenset(
-    (b"host", b"authorization", b"cookie", b"origin", b"expect", b"accept-encoding", b"x-request-id")
+    (b"host", b"authorization", b"x-api-key", b"cookie", b"origin", b"expect", b"accept-encoding", b"x-request-id")
 )
 """Headers of a request that are for this server only."""
 
@@ -56,7 +56,7 @@ class PassedBody:
 
 
 def salt_maker(tenant: Tenant, *, has_keys: bool) -> _SaltMaker | None:
-    """Makes of a body's own salt the one that keeps its tenant's blocks apart; None where nobody has a key."""
+    """Makes of a body's own salt the one that keeps its tenant's blocks apart; None where there are no keys."""
     return _SaltMaker(tenant) if has_keys else None
 
 
@@ -91,8 +91,10 @@ async def asked(
         started_at = time.monotonic()
         answer = await model.answer(request)
         try:
-            if passes.is_streamed:
-                service.metrics.ttft_seconds.labels(model=model.name).observe(time.monotonic() - started_at)
+            ttft_s = time.monotonic() - started_at if passes.is_streamed else None
+            if ttft_s is not None:
+                service.metrics.ttft_seconds.labels(model=model.name).observe(ttft_s)
+            service.log_passed(model.name, tenant, request_id, ttft_s)
             yield answer
         finally:
             answer.close()

@@ -35,6 +35,4 @@ def prompt_bytes(prompt: Prompt | EncodedPrompt) -> int:
 
 
 def _num_characters(prompt: TextPrompt | ChatPrompt) -> int:
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    return sum(message.num_characters for message in prompt.messages)
+    return prompt.num_characters

@@ -17,12 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvtier.api.access import Tenant
+from kvtier.api.anthropic.requests import read_count, read_message
 from kvtier.api.body_messages import (
+    ANTHROPIC_COUNT,
+    ANTHROPIC_MESSAGE,
+    DETOKENIZE,
     LENGTH_BYTES,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OPENAI_CHAT,
     OPENAI_COMPLETION,
+    OPENAI_RESPONSE,
+    TOKENIZE,
     BodyAsks,
     BodyLoads,
     BodyPasses,
@@ -41,8 +47,10 @@ from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.ollama import requests as ollama_requests
 from kvtier.api.ollama.passed import OLLAMA_KINDS
 from kvtier.api.openai import requests as openai_requests
+from kvtier.api.openai import tokenizing
 from kvtier.api.openai.passed import reader_for, unknown_here
 from kvtier.api.passing import salt_maker
+from kvtier.api.responses.requests import read_response
 from kvtier.engine.process.messages import EncodedPrompt, encode_part
 from kvtier.errors import KvtierError
 from kvtier.priority import step_back
@@ -52,8 +60,13 @@ _Read = Callable[[JsonBody, ModelCatalog], GenerationRequest | ollama_requests.L
 KINDS: Mapping[str, _Read] = {
     OPENAI_CHAT: openai_requests.read_chat,
     OPENAI_COMPLETION: openai_requests.read_completion,
+    TOKENIZE: tokenizing.read_tokenize,
+    DETOKENIZE: tokenizing.read_detokenize,
     OLLAMA_CHAT: ollama_requests.read_chat,
     OLLAMA_GENERATE: ollama_requests.read_generate,
+    OPENAI_RESPONSE: read_response,
+    ANTHROPIC_MESSAGE: read_message,
+    ANTHROPIC_COUNT: read_count,
 }
 
 _MAX_MEMORY_BYTES = 4 << 30
@@ -100,6 +113,14 @@ def read(question: ReadBody, body: bytes) -> BodyReply:
         asked.is_streamed,
         asked.includes_usage,
         asked.cache_salt,
+        asked.form,
+        asked.record,
+        asked.prompt_form,
+        asked.session,
+        asked.explains,
+        asked.prefix,
+        asked.retention,
+        asked.grammar_field,
     )
 
 

@@ -1,6 +1,7 @@
 """The HTTP server's process: both APIs in one event loop, on sockets that were bound before, until it is told to stop.
 
-A stop drains: nothing new is taken, what is under way has `drain_s` to end, then it is broken off.
+A stop drains: nothing new is taken, what is under way has `drain_s` to end, then it is broken off: its stream ends with
+an error event. Asked twice, it is broken off at once.
 """
 
 from __future__ import annotations
@@ -8,70 +9,91 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import signal
 import socket
-import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import uvicorn
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.api.application import Application
-from kvtier.api.client_connection import ClientConnection
+from kvtier.api.client_connection import check_certificate, uvicorn_config
 from kvtier.api.config import ApiConfig, ServedModelConfig
 from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
 from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.http_error import unavailable
 from kvtier.api.ollama.routes import OllamaApplication
 from kvtier.api.openai.routes import OpenAiApplication
-from kvtier.api.service import Service
+from kvtier.api.service import BROKEN_OFF, Service
+from kvtier.api.tracing import NoTracing, Tracing, make_tracing
 from kvtier.api.vllm.engine import VllmEngine
 from kvtier.api.vllm.model import VllmModel, VllmModels
+from kvtier.api.warm_up import warm_at_start
 from kvtier.api.web_guard import OLLAMA_ORIGINS, WebRules
-from kvtier.errors import ConfigError
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import ApiMetrics
+from kvtier.observe.printable import printable
+from kvtier.observe.recent_warnings import RecentWarnings
 
 logger = logging.getLogger(__name__)
 _uvicorn_logger = logging.getLogger("uvicorn.error")
 
 _APPLICATIONS: Mapping[str, type[Application]] = {"openai": OpenAiApplication, "ollama": OllamaApplication}
-_KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _FEW_FILES = 4096
+_CUT_S = 3
+"""So long have requests that were broken off to tell their clients."""
 
 
 def serve_http(
-    config: ApiConfig, listeners: Sequence[tuple[str, socket.socket]], is_ready: Callable[[], None] = lambda: None
+    config: ApiConfig,
+    listeners: Sequence[tuple[str, socket.socket]],
+    is_ready: Callable[[], None] = lambda: None,
+    warnings: RecentWarnings | None = None,
 ) -> None:
     """Serve the API of each listener ("openai" or "ollama") on its socket. Returns after SIGTERM or SIGINT."""
     raise_file_limit()
     _uvicorn_logger.addFilter(LogLimit(_uvicorn_logger).filter)  # a line for each broken request is a flood
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, listeners, is_ready))
+        runner.run(_serve(config, listeners, is_ready, warnings or RecentWarnings()))
 
 
 async def _serve(
-    config: ApiConfig, listeners: Sequence[tuple[str, socket.socket]], is_ready: Callable[[], None]
+    config: ApiConfig,
+    listeners: Sequence[tuple[str, socket.socket]],
+    is_ready: Callable[[], None],
+    warnings: RecentWarnings,
 ) -> None:
     service = make_service(config)
+    service.warnings = warnings
     servers = [http_server(api, service) for api, _ in listeners]
-    _check_tls(config)
+    if config.tls_certificate is not None and config.tls_key is not None:
+        check_certificate(config.tls_certificate, config.tls_key)
+
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        for server in servers:
+            server.force_exit = True
 
     def stop() -> None:
         if service.is_draining:  # asked twice: what is under way need not end
-            for server in servers:
-                server.force_exit = True
-        service.is_draining = True
+            service.break_off()
+            loop.call_later(_CUT_S, leave)
+            return
+        service.begin_to_drain()
         for server in servers:
             server.should_exit = True
         logger.info("stopping; %d requests are under way", service.num_requests)
+        loop.call_later(config.drain_s, service.break_off)
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     service.start()
+    service.is_warming_up = bool(config.warm)
+    warming = asyncio.create_task(warm_at_start(service), name="kvtier-warm-up")
     try:
         serving = [
             asyncio.create_task(server.serve([sock])) for server, (_, sock) in zip(servers, listeners, strict=True)
@@ -81,29 +103,22 @@ async def _serve(
         is_ready()
         await asyncio.gather(*serving)
     finally:
+        warming.cancel()
+        await asyncio.wait({warming})
         await service.close()
 
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
-    """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to whoever runs it."""
+    """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to its caller."""
     rules = _web_rules(api, service.config)
     app = _counted(api, service, rules)
     if api != "openai":
         app = _WithOpenAi(app, _counted("openai", service, rules))
     config = service.config
     return _Server(
-        uvicorn.Config(
+        uvicorn_config(
             app,
-            http=ClientConnection,
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(service.config.drain_s)),
+            stop_s=math.ceil(config.drain_s) + _CUT_S,
             backlog=_BACKLOG,
             ssl_certfile=config.tls_certificate,
             ssl_keyfile=config.tls_key,
@@ -111,18 +126,10 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
     )
 
 
-def _check_tls(config: ApiConfig) -> None:
-    """Raises `ConfigError` for a certificate that cannot be used."""
-    if config.tls_certificate is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"cannot use the TLS certificate {config.tls_certificate}: {error}") from error
-
-
-def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Service:
-    """With connections to the engines that are not started yet."""
+def make_service(
+    config: ApiConfig, patience: Patience = DEFAULT_PATIENCE, tracing: Tracing | NoTracing | None = None
+) -> Service:
+    """With connections to the engines that are not started yet; `tracing` is OpenTelemetry's own unless given."""
     metrics = ApiMetrics()
     models = [
         ServedModel(
@@ -130,13 +137,16 @@ def make_service(config: ApiConfig, patience: Patience = DEFAULT_PATIENCE) -> Se
             connections=[EngineConnection(engine.name, engine.socket, patience) for engine in model.engines],
             default_options=model.default_options,
             listed=model.listed,
+            tool_format=model.tool_format,
+            reasoning_format=model.reasoning_format,
         )
         for model in config.models
         if not model.is_vllm
     ]
     passed = [_vllm_model(model, patience, metrics) for model in config.models if model.is_vllm]
     others = [model.name for model in passed]
-    return Service(config, Engines(models, others), metrics=metrics, vllm=VllmModels(passed))
+    tracing = make_tracing() if tracing is None else tracing
+    return Service(config, Engines(models, others), metrics=metrics, vllm=VllmModels(passed), tracing=tracing)
 
 
 def _vllm_model(config: ServedModelConfig, patience: Patience, metrics: ApiMetrics) -> VllmModel:
@@ -193,16 +203,43 @@ def _web_rules(api: str, config: ApiConfig) -> WebRules:
 def _counted(api: str, service: Service, rules: WebRules) -> ASGIApp:
     application = _APPLICATIONS[api](service)
     app = application.starlette()
-    return _Counted(application.guarded(app, rules), app.routes, api, service)
+    paths = {getattr(route, "path", "") for route in app.routes}
+    counted = _Counted(_Ended(application.guarded(app, rules), application), paths, api, service)
+    return service.tracing.traced(counted, api, paths)
+
+
+class _Ended:
+    """`app`, whose requests a server that stops may cancel: they are told so, if nothing was said yet."""
+
+    def __init__(self, app: ASGIApp, application: Application) -> None:
+        self._app = app
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if not self._application.service.is_draining:
+                raise
+            logger.warning("a request for %s was cut off", printable(scope.get("path", "")))
+            if not has_begun:
+                await self._application.refuse(unavailable(BROKEN_OFF), scope, receive, send)
 
 
 class _Counted:
-    """Counts every request by its route and status; unknown paths together, so that nobody can make up series."""
+    """Counts every request by its route and status; unknown paths together, so that clients cannot create series."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], api: str, service: Service) -> None:
+    def __init__(self, app: ASGIApp, paths: Set[str], api: str, service: Service) -> None:
         self._app = app
         self._api = api
-        self._paths = {getattr(route, "path", "") for route in routes}
+        self._paths = paths
         self._requests = service.metrics.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

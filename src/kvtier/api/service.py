@@ -1,9 +1,11 @@
-"""What the handlers of both APIs share: the engines, who may ask, and what is counted."""
+"""What the handlers of both APIs share: the engines, access, and metrics."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -12,15 +14,30 @@ from starlette.requests import Request
 from kvtier.api.access import Access, Tenant
 from kvtier.api.body_messages import ModelSnapshot
 from kvtier.api.config import ApiConfig
+from kvtier.api.engine_connection import Answers
 from kvtier.api.engines import Engines
 from kvtier.api.http_error import HttpError, unavailable
 from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.places import Places
+from kvtier.api.prefixes.book import PrefixBook
+from kvtier.api.prefixes.cache import PrefixCache
+from kvtier.api.prefixes.prefixes import Prefixes
+from kvtier.api.request_log import LoggedRequest, RequestLog
+from kvtier.api.response_store import ResponseStore
+from kvtier.api.retention import RetentionRules
+from kvtier.api.token_history import TokenHistory
+from kvtier.api.tracing import NoTracing, Tracing, make_tracing
 from kvtier.api.vllm.model import VllmModels
 from kvtier.api.wrong_keys import WrongKeys
 from kvtier.engine.answer import Completion
+from kvtier.errors import ConfigError
 from kvtier.observe.metrics import ApiMetrics
+from kvtier.observe.recent_warnings import RecentWarnings
+
+logger = logging.getLogger(__name__)
+
+BROKEN_OFF = "the server stopped before the answer was complete"
 
 
 @dataclass(slots=True)
@@ -31,6 +48,7 @@ class Service:
     engines: Engines
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     vllm: VllmModels = field(default_factory=VllmModels)
+    tracing: Tracing | NoTracing = field(default_factory=make_tracing)
     is_draining: bool = False
     started_at: float = field(default_factory=time.time)
     access: Access = field(init=False)
@@ -38,20 +56,35 @@ class Service:
     places: Places = field(init=False)
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
+    responses: ResponseStore = field(init=False)
+    prefixes: Prefixes = field(init=False)
+    is_warming_up: bool = False
+    """Documents of the deployment's file are being put into the cache: it is not ready yet."""
+    history: TokenHistory = field(default_factory=TokenHistory)
+    log: RequestLog = field(default_factory=RequestLog)
+    warnings: RecentWarnings = field(default_factory=RecentWarnings)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the server begins to drain, and when it closes: for streams that do not end by themselves."""
 
     def __post_init__(self) -> None:
-        self.access = Access(self.config.keys)
+        usual = RetentionRules(self.config.retention_s, self.config.retention_priority)
+        self.access = Access(self.config.keys, usual)
         self.places = Places(self.config)
+        self.responses = ResponseStore(len(self.config.keys))
         self.open_bodies = OpenBodies(self.config.max_body_bytes)
+        config = self.config
+        caches = {model.names[0]: PrefixCache(model.cache) for model in config.models if model.cache is not None}
+        self.prefixes = Prefixes(self.engines, _book(config), caches)
 
     def start(self) -> None:
         """Meet the engines, now and whenever they come back."""
         self.engines.start()
         self.vllm.start()
+        self.prefixes.start()
 
     @property
     def is_ready(self) -> bool:
-        return self.engines.is_ready and all(engine.is_there for engine in self.vllm.engines)
+        return not self.is_warming_up and self.engines.is_ready and all(engine.is_there for engine in self.vllm.engines)
 
     @property
     def model_names(self) -> list[str]:
@@ -60,17 +93,33 @@ class Service:
         return own + [name for model in self.vllm.models for name in model.listed_names]
 
     def snapshot(self) -> list[ModelSnapshot]:
-        """The models, as bodies name them, for whoever reads one."""
+        """The models by the names that bodies use, for readers of bodies."""
         passed = [ModelSnapshot(list(model.names), {}, None, is_vllm=True) for model in self.vllm.models]
         return [*self.engines.snapshot(), *passed]
 
+    def begin_to_drain(self) -> None:
+        """Nothing new is taken from now on."""
+        self.is_draining = True
+        for end in self.at_end:
+            end()
+
     async def close(self) -> None:
+        await self.prefixes.close()
+        for end in self.at_end:
+            end()
         await self.large_bodies.close()
         await self.engines.close()
         await self.vllm.close()
 
+    def break_off(self) -> None:
+        """The time to drain is over: every answer that is under way ends, with an error in its API's own form."""
+        if self.num_requests:
+            logger.warning("the time to drain is over: %d requests are broken off", self.num_requests)
+        self.engines.break_off(BROKEN_OFF)
+        self.vllm.break_off(BROKEN_OFF)
+
     def tenant(self, request: Request) -> Tenant:
-        """Raises a `HttpError` for those who may not ask."""
+        """Raises a `HttpError` for a client that may not ask."""
         tenant = self.access.tenant(request)
         if tenant.name:
             request.state.key = tenant.name
@@ -93,8 +142,11 @@ class Service:
             raise unavailable("the server is stopping")
         return self.places.take(tenant.name, num_answers, prompt_bytes)
 
-    def count(self, name: str, tenant: Tenant, prompt_tokens: int, completion: Completion) -> None:
+    def count(self, name: str, tenant: Tenant, answers: Answers, completion: Completion) -> None:
         """An answer of the model `name` is complete."""
+        prompt_tokens = answers.prompt_tokens
+        if completion.index == 0:
+            self._log(name, tenant, answers, completion)
         metrics = self.metrics
         if tenant.name:
             metrics.key_tokens.labels(key=tenant.name, of="prompts").inc(prompt_tokens)
@@ -106,6 +158,51 @@ class Service:
             metrics.tpot_seconds.labels(model=name).observe(completion.time_per_output_token_s)
         for tier, count in completion.cached_tokens.items():
             metrics.cached_tokens.labels(model=name, tier=tier).inc(count)
+
+    def _log(self, name: str, tenant: Tenant, answers: Answers, completion: Completion) -> None:
+        self.history.add(answers.prompt_tokens, completion.cached_tokens)
+        end = completion.prefix_end
+        self.log.add(
+            LoggedRequest(
+                number=self.log.next_number(),
+                request_id=answers.request_id,
+                at=time.time(),
+                model=name,
+                engine=answers.engine,
+                key=tenant.name,
+                prompt_tokens=answers.prompt_tokens,
+                output_tokens=len(completion.token_ids),
+                cached_tokens={tier: count for tier, count in completion.cached_tokens.items() if count},
+                ttft_s=completion.ttft_s,
+                finish_reason=completion.finish_reason,
+                ended_at_tokens=None if end is None else end.at_tokens,
+                reason="" if end is None else end.reason,
+                tier="" if end is None else end.tier,
+                detail="" if end is None else end.detail,
+            )
+        )
+
+    def log_passed(self, name: str, tenant: Tenant, request_id: str, ttft_s: float | None) -> None:
+        """A model of vLLM began to answer: what it counts is not known here."""
+        self.log.add(
+            LoggedRequest(
+                number=self.log.next_number(),
+                request_id=request_id,
+                at=time.time(),
+                model=name,
+                key=tenant.name,
+                ttft_s=ttft_s,
+            )
+        )
+
+
+def _book(config: ApiConfig) -> PrefixBook:
+    """Where it cannot be kept, names last as long as the process: nothing else depends on them."""
+    try:
+        return PrefixBook(config.prefix_folder, config.prefix_key_file)
+    except ConfigError as error:
+        logger.error("names of prefixes are kept in memory only: %s", str(error))
+        return PrefixBook()
 
 
 def new_id(prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers that end when whoever asked is gone, or does not read them."""
+"""Answers that end when their client is gone, or does not read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABORT = "kvtier.abort"
 
 
 class ClientLeft(Exception):
-    """Nobody is there to answer any more."""
+    """The client is gone."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier.api.http_error import HttpError
 
 _OPEN_PATHS = ("/health", "/ready")
-"""They tell nothing that is not everybody's: whoever watches over the server may call it by any name."""
+"""They reveal nothing private: monitoring may call the server by any name."""
 
 _LOCAL_ORIGINS = tuple(
     f"{scheme}://{host}{port}"

@@ -1,7 +1,7 @@
 """Wrong API keys, by the address that sent them: said in the log, and answered more and more slowly. One event loop.
 
-Right keys are never slowed down, whoever else is at their address. What is known of addresses is bounded; the one that
-was not heard of for longest is forgotten first.
+Right keys are never slowed down, whatever else their address sends. The table of addresses is bounded; the one silent
+for longest is forgotten first.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def delay_s(count: int) -> float:
 
 
 def _network_of(host: str) -> str:
-    """Who has one IPv6 address has all of its /64."""
+    """A client with one IPv6 address has all of its /64."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

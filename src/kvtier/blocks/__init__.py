@@ -1,1 +1,1 @@
-"""What a block is: its layout, its identity, who holds it. Pure Python, no I/O, no bytes of KV."""
+"""What a block is: its layout, its identity, its references. Pure Python, no I/O, no bytes of KV."""

@@ -158,7 +158,7 @@ def _kept(places: list[Path], paths: list[Path]) -> dict[str, _File]:
 
 
 def _read(place: Path) -> _Record | None:
-    """A record that this user, root or the folder's owner wrote, and nobody else can write; None without one."""
+    """A record that this user, root or the folder's owner wrote, and no other user can write; None without one."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -194,7 +194,7 @@ def _keep(places: list[Path], known: dict[str, _File]) -> None:
 
 @contextlib.contextmanager
 def _alone(places: list[Path]) -> Iterator[None]:
-    """Others of this user wait meanwhile, for what is found here; where no lock can be had, nobody does."""
+    """Others of this user wait meanwhile, for what is found here; without a lock, none does."""
     fd = -1
     with contextlib.suppress(OSError):
         lock = places[-1].with_suffix(".lock")

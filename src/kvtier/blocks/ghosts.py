@@ -2,7 +2,7 @@
 
 A table of buckets of eight places, eight bytes a place; the oldest of a full bucket is forgotten. So memory is bounded
 whatever is evicted, and a wrong answer is as likely as two equal 64-bit numbers in one bucket. Hashes of different
-scopes have nothing to do with each other: who asks in one learns nothing of another. The owner calls everything under
+scopes have nothing to do with each other: asking in one reveals nothing of another. The owner calls everything under
 the lock of its pool.
 """
 
@@ -17,6 +17,11 @@ from kvtier.blocks.pool import ENDED, Match, Presence
 
 MAX_GHOSTS = 1 << 18
 _WAYS = 8
+
+
+def scope_of(namespace: bytes) -> int:
+    """The scope of a namespace's blocks. A namespace may have the bytes of a hash, and must not cancel it."""
+    return hash(b"scope" + namespace)
 
 
 class Ghosts:
@@ -39,7 +44,7 @@ class Ghosts:
         places[first] = number
 
     def discard(self, block_hash: BlockHash, scope: int = 0) -> None:
-        """Whoever drops a block on purpose says so here: it is no ghost."""
+        """A block dropped on purpose is not a ghost."""
         if not self._places:
             return
         number, first = self._place(block_hash, scope)

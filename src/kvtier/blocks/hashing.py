@@ -28,7 +28,7 @@ _SALTED = b"salted root"
 _RUN_BLOCKS = 64
 _RUN_TOKENS = 1024
 _MAX_RUNS = 2048
-"""What was hashed lately is looked up, so many blocks or tokens at a time: prompts begin as others did, and hashing is
+"""Recent hashes are looked up, this many blocks or tokens at a time: prompts begin as others did, and hashing is
 a fifth of the time to the first token of a long one that is cached. 2 million tokens, in 20 MB with blocks of 16."""
 
 
@@ -74,7 +74,7 @@ def _chained(last: bytes, data: bytes, block_bytes: int) -> list[bytes]:
 def salted_root(namespace: Namespace, salt: str) -> Namespace:
     """Where the chain of a prompt with `salt` begins: prompts of different salts never have a hash in common.
 
-    Without a salt that is the namespace itself. Nobody can tell the salt from the hashes, unless by guessing it.
+    Without a salt that is the namespace itself. The hashes do not reveal the salt, except to guessing.
     """
     if not salt:
         return namespace

@@ -1,4 +1,4 @@
-"""Who a block belongs to: a digest over everything that changes its bytes or their meaning.
+"""The owner of a block: a digest over everything that changes its bytes or their meaning.
 
 Two processes share blocks exactly when every field here is equal. Paths, names and times are not fields: a
 copied model folder hits, new weights under an old name miss.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.run import Run, Scoped
 from kvtier.blocks.share import Share
 
 Item = TypeVar("Item")
@@ -14,24 +17,48 @@ Item = TypeVar("Item")
 class EvictionPolicy(Protocol[Item]):
     """An order among evictable blocks. Called only by the pool that owns it, under that pool's lock.
 
-    `add` says a block has just been used and may be evicted from now on; `remove` that it may not; `pop_coldest`
-    takes out the next victim, or answers None when there is none; `put_back` undoes pops, coldest first. `requester`
-    is whose block needs the room; of a pool that only one owner uses it says nothing.
+    `add_all` says that blocks of one prompt, in its order, have just been used and may be evicted from now on;
+    `readmit` says the same of blocks that were not used: they were pinned, retained or held for the pool's own sake.
+    `remove` and `remove_all` say that blocks may not be evicted; `pop_coldest` takes out the next victim, or answers
+    None when there is none, and `pop_several` takes out at least one if there is any; `put_back` undoes pops, coldest
+    first. `requester` is whose block needs the room; of a pool that only one owner uses it says nothing. `missed` and
+    `begin` tell what new blocks continue; `newcomer` is what `begin` made of them, and a policy may answer None, or
+    nothing, when they are worth less than what would go for them.
     """
 
     counts_shares: bool
     """The pool counts what each share uses."""
 
-    def add(self, block: Item) -> None: ...
+    def missed(self, parent: Item | None, index: Scoped, block_hash: BlockHash) -> None:
+        """A match ended at `block_hash`, behind `parent`."""
+        ...
+
+    def begin(self, parent: Item | None, index: Scoped, block_hash: BlockHash, count: int) -> Run[Item] | None:
+        """`count` new blocks are to be stored, from `block_hash` on, behind `parent` if that is known."""
+        ...
+
+    def add_all(self, blocks: Sequence[Item]) -> None: ...
+
+    def readmit(self, blocks: Sequence[Item]) -> None: ...
 
     def remove(self, block: Item) -> None: ...
 
-    def pop_coldest(self, requester: Share | None = None) -> Item | None: ...
+    def remove_all(self, blocks: Sequence[Item]) -> None: ...
+
+    def pop_coldest(self, requester: Share | None = None, newcomer: Run[Item] | None = None) -> Item | None: ...
+
+    def pop_several(
+        self, count: int, requester: Share | None = None, newcomer: Run[Item] | None = None
+    ) -> list[Item]: ...
 
     def put_back(self, blocks: Sequence[Item]) -> None: ...
 
     def may_evict(self, block: Item, requester: Share | None, victims: Sequence[Item]) -> bool:
         """Whether `block` may go as well, besides `victims`, though it is not the coldest."""
+        ...
+
+    def coldest(self, count: int) -> list[Item]:
+        """Those that would go next, as things are; all of them stay."""
         ...
 
     def __len__(self) -> int: ...
@@ -45,14 +72,34 @@ class LruPolicy(Generic[Item]):
     def __init__(self) -> None:
         self._order: OrderedDict[Item, None] = OrderedDict()
 
-    def add(self, block: Item) -> None:
-        self._order[block] = None
+    def missed(self, parent: Item | None, index: Scoped, block_hash: BlockHash) -> None:
+        pass
+
+    def begin(self, parent: Item | None, index: Scoped, block_hash: BlockHash, count: int) -> Run[Item] | None:
+        return None
+
+    def add_all(self, blocks: Sequence[Item]) -> None:
+        order = self._order
+        for block in reversed(blocks):
+            order[block] = None
+
+    def readmit(self, blocks: Sequence[Item]) -> None:
+        self.add_all(blocks)
 
     def remove(self, block: Item) -> None:
         del self._order[block]
 
-    def pop_coldest(self, requester: Share | None = None) -> Item | None:
+    def remove_all(self, blocks: Sequence[Item]) -> None:
+        order = self._order
+        for block in blocks:
+            del order[block]
+
+    def pop_coldest(self, requester: Share | None = None, newcomer: Run[Item] | None = None) -> Item | None:
         return self._order.popitem(last=False)[0] if self._order else None
+
+    def pop_several(self, count: int, requester: Share | None = None, newcomer: Run[Item] | None = None) -> list[Item]:
+        order = self._order
+        return [order.popitem(last=False)[0] for _ in range(min(count, len(order)))]
 
     def put_back(self, blocks: Sequence[Item]) -> None:
         for block in reversed(blocks):
@@ -61,6 +108,9 @@ class LruPolicy(Generic[Item]):
 
     def may_evict(self, block: Item, requester: Share | None, victims: Sequence[Item]) -> bool:
         return True
+
+    def coldest(self, count: int) -> list[Item]:
+        return list(itertools.islice(self._order, count))
 
     def __len__(self) -> int:
         return len(self._order)

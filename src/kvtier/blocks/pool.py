@@ -1,6 +1,6 @@
-"""Who holds which block: reference counts, the prefix index, eviction. Holds no bytes and no lock.
+"""The pool of blocks: reference counts, the prefix index, eviction. Holds no bytes and no lock.
 
-A block's life: `reserve` takes room and makes it PENDING, visible to nobody, or LOADING, which a match may take and
+A block's life: `reserve` takes room and makes it PENDING, invisible to others, or LOADING, which a match may take and
 wait for; `commit` makes it READY under its hash;
 `match` and `reserve` count references, `free` returns them; a READY block without references stays cached until the
 policy picks it. A block that is dropped, or whose writer gives up, leaves the index at once and its room when the
@@ -12,17 +12,24 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy, LruPolicy
+from kvtier.blocks.retaining_policy import RetainingPolicy
+from kvtier.blocks.retention import Retention
+from kvtier.blocks.run import Run
 from kvtier.blocks.share import Share
 from kvtier.blocks.space import Region, Space, TakenRegion
 
 _START = operator.attrgetter("start")
+_PINNED, _RETAINED = 1, 2
+_RESTORED_TOGETHER = 64
+"""Blocks that count as one prompt's when their uses are known by their order alone."""
 _MAX_HOPELESS = 1 << 14
 """How many blocks are looked at in vain before room is said not to be there: the owner's lock is held meanwhile."""
 
@@ -46,7 +53,7 @@ ENDED = {
 class BlockState(enum.Enum):
     """Where a block is in its life."""
 
-    PRIVATE = enum.auto()  # has no hash yet: only whoever took it knows it
+    PRIVATE = enum.auto()  # has no hash yet: only its writer knows it
     PENDING = enum.auto()
     LOADING = enum.auto()  # its bytes are on their way from a slower tier: a match may take it and wait
     READY = enum.auto()
@@ -56,7 +63,7 @@ class BlockState(enum.Enum):
 class Block(TakenRegion):
     """One block's place in a pool. `start` is its block id: the first unit it occupies."""
 
-    __slots__ = ("hash", "index", "is_pinned", "num_holds", "num_refs", "state")
+    __slots__ = ("hash", "index", "kept", "num_holds", "num_refs", "run", "state")
 
     def __init__(self, start: int, size: int) -> None:
         self.start = start  # here and not by the base: thousands are made for one prompt
@@ -66,8 +73,27 @@ class Block(TakenRegion):
         self.index: PrefixIndex
         self.num_refs = 1
         self.state = BlockState.PENDING
-        self.is_pinned = False
+        self.kept = 0
+        """Flags in one place, since there are many blocks: zero unless it is pinned or retained."""
         self.num_holds = 0
+        self.run: Run[Any] | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self.kept & _PINNED)
+
+    @is_pinned.setter
+    def is_pinned(self, value: bool) -> None:
+        self.kept = self.kept | _PINNED if value else self.kept & ~_PINNED
+
+    @property
+    def is_retained(self) -> bool:
+        """Nothing but a retention keeps it from eviction."""
+        return bool(self.kept & _RETAINED)
+
+    @is_retained.setter
+    def is_retained(self, value: bool) -> None:
+        self.kept = self.kept | _RETAINED if value else self.kept & ~_RETAINED
 
     @property
     def is_held(self) -> bool:
@@ -113,7 +139,8 @@ class Match:
 class Grant:
     """What `reserve` gave: `blocks[i]` is for the hash at `positions[i]`.
 
-    Hashes that were READY or PENDING already are not in it; `num_refused` more found no room.
+    Hashes that were READY or PENDING already are not in it; `num_refused` more found no room, `num_declined` of them
+    because the policy thinks more of what is cached.
     """
 
     blocks: list[Block]
@@ -121,6 +148,7 @@ class Grant:
     num_ready: int
     num_pending: int
     num_refused: int
+    num_declined: int = 0
 
 
 class BlockPool:
@@ -133,13 +161,20 @@ class BlockPool:
         *,
         make: Callable[[int, int], Block] = Block,
         on_evict: Callable[[Block], None] = lambda block: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make` builds the blocks, which may carry more; `on_evict` hears of each one that is evicted."""
+        """`make` builds the blocks, which may carry more; `on_evict` hears of each one that is evicted.
+
+        Retentions end by `clock`.
+        """
         self._space = Space(num_units)
         self._policy: EvictionPolicy[Block] = LruPolicy() if policy is None else policy
         self._counts_shares = self._policy.counts_shares
         self._make = make
         self._on_evict = on_evict
+        self._clock = clock
+        self._retained: RetainingPolicy[Block] | None = None
+        """The policy, while something is retained: else nobody pays for that."""
         self.num_evicted = 0
         self.referenced_units = 0
         self.pinned_units = 0
@@ -158,8 +193,8 @@ class BlockPool:
         get = cast("Callable[[BlockHash], Block]", index.blocks.get)  # its None ends the run
         matched = list(itertools.takewhile(operator.truth, map(get, wanted)))
         ready, loading = BlockState.READY, BlockState.LOADING
-        remove = self._policy.remove
         num_fresh = 0
+        wanted_again: list[Block] = []
         for position, block in enumerate(matched):
             state = block.state
             if state is not ready and state is not loading:
@@ -168,10 +203,16 @@ class BlockPool:
             if not block.num_refs:
                 num_fresh += 1
                 if not block.is_pinned:
-                    remove(block)
+                    wanted_again.append(block)
             block.num_refs += 1
+        if wanted_again:
+            self._policy.remove_all(wanted_again)
         self.referenced_units += num_fresh * index.block_units
-        ended = Presence.READY if len(matched) == len(hashes) else index.presence(hashes[len(matched)])
+        if len(matched) == len(hashes):
+            return Match(matched, Presence.READY)
+        ended = index.presence(hashes[len(matched)])
+        if ended is Presence.MISS:
+            self._policy.missed(matched[-1] if matched else None, index, hashes[len(matched)])
         return Match(matched, ended)
 
     def reserve(
@@ -181,38 +222,50 @@ class BlockPool:
         max_blocks: int | None = None,
         *,
         state: Literal[BlockState.PENDING, BlockState.LOADING] = BlockState.PENDING,
+        may_decline: bool = True,
     ) -> Grant:
         """Take room for the hashes that are absent, in order, evicting as needed; the first ones win if it is short.
 
         The new blocks are in `state` and carry one reference. A block that is READY under one of `hashes` is never
-        evicted to make room for another of them.
+        evicted to make room for another of them. If it `may_decline`, and the policy does so, new blocks that are worth
+        less than those they would replace get no room; what is being read was asked for, and always gets it.
         """
         present: list[Block] = []
+        before: Block | None = None
+        parent: Block | None = None
         wanted: dict[BlockHash, int] = {}
         num_pending = 0
         for position, block_hash in enumerate(hashes):
             block = index.blocks.get(block_hash)
             if block is None:
+                if not wanted:
+                    parent = before
                 wanted.setdefault(block_hash, position)
-            elif block.state is BlockState.READY:
+                continue
+            before = block
+            if block.state is BlockState.READY:
                 self._reference(block)
                 present.append(block)
             else:
                 num_pending += 1
         count = len(wanted) if max_blocks is None else min(len(wanted), max_blocks)
-        blocks = self._take_room(count, index.block_units, index.share)
+        run = self._policy.begin(parent, index, next(iter(wanted)), count) if count else None
+        newcomer = run if may_decline and state is BlockState.PENDING else None
+        blocks = self._take_room(count, index.block_units, index.share, newcomer)
         positions = []
         for block, (block_hash, position) in zip(blocks, wanted.items(), strict=False):
             block.hash = block_hash
             block.index = index
             block.state = state
+            block.run = run
             index.blocks[block_hash] = block
             positions.append(position)
         self.referenced_units += len(blocks) * index.block_units
         if self._counts_shares:
             index.share.used += len(blocks) * index.block_units
-        self.free(present)
-        return Grant(blocks, positions, len(present), num_pending, len(wanted) - len(blocks))
+        self.free_unused(present)
+        num_declined = count - len(blocks) if run is not None and run.is_declined else 0
+        return Grant(blocks, positions, len(present), num_pending, len(wanted) - len(blocks), num_declined)
 
     def take(self, count: int, size: int) -> list[Block]:
         """`count` PRIVATE blocks with one reference each, evicting as needed, or none of them."""
@@ -268,7 +321,7 @@ class BlockPool:
         return shown
 
     def unname(self, block: Block) -> None:
-        """A PENDING block is private again: nobody need wait for it."""
+        """A PENDING block is private again: no request waits for it."""
         if block.state is BlockState.PENDING:
             self._forget(block)
             block.state = BlockState.PRIVATE
@@ -297,7 +350,20 @@ class BlockPool:
 
         A PENDING block without references was never finished: it leaves, as does a PRIVATE one.
         """
-        ready, add = BlockState.READY, self._policy.add
+        freed = self._unreference(blocks)
+        if freed:
+            self._policy.add_all(freed)
+
+    def free_unused(self, blocks: Sequence[Block]) -> None:
+        """As `free`, of blocks that were referenced for another reason than that somebody wanted them."""
+        freed = self._unreference(blocks)
+        if freed:
+            self._policy.readmit(freed)
+
+    def _unreference(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns those that may be evicted now, in the order of `blocks`."""
+        ready = BlockState.READY
+        freed: list[Block] = []
         for block in reversed(blocks):
             num_refs = block.num_refs - 1
             assert num_refs >= 0, "a reference was returned twice"
@@ -307,11 +373,13 @@ class BlockPool:
             self.referenced_units -= block.size
             if block.state is ready:
                 if not block.is_pinned:
-                    add(block)
+                    freed.append(block)
                 continue
             if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
                 self._forget(block)
             self._give_back(block)
+        freed.reverse()
+        return freed
 
     def drop(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
         """Forget blocks, pinned or not. Their room returns at once, or with their last reference."""
@@ -324,9 +392,34 @@ class BlockPool:
             if block.num_refs == 0 and not block.is_pinned:
                 self._policy.remove(block)
             self._forget(block)
+            if self._retained is not None:
+                self._retained.end(index, [block_hash])
             if block.num_refs == 0:
                 self._give_back(block)
         return num_dropped
+
+    def retain(self, index: PrefixIndex, hashes: Sequence[BlockHash], retention: Retention, max_units: int) -> int:
+        """Keep these from eviction for a time: the leading ones, as far as limits go.
+
+        `max_units` is what the index's owner may have retained. Blocks that are not there yet are retained once they
+        come. Returns how many of `hashes` are retained as asked.
+        """
+        if self._retained is None:
+            self._policy = self._retained = RetainingPolicy(self._policy, self._clock)
+        count = self._retained.retain(index, hashes, retention, max_units)
+        self._expire()
+        return count
+
+    def end_retention(self, index: PrefixIndex, hashes: Sequence[BlockHash], account: str) -> int:
+        """What `account` has retained of `hashes` is as other blocks are. Returns how many that were."""
+        return 0 if self._retained is None else self._retained.end(index, hashes, account)
+
+    def retained_units(self, share: Share | None = None) -> int:
+        """All that are retained now, or those of one owner."""
+        self._expire()
+        if self._retained is None:
+            return 0
+        return self._retained.retained_units if share is None else self._retained.units_of(share)
 
     def pin(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_units: int) -> int:
         """Keep READY blocks until `unpin` or `drop`, the leading ones up to `max_units` pinned in all.
@@ -353,6 +446,7 @@ class BlockPool:
 
     def unpin(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
         num_unpinned = 0
+        loose: list[Block] = []
         for block_hash in hashes:
             block = index.blocks.get(block_hash)
             if block is None or not block.is_pinned:
@@ -361,7 +455,9 @@ class BlockPool:
             block.is_pinned = False
             self._count_pinned(block, -block.size)
             if block.num_refs == 0:
-                self._policy.add(block)
+                loose.append(block)
+        if loose:
+            self._policy.readmit(loose)
         return num_unpinned
 
     def hold(self, block: Block) -> None:
@@ -389,6 +485,10 @@ class BlockPool:
                 count -= 1
         self._policy.put_back(blocked)
 
+    def coldest(self, count: int) -> list[Block]:
+        """Blocks that would be evicted next, as things are."""
+        return self._policy.coldest(count)
+
     def extend(self, num_units: int) -> None:
         self._space.extend(num_units)
 
@@ -413,8 +513,9 @@ class BlockPool:
         return True
 
     def restore(self, num_units: int, regions: Sequence[TakenRegion], cold_to_warm: Iterable[Block]) -> None:
-        """Begin with what is there already: `regions` tile no unit twice, the blocks among them are READY."""
+        """Begin with existing blocks: `regions` tile no unit twice, the blocks among them are READY."""
         self._space = Space.restored(num_units, regions)
+        loose: list[Block] = []
         for block in cold_to_warm:
             block.num_refs = 0
             block.state = BlockState.READY
@@ -424,14 +525,17 @@ class BlockPool:
             if block.is_pinned:
                 self._count_pinned(block, block.size)
             else:
-                self._policy.add(block)
+                loose.append(block)
+        for first in range(0, len(loose), _RESTORED_TOGETHER):
+            self._policy.add_all(loose[first : first + _RESTORED_TOGETHER][::-1])
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Make unreferenced blocks the most recently used, the first of them last to go."""
-        for block in reversed(blocks):
-            if _is_evictable(block):
-                self._policy.remove(block)
-                self._policy.add(block)
+        touched = [block for block in dict.fromkeys(blocks) if _is_evictable(block)]
+        for block in touched:
+            self._policy.remove(block)
+        if touched:
+            self._policy.add_all(touched)
 
     def _reference(self, block: Block) -> None:
         if block.num_refs == 0:
@@ -450,19 +554,40 @@ class BlockPool:
             block.is_pinned = False
             self._count_pinned(block, -block.size)
         block.state = BlockState.GONE
+        block.run = None
         del block.index.blocks[block.hash]
 
-    def _take_room(self, count: int, size: int, requester: Share | None = None) -> list[Block]:
-        """Up to `count` new blocks of `size`, evicting as needed."""
+    def _take_room(
+        self, count: int, size: int, requester: Share | None = None, newcomer: Run[Block] | None = None
+    ) -> list[Block]:
+        """Up to `count` new blocks of `size`, evicting as needed.
+
+        Of a `newcomer` that a match can reach, one at least, whatever the policy thinks of it: it has a history then.
+        """
+        self._expire()
         blocks = self._space.take(count, size, self._make)
-        if len(blocks) < count:
-            blocks += self._replace_coldest(count - len(blocks), size, requester)
-        if len(blocks) < count:
-            self._make_room(count - len(blocks), size, requester)
+        if count and not blocks and newcomer is not None and newcomer.is_reachable:
+            blocks = self._evict_for(1, size, requester, None)
+            if not blocks:
+                return blocks
+        return blocks + self._evict_for(count - len(blocks), size, requester, newcomer)
+
+    def _evict_for(self, count: int, size: int, requester: Share | None, newcomer: Run[Block] | None) -> list[Block]:
+        blocks = self._replace_coldest(count, size, requester, newcomer) if count else []
+        if len(blocks) < count and not (newcomer is not None and newcomer.is_declined):
+            self._make_room(count - len(blocks), size, requester, newcomer)
             blocks += self._space.take(count - len(blocks), size, self._make)
         return blocks
 
-    def _replace_coldest(self, count: int, size: int, requester: Share | None) -> list[Block]:
+    def _expire(self) -> None:
+        if self._retained is not None:
+            self._retained.expire()
+            if self._retained.is_empty:
+                self._policy, self._retained = self._retained.inner, None
+
+    def _replace_coldest(
+        self, count: int, size: int, requester: Share | None, newcomer: Run[Block] | None
+    ) -> list[Block]:
         """New blocks in the places of the coldest, as long as those have the right size and nothing else is free.
 
         What `_make_room` would evict then too, without joining and splitting regions: prompts take thousands.
@@ -470,23 +595,29 @@ class BlockPool:
         blocks: list[Block] = []
         if self._space.free_units:
             return blocks
-        pop_coldest, on_evict, replace, make = self._policy.pop_coldest, self._on_evict, self._space.replace, self._make
+        policy, on_evict, replace, make = self._policy, self._on_evict, self._space.replace, self._make
         gone = BlockState.GONE
-        while len(blocks) < count and (victim := pop_coldest(requester)) is not None:
-            if victim.size != size or victim.num_holds:
-                self._policy.put_back([victim])
+        fits = True
+        while fits and len(blocks) < count:
+            victims = policy.pop_several(count - len(blocks), requester, newcomer)
+            if not victims:
                 break
-            on_evict(victim)
-            victim.state = gone
-            del victim.index.blocks[victim.hash]
-            if self._counts_shares:
-                victim.index.share.used -= size
-            blocks.append(replace(victim, make))
+            for position, victim in enumerate(victims):
+                if victim.size != size or victim.num_holds:
+                    policy.put_back(victims[position:])
+                    fits = False
+                    break
+                on_evict(victim)
+                victim.state = gone
+                del victim.index.blocks[victim.hash]
+                if self._counts_shares:
+                    victim.index.share.used -= size
+                blocks.append(replace(victim, make))
         self.num_evicted += len(blocks)
         blocks.sort(key=_START)
         return blocks
 
-    def _make_room(self, count: int, size: int, requester: Share | None) -> None:
+    def _make_room(self, count: int, size: int, requester: Share | None, newcomer: Run[Block] | None) -> None:
         """Evict the coldest blocks until `count` more regions of `size` fit, or nothing more can be evicted.
 
         Where blocks of another size are in the way, the coldest block's neighbours go with it, so that room for
@@ -496,7 +627,7 @@ class BlockPool:
         blocked: list[Block] = []
         hopeless: set[Block] = set()
         while fitting < count and len(hopeless) < _MAX_HOPELESS:
-            victim = self._policy.pop_coldest(requester)
+            victim = self._policy.pop_coldest(requester, newcomer)
             if victim is None:
                 break
             if victim in hopeless:

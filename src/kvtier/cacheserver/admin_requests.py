@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from kvtier.blocks.hashing import BlockHash, join_hashes
+from kvtier.blocks.hashing import HASH_BYTES, BlockHash, join_hashes
+from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.retention import Retention
 from kvtier.cacheserver.connection_context import ConnectionContext
 from kvtier.cacheserver.namespaces import MemorySpace
 from kvtier.cacheserver.pieces import in_pieces
@@ -44,6 +46,30 @@ class AdminRequests:
 
         in_pieces(self._context.bulk, do, request.hashes)
         return wire.Counted(num_done)
+
+    def on_retain(self, request: wire.RetainRequest) -> wire.Retained:
+        space, asked = self._space_of(request.space), request
+        ttl_s = min(asked.ttl_s, int(self._context.config.max_retention_s))
+        num_hashes, num_done, is_short = len(asked.hashes) // HASH_BYTES, 0, False
+        limit = asked.account_bytes // SLOT_ALIGN_BYTES if asked.account_bytes else None
+
+        def do(hashes: list[BlockHash]) -> None:
+            nonlocal num_done, is_short
+            if not ttl_s:
+                num_done += self._catalog.retentions.end(space, hashes, asked.account)
+            elif not is_short:
+                wanted = Retention(ttl_s, asked.priority, asked.account, limit)
+                count = self._catalog.retentions.retain(space, hashes, wanted)
+                num_done += count
+                is_short = count < len(hashes)
+
+        in_pieces(self._context.bulk, do, asked.hashes)
+        reason = ""
+        if is_short:
+            reason = f"retained {num_done} of {num_hashes} blocks: the budget for retained blocks is used up"
+        elif ttl_s < asked.ttl_s:
+            reason = f"this server retains blocks for at most {ttl_s} s"
+        return wire.Retained(num_done, ttl_s, reason)
 
     def on_drop(self, request: wire.DropRequest) -> wire.Counted:
         space = self._space_of(request.space)
@@ -91,6 +117,13 @@ class AdminRequests:
 
     def on_spaces(self, request: wire.SpacesRequest) -> wire.Document:
         return wire.Document(json.dumps(self._catalog.inventory.spaces_with_fields(self._tenant, request.first)))
+
+    def on_misscurve(self, request: wire.MissCurveRequest) -> wire.Document:
+        if not self._tenant.sees_all:
+            raise TierRefused("only the server's owner and its admins may ask what all of its clients ask for")
+        traffic = self._context.traffic
+        first = request.prompts_from
+        return wire.Document(json.dumps(traffic.prompts_from(first) if first else traffic.curve()))
 
     def on_ping(self, request: wire.Ping) -> wire.Done:
         return wire.Done()

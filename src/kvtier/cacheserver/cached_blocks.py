@@ -1,6 +1,6 @@
-"""The blocks of all namespaces: in memory, on disk, and on their way between the two. Under the catalog's lock.
+"""The blocks of all namespaces: in memory, on disk, in a cluster, and on their way. Under the catalog's lock.
 
-What the disk's threads call takes that lock itself, for a moment.
+What the threads of the disk and the cluster call takes that lock itself, for a moment.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.fair_policy import FairPolicy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.policies import EvictionPolicy
-from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Presence
+from kvtier.blocks.pool import ENDED, Block, BlockPool, BlockState, Grant, Match, Presence
+from kvtier.cacheserver.cluster_below import NO_CLUSTER, SharedCluster
+from kvtier.cacheserver.cluster_spaces import NOWHERE, Elsewhere
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.sealer import NoSealer, Sealer
@@ -28,14 +32,18 @@ from kvtier.wire.messages import LISTED_DISK, match_end_of
 logger = logging.getLogger(__name__)
 
 _ROOM_S = 0.5
+_NEARLY_FULL = 8
+"""Memory counts as tight when fewer than one in this many units are free."""
+_LEAVING_BLOCKS = 256
+_MAX_SWEPT_SPACES = 1024
 
 Clock: TypeAlias = Callable[[], float]
 
 
 class CachedBlocks:
-    """One pool over the arena, and the disk behind it.
+    """One pool over the arena, the disk behind it, and a cluster that hosts share.
 
-    Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it. If it `is_shared`, tenants
+    Without `keeps_stored`, what is safe on disk leaves memory as soon as it is unreferenced. If it `is_shared`, tenants
     have shares of it.
     """
 
@@ -49,13 +57,19 @@ class CachedBlocks:
         keeps_stored: bool,
         is_shared: bool,
         sealer: Sealer | NoSealer,
+        cluster: SharedCluster,
+        eviction: Eviction,
     ) -> None:
         self.ghosts = Ghosts()
-        make_policy = functools.partial(disk.eviction_policy, evicts_unsafe=keeps_stored)
+        is_last = cluster is NO_CLUSTER  # else the cluster is fed from what memory takes
+        make_policy = functools.partial(
+            disk.eviction_policy, eviction, clock, evicts_unsafe=keeps_stored, declines=is_last
+        )
         policy: EvictionPolicy[Block] = FairPolicy(make_policy) if is_shared else make_policy()
-        self.pool = BlockPool(num_units, policy, make=MemoryBlock, on_evict=self._note_evicted)
+        self.pool = BlockPool(num_units, policy, make=MemoryBlock, on_evict=self._note_evicted, clock=clock)
         self._disk = disk
         self._sealer = sealer
+        self._cluster = cluster
         self._namespaces = namespaces
         self._lock = lock
         self._changed = threading.Condition(lock)
@@ -66,19 +80,42 @@ class CachedBlocks:
         self._log = LogLimit(logger)
         self._num_dropping = 0
         self._awaited: dict[Block, list[threading.Event]] = {}
-        """Blocks that are being read, and who waits for just them."""
+        """Blocks that are being read, and the clients that wait for just them."""
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def find(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> tuple[list[Block], MatchEnd]:
-        """Reference the longest prefix in memory and on disk; what is on disk begins to load."""
-        match = self.pool.match(space.index, hashes, max_blocks)
+    def absent(self, space: MemorySpace, hashes: Hashes) -> tuple[list[BlockHash], bool]:
+        """Those that are neither in memory nor on disk, and whether a match may go on behind the last of `hashes`.
+
+        That is not so behind a block that is being written, at which any match ends.
+        """
+        blocks, pending = space.index.blocks, BlockState.PENDING
+        if all(map(blocks.__contains__, hashes)):
+            return [], not any(blocks[block_hash].state is pending for block_hash in hashes)
+        wanted: list[BlockHash] = []
+        goes_on = True
+        for block_hash in hashes:
+            block = blocks.get(block_hash)
+            if block is None:
+                wanted.append(block_hash)
+            elif block.state is pending:
+                goes_on = False
+                break
+        stored = self._disk.contains(space, wanted)
+        return [block_hash for block_hash, is_stored in zip(wanted, stored, strict=True) if not is_stored], goes_on
+
+    def find(
+        self, space: MemorySpace, hashes: Hashes, max_blocks: int, elsewhere: Elsewhere = NOWHERE
+    ) -> tuple[list[Block], MatchEnd]:
+        """Reference the longest prefix in memory, on disk and `elsewhere`; what is not in memory begins to load."""
+        match = self.find_in_memory(space, hashes, max_blocks)
         blocks, ended = match.blocks, match.ended
-        self._disk.note_reused(space, blocks)
         num_in_memory = len(blocks)
         while ended is Presence.MISS and len(blocks) < max_blocks:
             found = self._disk.match(space, hashes, len(blocks), max_blocks)
-            loading = None if found is None else self._load(space, *found)
+            loading = [] if found is None else self._load(space, *found)
+            if not loading and elsewhere.found:
+                loading = self._fetch(space, hashes[len(blocks) : max_blocks], elsewhere)
             if not loading:
                 break
             blocks += loading
@@ -89,19 +126,21 @@ class CachedBlocks:
             # A block that is loaded counts as used on disk by itself, but several in no certain order.
             self._disk.note_used(space, hashes, len(blocks))
         if ended is Presence.MISS:
-            return blocks, self._why_absent(space, hashes[len(blocks)])
+            return blocks, self._why_absent(space, hashes[len(blocks)], elsewhere)
         return blocks, ENDED[ended]
 
-    def find_in_memory(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> list[Block]:
-        """Reference the longest prefix that is in memory, or on its way there."""
-        blocks = self.pool.match(space.index, hashes, max_blocks).blocks
-        self._disk.note_reused(space, blocks)
-        return blocks
-
-    def find_lazily(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> tuple[list[Block], MatchEnd, int]:
-        """Reference the longest prefix in memory, and count what follows it on disk or in memory."""
+    def find_in_memory(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> Match:
+        """Reference the longest prefix that is in memory, or on its way there: it is used again."""
         match = self.pool.match(space.index, hashes, max_blocks)
         self._disk.note_reused(space, match.blocks)
+        self._cluster.note_worth(space, match.blocks)
+        return match
+
+    def find_lazily(
+        self, space: MemorySpace, hashes: Hashes, max_blocks: int, elsewhere: Elsewhere = NOWHERE
+    ) -> tuple[list[Block], MatchEnd, int]:
+        """Reference the longest prefix in memory, and count what follows it on disk, `elsewhere` or in memory."""
+        match = self.find_in_memory(space, hashes, max_blocks)
         if match.blocks:
             self._disk.note_used(space, hashes, len(match.blocks))
         if match.ended is not Presence.MISS:
@@ -113,15 +152,10 @@ class CachedBlocks:
             presence = space.index.presence(block_hash)
             if presence is Presence.PENDING:
                 return match.blocks, MatchEnd.PENDING, num_stored
-            if presence is Presence.MISS and not is_stored:
-                return match.blocks, self._why_absent(space, block_hash), num_stored
+            if presence is Presence.MISS and not is_stored and block_hash not in elsewhere.found:
+                return match.blocks, self._why_absent(space, block_hash, elsewhere), num_stored
             num_stored += 1
         return match.blocks, MatchEnd.ALL, num_stored
-
-    def num_ready(self, blocks: Sequence[Block]) -> int:
-        """How many of the blocks just found are in memory, up to the first that is not."""
-        ready = BlockState.READY
-        return next((position for position, block in enumerate(blocks) if block.state is not ready), len(blocks))
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
         """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
@@ -133,7 +167,7 @@ class CachedBlocks:
                 num_ready += 1
             if num_ready >= end or blocks[num_ready].state is not BlockState.LOADING or not is_in_time:
                 return num_ready
-            # The last of them: woken for each, who waits would keep the disk's threads from their work.
+            # Only for the last of them: clients woken for each would keep the disk's threads from their work.
             last = next(block for block in reversed(blocks[num_ready:end]) if block.state is BlockState.LOADING)
             is_in_time = self._wait_for(last, deadline)
 
@@ -152,8 +186,10 @@ class CachedBlocks:
                 if not waiting:
                     del self._awaited[block]
 
-    def _why_absent(self, space: MemorySpace, block_hash: BlockHash) -> MatchEnd:
+    def _why_absent(self, space: MemorySpace, block_hash: BlockHash, elsewhere: Elsewhere) -> MatchEnd:
         """What a lease says of a hash that is not in memory."""
+        if (reason := elsewhere.why_absent(block_hash)) is not None:
+            return reason
         flags = self._disk.presence(space.namespace, [block_hash])[0]
         if flags & LISTED_DISK:
             return MatchEnd.LIMIT  # it is on disk, and there is no more memory to load it into
@@ -164,19 +200,36 @@ class CachedBlocks:
     def _load(self, space: MemorySpace, store: DiskStore, stored: Sequence[StoredBlock]) -> list[Block]:
         """Slots for the leading ones of `stored`, as far as there is memory, referenced and being filled."""
         blocks = self.pool.reserve(space.index, [each.hash for each in stored], state=BlockState.LOADING).blocks
-        self.pool.reference(blocks)  # one for whoever asked, one for the reader
+        self.pool.reference(blocks)  # one for the client, one for the reader
         self.num_loading += len(blocks)
+        for block in blocks:
+            assert isinstance(block, MemoryBlock)
+            block.reused_in = space
         self._disk.load(store, stored, blocks)
+        return blocks
+
+    def _fetch(self, space: MemorySpace, hashes: Hashes, elsewhere: Elsewhere) -> list[Block]:
+        """As `_load`, from the cluster: for the leading ones that it has and memory has not."""
+        present = space.index.blocks
+        wanted: dict[BlockHash, None] = {}
+        for block_hash in hashes:
+            if block_hash in present or block_hash in wanted or block_hash not in elsewhere.found:
+                break
+            wanted[block_hash] = None
+        blocks = self.pool.reserve(space.index, list(wanted), state=BlockState.LOADING).blocks
+        self.pool.reference(blocks)  # one for the client, one for the reader
+        self.num_loading += len(blocks)
+        self._cluster.load(space, blocks)
         return blocks
 
     # --- writing and forgetting ------------------------------------------------------------------------------------
 
-    def reserve(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> Grant:
+    def reserve(self, space: MemorySpace, hashes: Hashes, max_blocks: int, *, may_decline: bool = True) -> Grant:
         """Room for those that are neither in memory nor on disk."""
         absent, positions = self._disk.to_write(space, hashes)
         if not self._keeps_stored:
             self._wait_for_room(min(len(absent), max_blocks) * space.index.block_units)
-        grant = self.pool.reserve(space.index, absent, max_blocks)
+        grant = self.pool.reserve(space.index, absent, max_blocks, may_decline=may_decline)
         return replace(
             grant,
             positions=[positions[position] for position in grant.positions],
@@ -184,7 +237,7 @@ class CachedBlocks:
         )
 
     def _wait_for_room(self, units: int) -> None:
-        """Where memory is only a passage, whoever writes waits for the disk, a moment at a time."""
+        """Where memory is only a passage, writers wait for the disk, a moment at a time."""
         deadline = self._clock() + _ROOM_S
         wanted = min(units, self.pool.num_units // 2)
         while self.pool.free_units < wanted and self._changed.wait(max(0.0, deadline - self._clock())):
@@ -194,6 +247,7 @@ class CachedBlocks:
         fresh = [block for block in blocks if isinstance(block, MemoryBlock) and not block.is_ready]
         num_committed = self.pool.commit(blocks)
         self._disk.note_committed(space, fresh)
+        self._cluster.note_committed(space, fresh)
         self._sealer.queue(space, fresh)
         return num_committed
 
@@ -202,7 +256,7 @@ class CachedBlocks:
         self._leave_memory(blocks)
 
     def _leave_memory(self, blocks: Sequence[Block]) -> None:
-        """Of a server that keeps nothing in memory: what is safe on disk and held by nobody goes."""
+        """Of a server that keeps nothing in memory: blocks that are safe on disk and unreferenced go."""
         if self._keeps_stored:
             return
         for block in blocks:
@@ -281,19 +335,65 @@ class CachedBlocks:
 
     def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
         with self._lock:
-            self.num_loading -= len(blocks)
             for block, has_arrived in zip(blocks, arrived, strict=True):
-                if has_arrived:
-                    block.is_stored = True
-                    self.pool.commit([block])
-                else:
-                    self.pool.fail(block)
-                    self.ghosts.discard(block.hash, block.index.scope)  # it was stored again since, and is lost now
+                block.is_stored = block.is_stored or has_arrived
+            self._end_loading(blocks, arrived)
             for block in blocks:
-                for event in self._awaited.pop(block, ()):
-                    event.set()
-            self.free(blocks)
-            self._changed.notify_all()
+                if (space := block.reused_in) is not None:
+                    block.reused_in = None
+                    self._cluster.note_worth(space, [block])
+
+    def end_fetching(self, space: MemorySpace, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
+        with self._lock:
+            for block, has_arrived in zip(blocks, arrived, strict=True):
+                block.shared_at = time.monotonic() if has_arrived else block.shared_at
+            self._end_loading(blocks, arrived)
+            fresh = [block for block in blocks if block.is_ready]
+            self._disk.note_committed(space, fresh)
+            self._sealer.queue(space, fresh)
+
+    def _end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
+        """Under the lock."""
+        self.num_loading -= len(blocks)
+        for block, has_arrived in zip(blocks, arrived, strict=True):
+            if has_arrived:
+                self.pool.commit([block])
+            else:
+                self.pool.fail(block)
+                self.ghosts.discard(block.hash, block.index.scope)  # it was stored again since, and is lost now
+        for block in blocks:
+            for event in self._awaited.pop(block, ()):
+                event.set()
+        self.free(blocks)
+        self._changed.notify_all()
+
+    def begin_sharing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
+        with self._lock:
+            held = [block for block in blocks if block.is_ready]
+            for block in blocks:
+                block.is_sharing = block.is_ready
+            for block in held:
+                self.pool.hold(block)
+            return held
+
+    def end_sharing(self, blocks: Sequence[MemoryBlock], shared: Sequence[bool]) -> None:
+        with self._lock:
+            for block, is_shared in zip(blocks, shared, strict=True):
+                block.is_sharing = False
+                block.shared_at = time.monotonic() if is_shared else block.shared_at
+                self.pool.let_go(block)
+            if not self._keeps_stored or self._num_dropping:
+                self._changed.notify_all()
+
+    def share_what_leaves(self) -> None:
+        with self._lock:
+            for space, blocks in _leaving(self.pool, self._namespaces).items():
+                self._cluster.note_worth(space, blocks)
+
+    def store_what_leaves(self) -> None:
+        with self._lock:
+            for space, blocks in _leaving(self.pool, self._namespaces).items():
+                self._disk.note_valued(space, blocks)
 
     def unstored(self) -> list[tuple[MemorySpace, MemoryBlock]]:
         with self._lock:
@@ -306,3 +406,20 @@ class CachedBlocks:
                     if block.is_ready and is_wanted and not block.is_queued:
                         found.append((space, block))
             return found
+
+
+def num_ready(blocks: Sequence[Block]) -> int:
+    """How many of the blocks just found are in memory, up to the first that is not."""
+    ready = BlockState.READY
+    return next((position for position, block in enumerate(blocks) if block.state is not ready), len(blocks))
+
+
+def _leaving(pool: BlockPool, namespaces: Namespaces) -> dict[MemorySpace, list[Block]]:
+    """What memory would evict next, if it is nearly full."""
+    if pool.free_units * _NEARLY_FULL > pool.num_units or len(namespaces) > _MAX_SWEPT_SPACES:
+        return {}
+    space_of = {space.index: space for space in namespaces}
+    leaving: dict[MemorySpace, list[Block]] = {}
+    for block in pool.coldest(_LEAVING_BLOCKS):
+        leaving.setdefault(space_of[block.index], []).append(block)
+    return leaving

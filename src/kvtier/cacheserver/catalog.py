@@ -10,21 +10,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.eviction import Eviction
+from kvtier.blocks.ghosts import scope_of
+from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState, Grant, Presence
-from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock
+from kvtier.cacheserver.cached_blocks import CachedBlocks, Clock, num_ready
+from kvtier.cacheserver.cluster_below import NO_CLUSTER, SharedCluster
+from kvtier.cacheserver.cluster_spaces import NOWHERE, Elsewhere
 from kvtier.cacheserver.inventory import Inventory, flags_of
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import NO_DISK, Disk
 from kvtier.cacheserver.pieces import PIECE_HASHES
+from kvtier.cacheserver.retentions import Retentions
 from kvtier.cacheserver.sealer import NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.served_client import Claim, Filling, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
-from kvtier.wire.messages import LISTED_DISK, LISTED_EVICTED, LISTED_PENDING
+from kvtier.wire.messages import LISTED_CACHED, LISTED_CLUSTER, LISTED_DISK, LISTED_DOWN, LISTED_EVICTED, LISTED_PENDING
 
 MAX_AT_ONCE = 1 << 14
 """Blocks that are looked at under one hold of the lock: some milliseconds."""
@@ -35,13 +41,15 @@ _PAUSE_S = 0.0001
 class LeaseOutcome:
     """The blocks of a lease; the first `num_ready` are in memory, the others on their way.
 
-    `num_stored` more follow on disk or in memory, which a lazy lease does not hold.
+    `num_stored` more follow on disk, in the cluster or in memory, which a lazy lease does not hold; the
+    cluster has `num_shared` of those.
     """
 
     blocks: list[Block]
     ended: MatchEnd
     num_ready: int
     num_stored: int = 0
+    num_shared: int = 0
 
 
 def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units: int) -> str:
@@ -52,7 +60,19 @@ def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units:
         limit = format_size(client.max_held_units * SLOT_ALIGN_BYTES)
         whose = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
         return f"this client may hold at most {limit} at once{whose}"
-    return f"all of the server's {format_size(num_units * SLOT_ALIGN_BYTES)} is leased, pinned or being written"
+    room = f"all of the server's {format_size(num_units * SLOT_ALIGN_BYTES)}"
+    if grant.num_declined:
+        return f"{room} is used by blocks that are likelier to be asked for"
+    return f"{room} is leased, pinned or being written"
+
+
+def _own(disk: Disk, tenant: Tenant, called: Namespace) -> Namespace:
+    """What the server keeps under the name that `tenant` has for it, or that `spaces` showed to it."""
+    if not tenant.sees_all:
+        stored = disk.stored_space(called)
+        if stored is not None and split_tagged(stored.name)[0] == tenant.name:
+            return called
+    return tenant.own(called)
 
 
 class Catalog:
@@ -69,19 +89,23 @@ class Catalog:
         disk: Disk = NO_DISK,
         keeps_stored: bool = True,
         sealer: Sealer | NoSealer = NO_SEALER,
+        cluster: SharedCluster = NO_CLUSTER,
         clock: Clock = time.monotonic,
+        eviction: Eviction = "lru",
     ) -> None:
-        """Without `keeps_stored`, what is safe on disk leaves memory as soon as nobody holds it."""
+        """Without `keeps_stored`, what is safe on disk leaves memory as soon as it is unreferenced."""
         self.tenants = Tenants(memory_bytes=memory_bytes, file_bytes=None, file=None) if tenants is None else tenants
         num_units = memory_bytes // SLOT_ALIGN_BYTES
         self._lock = threading.Lock()
         self._disk = disk
+        self._cluster = cluster
         self._namespaces = Namespaces(num_units * SLOT_ALIGN_BYTES)
         is_shared = self.tenants.has_several
         self.blocks = CachedBlocks(
-            num_units, disk, self._namespaces, self._lock, clock, keeps_stored, is_shared, sealer
+            num_units, disk, self._namespaces, self._lock, clock, keeps_stored, is_shared, sealer, cluster, eviction
         )
         self._pool = self.blocks.pool
+        self.retentions = Retentions(self._lock, self._pool, disk, keeps_stored=keeps_stored)
         self._held_units_per_client = leased_bytes_per_client // SLOT_ALIGN_BYTES
         self._max_pinned_units = pinned_bytes // SLOT_ALIGN_BYTES
         self._lease_timeout_s = lease_timeout_s
@@ -95,6 +119,7 @@ class Catalog:
             self._clients.values(),
             self.tenants,
             self._disk,
+            cluster,
             lambda: self.blocks.num_altered,
         )
 
@@ -147,7 +172,7 @@ class Catalog:
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
-            namespace = self._own(tenant, called)
+            namespace = _own(self._disk, tenant, called)
             stored = self._disk.stored_space(namespace)
             if tenant.sees_all:  # the namespace may be somebody else's
                 tenant = self.tenants.owner if stored is None else self.tenants.owner_of(stored.name)
@@ -158,14 +183,6 @@ class Catalog:
             return self._namespaces.open(
                 tenant, namespace, called, name, block_bytes, block_tokens, fields, may_make=may_make
             )
-
-    def _own(self, tenant: Tenant, called: Namespace) -> Namespace:
-        """What the server keeps under the name that `tenant` has for it, or that `spaces` showed to it."""
-        if not tenant.sees_all:
-            stored = self._disk.stored_space(called)
-            if stored is not None and split_tagged(stored.name)[0] == tenant.name:
-                return called
-        return tenant.own(called)
 
     def close(self, space: MemorySpace) -> None:
         with self._lock:
@@ -178,6 +195,7 @@ class Catalog:
         self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes, *, is_lazy: bool = False
     ) -> LeaseOutcome:
         """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, what of it is in memory."""
+        elsewhere = self._look_elsewhere(space, hashes)
         before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
             try:
@@ -188,15 +206,31 @@ class Catalog:
             num_stored = 0
             rest = hashes[len(before) :] if before else hashes
             if is_lazy:
-                blocks, ended, num_stored = self.blocks.find_lazily(space, rest, max_blocks)
+                blocks, ended, num_stored = self.blocks.find_lazily(space, rest, max_blocks, elsewhere)
             else:
-                blocks, ended = self.blocks.find(space, rest, max_blocks)
+                blocks, ended = self.blocks.find(space, rest, max_blocks, elsewhere)
             blocks = before + blocks if before else blocks
             if ended is MatchEnd.ALL and len(blocks) + num_stored < len(hashes):
                 ended = MatchEnd.LIMIT
-            num_ready = self.blocks.num_ready(blocks) if self.blocks.num_loading else len(blocks)
+            num_here = num_ready(blocks) if self.blocks.num_loading else len(blocks)
             self._claim(client, client.leases, number, space, blocks)
-            return LeaseOutcome(blocks, ended, num_ready, num_stored)
+            counted = hashes[len(blocks) : len(blocks) + num_stored] if elsewhere.found else ()
+            num_shared = sum(map(elsewhere.found.__contains__, counted))
+            return LeaseOutcome(blocks, ended, num_here, num_stored, num_shared)
+
+    def _look_elsewhere(self, space: MemorySpace, hashes: Hashes) -> Elsewhere:
+        """What the cluster has of those that are neither in memory nor on disk. Waits for it, without the lock."""
+        if not self._cluster.is_there:
+            return NOWHERE
+        self._cluster.learn(space, hashes)
+        wanted: list[BlockHash] = []
+        for first in range(0, len(hashes), MAX_AT_ONCE):
+            with self._lock:
+                absent, goes_on = self.blocks.absent(space, hashes[first : first + MAX_AT_ONCE])
+            wanted += absent
+            if not goes_on or len(wanted) >= MAX_AT_ONCE:
+                break
+        return self._cluster.look(space, hashes, wanted)
 
     def _lease_beginning(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> list[Block]:
         """Reference what is in memory of a huge prompt, but for its end, in pieces: others are served in between."""
@@ -205,7 +239,7 @@ class Catalog:
             with self._lock:
                 max_blocks = 0 if client.is_gone else client.blocks_left(number, space) - len(blocks)
                 wanted = hashes[first : first + MAX_AT_ONCE]
-                found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks))
+                found = self.blocks.find_in_memory(space, wanted, max(0, max_blocks)).blocks
             blocks += found
             if len(found) < len(wanted):
                 break
@@ -247,15 +281,16 @@ class Catalog:
     ) -> tuple[list[Block], bool]:
         """Reference the longest cached prefix while it is sent, and whether that is all of it.
 
-        Some may yet be loading. It is as much as `tenant` may hold, but `at_least` so many blocks if they are there.
+        Some may yet be loading. It is as much as `tenant` may hold, but `at_least` this many blocks if present.
         `return_borrowed` ends it.
         """
         holds = (self.tenants.owner if tenant is None else tenant).holds
+        elsewhere = self._look_elsewhere(space, hashes)
         with self._lock:
             units = space.index.block_units
             most = self._pool.num_units // units
             max_blocks = min(most, max(at_least, holds.left // units))
-            blocks = self.blocks.find(space, hashes, max_blocks)[0]
+            blocks = self.blocks.find(space, hashes, max_blocks, elsewhere)[0]
             holds.held_units += len(blocks) * units
             return blocks, len(blocks) < max_blocks or len(blocks) in (len(hashes), most)
 
@@ -274,8 +309,8 @@ class Catalog:
     def presence(self, called: Namespace, hashes: Hashes, tenant: Tenant | None = None) -> bytes:
         """Where each of `hashes` is, or why it is not there: LISTED_ flags. Uses nothing, opens nothing."""
         with self._lock:
-            namespace = self._own(self.tenants.owner if tenant is None else tenant, called)
-            scope = hash(namespace)
+            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, called)
+            scope = scope_of(namespace)
             space = self._namespaces.get(namespace)
             blocks = {} if space is None else space.index.blocks
             flags = self._disk.presence(namespace, hashes)
@@ -290,6 +325,24 @@ class Catalog:
                     flags[position] = LISTED_PENDING
             return bytes(flags)
 
+    def presence_elsewhere(
+        self, called: Namespace, hashes: Hashes, flags: bytes, tenant: Tenant | None = None
+    ) -> bytes:
+        """The `flags` of a prompt's blocks, and which others the cluster has. Waits for it, without the lock."""
+        if all(flag & (LISTED_CACHED | LISTED_PENDING) for flag in flags):
+            return flags
+        with self._lock:
+            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, called)
+        found = self._cluster.presence(namespace, hashes)
+        return bytes(
+            flag
+            if flag & (LISTED_CACHED | LISTED_PENDING) or is_there is False
+            else flag | LISTED_CLUSTER
+            if is_there
+            else flag or LISTED_DOWN
+            for flag, is_there in zip(flags, found, strict=True)
+        )
+
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def reserve(
@@ -301,22 +354,26 @@ class Catalog:
         *,
         num_before: int = 0,
         is_short: bool = False,
+        may_decline: bool = False,
     ) -> tuple[Grant, str]:
         """Room for the absent ones of `hashes`, and why some got none.
 
         A reservation may be made in steps: this one adds to the `num_before` blocks that were granted under `number`.
-        When the one before `is_short`, or the reservation has ended meanwhile, no block is granted.
+        When the one before `is_short`, or the reservation has ended meanwhile, no block is granted. With `may_decline`,
+        blocks that are worth less than those they would replace are refused, too.
         """
+        self._cluster.follow(space, hashes)
         with self._lock:
             claim = client.reservations.get(number) if num_before else None
             max_blocks = client.blocks_left(number, space) if claim is None else client.room_left(space)
             if is_short or (num_before and claim is None):
                 max_blocks = 0
-            grant = self.blocks.reserve(space, hashes, max_blocks)
+            grant = self.blocks.reserve(space, hashes, max_blocks, may_decline=may_decline)
             if claim is None:
                 self._claim(client, client.reservations, number, space, grant.blocks)
             else:
                 client.extend(claim, grant.blocks)
+        self._cluster.announce(space, grant.blocks)
         return grant, _why_refused(client, grant, max_blocks, self._pool.num_units)
 
     def fill(self, client: ServedClient, number: int, first: int, count: int) -> Filling | None:
@@ -380,7 +437,7 @@ class Catalog:
             self._pool.touch(list(filter(None, map(space.index.blocks.get, hashes))))
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Forget `hashes`, or all of the namespace when there are none, in memory and on disk.
+        """Forget `hashes`, or all of the namespace when there are none, in memory, on disk and in the cluster.
 
         Of all, a piece at a time: others are served in between.
         """
@@ -394,7 +451,7 @@ class Catalog:
                 num_dropped += self.blocks.drop(space, piece)
             if piece is not pieces[-1]:
                 time.sleep(_PAUSE_S)
-        num_dropped = max(num_dropped, self._disk.drop(space, hashes))
+        num_dropped = max(num_dropped, self._disk.drop(space, hashes), self._cluster.drop(space, hashes))
         for piece in pieces:
             with self._lock:
                 self.blocks.store_again(space, piece)
@@ -405,7 +462,7 @@ class Catalog:
     def expire(self) -> int:
         """End what remote clients have held too long without a sign. Returns how many leases and reservations.
 
-        Also forgets namespaces that nobody uses and of which eviction has left nothing.
+        Also forgets unused namespaces without blocks.
         """
         with self._lock:
             late = self._clock() - self._lease_timeout_s

@@ -7,13 +7,22 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
-from kvtier.cacheserver.tenants import MIN_TOKEN_BYTES
+from kvtier.blocks.retention import check_ttl
+from kvtier.cacheserver.tenants import DEFAULT_RETAINED_SHARE, MIN_TOKEN_BYTES
 from kvtier.errors import ConfigError
 from kvtier.memory.machine import machine_memory_bytes
 from kvtier.sizes import format_size
+from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, UnixAddress
 from kvtier.wire.cipher import check_secret
+
+DEFAULT_MAX_RETENTION_S = 24 * 3600.0
+_MIN_DISK_WRITES_PER_DAY = 1 << 20
+_MAX_DISK_WRITES_PER_DAY = 1 << 60
+DEFAULT_CLUSTER_TIMEOUT_S = 0.15
+"""An engine waits 0.25 s for its cache server's answer: a cluster that hangs must not look as if that did."""
 
 
 class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +35,12 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     With `tcp_secret` all that goes over TCP is encrypted, for those without certificates.
 
     With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
-    is written: when it is committed, or when it is first used again. Without `keeps_memory` memory is only a passage.
+    is written: when it is committed, or when it is first used again. `disk_writes_per_day` bounds the bytes that are
+    written in a day (`disk_admission`). Without `keeps_memory` memory is only a passage.
+    With `cluster`, what neither has is looked for there, and hosts share it (`cluster_below`). `shares_on` says when a
+    block is written there, at most `share_bytes_per_s` of them.
+    Clients may have `max_retained_share` of what is theirs retained, in memory and on disk, for `max_retention_s`.
+    `eviction` says how blocks leave memory and disk (`blocks/adaptive_policy`).
     With `key_file`, blocks on disk are sealed under the key in it (`stores/cipher`).
     With `needs_disk`, a folder that cannot be used is an error at start; without, the server starts in memory.
     """
@@ -45,6 +59,8 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_payload_bytes: int = 256 << 20
     max_leased_bytes: int | None = None
     max_pinned_share: float = 0.5
+    max_retained_share: float = DEFAULT_RETAINED_SHARE
+    max_retention_s: float = DEFAULT_MAX_RETENTION_S
     lease_timeout_s: float = 60.0
     gone_grace_s: float = 0.5
     stall_timeout_s: float = 30.0
@@ -53,10 +69,15 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     file_bytes: int | None = None
     fsync: bool = False
     stores_on: Literal["commit", "reuse"] = "commit"
+    disk_writes_per_day: int | None = None
     keeps_memory: bool = True
     needs_disk: bool = True
     touches_memory: bool = False
     key_file: Path | None = None
+    cluster: ClusterConfig | None = None
+    shares_on: Literal["commit", "reuse", "worth"] = "commit"
+    eviction: Eviction = "adaptive"
+    share_bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < SLOT_ALIGN_BYTES:
@@ -91,17 +112,36 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("a server without memory needs a folder")
         if self.folder is None and (self.fsync or self.stores_on != "commit"):
             raise ConfigError("fsync and store-on are about the disk: give a folder (--folder) too")
+        if self.disk_writes_per_day is not None:
+            self._check_disk_writes(self.disk_writes_per_day)
         if self.folder is None and self.key_file is not None:
             raise ConfigError("an encryption key is for the disk: give a folder (--folder) too")
+        if self.cluster is None and (self.shares_on != "commit" or self.share_bytes_per_s is not None):
+            raise ConfigError("when and how fast blocks are shared is about a cluster: give one (--cluster) too")
+        if self.share_bytes_per_s is not None and self.share_bytes_per_s <= 0:
+            raise ConfigError("at least a byte a second must go to the cluster: --cluster-write-rate")
         if not self.keeps_memory and self.stores_on == "reuse":
             raise ConfigError("a server that keeps blocks on disk alone must store them when they are committed")
+        if self.eviction not in ("adaptive", "lru"):
+            raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
             raise ConfigError("max_leased_bytes must be positive")
         if not 0 <= self.max_pinned_share <= 1:
             raise ConfigError(f"max_pinned_share must be between 0 and 1, not {self.max_pinned_share}")
+        if not 0 <= self.max_retained_share <= 1:
+            raise ConfigError(f"retained_share must be between 0 and 1, not {self.max_retained_share}")
+        check_ttl("max_retention_s", self.max_retention_s)
         for name in ("max_connections", "max_payload_bytes", "lease_timeout_s", "gone_grace_s", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+
+    def _check_disk_writes(self, num_bytes: int) -> None:
+        if self.folder is None:
+            raise ConfigError("a budget of disk writes is about the disk: give a folder (--folder) too")
+        if not self.keeps_memory:
+            raise ConfigError("a server that keeps blocks on disk alone must write all of them: --disk-writes")
+        if not _MIN_DISK_WRITES_PER_DAY <= num_bytes <= _MAX_DISK_WRITES_PER_DAY:
+            raise ConfigError(f"disk writes must be 1MiB to 1EiB a day, not {format_size(num_bytes)}")
 
     @property
     def leased_bytes_per_client(self) -> int:

@@ -7,6 +7,7 @@ own connection ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import socket
@@ -18,6 +19,7 @@ from typing import Any, get_args
 
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
+from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, Grant
 from kvtier.cacheserver.admin_requests import AdminRequests
@@ -28,6 +30,7 @@ from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.pieces import in_pieces
 from kvtier.cacheserver.served_client import Filling, ServedClient
 from kvtier.cacheserver.tenants import PROCESS_OF_THIS_HOST, Credential, Tenant
+from kvtier.cacheserver.traffic import Asking
 from kvtier.errors import (
     KvtierError,
     RemoteProtocolError,
@@ -42,14 +45,14 @@ from kvtier.transport.listening import peer_process
 from kvtier.transport.stream import Pace, Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, Frame, FrameLimits
-from kvtier.wire.session import ENCRYPTED_SERVER, SERVER, ServerSession
+from kvtier.wire.session import DECLINES, ENCRYPTED_SERVER, PLACES, SERVER, ServerSession
 
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 """For all of it, TLS too."""
 _WRONG_TOKEN_S = 1.0
-"""Whoever guesses waits."""
+"""Delay after a wrong token."""
 _SLOWEST_BYTES_PER_S = 256 << 10
 _SCRATCH_BYTES = 1 << 20
 _LOAD_S = 30.0
@@ -69,9 +72,19 @@ class ClientRequests:
     """
 
     def __init__(
-        self, context: ConnectionContext, client: ServedClient, stream: Stream, *, may_write: bool = True
+        self,
+        context: ConnectionContext,
+        client: ServedClient,
+        stream: Stream,
+        *,
+        may_write: bool = True,
+        knows_places: bool = False,
+        takes_declines: bool = False,
     ) -> None:
+        """A client that `knows_places` is told what the server's cluster has."""
         self._context = context
+        self._knows_places = knows_places
+        self._takes_declines = takes_declines
         self._may_write = may_write
         self._catalog = context.catalog
         self._client = client
@@ -82,6 +95,9 @@ class ClientRequests:
         self._spaces: dict[int, MemorySpace] = {}
         self._called: dict[int, Namespace] = {}
         self._filling: Filling | None = None
+        self._last_place: wire.PlaceRequest | None = None
+        self._note_traffic: Callable[[], None] | None = None
+        """What is left to do for a request once it is answered."""
 
     def answer(self, number: int, request: wire.Request) -> None:
         """Carry out the request that came under `number`, and reply to it."""
@@ -101,6 +117,9 @@ class ClientRequests:
             self._stream.send(number, reply)
         metrics.requests.labels(operation=operation).inc()
         metrics.request_seconds.labels(operation=operation).observe(time.perf_counter() - started_at)
+        if self._note_traffic is not None:
+            note, self._note_traffic = self._note_traffic, None
+            note()
 
     def place(self, message: wire.Fill, payload_bytes: int) -> BufferList:
         """Where a payload goes: the slots of the reservation it fills, or nowhere if that has ended."""
@@ -165,8 +184,14 @@ class ClientRequests:
         with self._split(request.hashes) as hashes:
             outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
             self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
+        if outcome.ended is not MatchEnd.PENDING:  # else the client asks again, or computes it
+            self._note_asked(space, request.hashes, Asking.LAZY_MATCH if request.is_lazy else Asking.MATCH)
         ended = wire.ENDING_WORDS[outcome.ended]
-        return wire.Matched(_offsets(outcome.blocks), ended, outcome.num_ready, outcome.num_stored)
+        if not outcome.num_shared or not self._knows_places:
+            return wire.Matched(_offsets(outcome.blocks), ended, outcome.num_ready, outcome.num_stored)
+        return wire.SharedMatch(
+            _offsets(outcome.blocks), ended, outcome.num_ready, outcome.num_stored, outcome.num_shared
+        )
 
     def on_await(self, request: wire.Await) -> wire.Counted:
         num_ready = self._catalog.await_lease(self._client, request.lease, request.count, _LOAD_S)
@@ -184,6 +209,7 @@ class ClientRequests:
         frame_blocks = min(request.frame_blocks, self._context.config.max_payload_bytes // space.block_bytes)
         first = 0
         is_last = False
+        self._note_asked(space, request.hashes, Asking.GET)
         while not is_last:
             wanted = split_hashes(request.hashes[first * HASH_BYTES : (first + MAX_AT_ONCE) * HASH_BYTES])
             blocks, is_all = self._catalog.borrow(space, wanted, frame_blocks, self._tenant)
@@ -195,7 +221,7 @@ class ClientRequests:
                     ready = part[: self._catalog.await_blocks(part, _LOAD_S)]
                     is_short = len(ready) < len(part)
                     is_last = is_short or (is_all and first + len(ready) == end)
-                    # Counted first: whoever has the last block may ask for the counts.
+                    # Counted first: a client that has its last block may ask for the counts.
                     self._count_hits(len(ready), num_hashes - first if is_last else len(ready))
                     self._send_blocks(space, first, ready, is_last)
                     first += len(ready)
@@ -226,7 +252,7 @@ class ClientRequests:
         return wire.Contained(b"".join(answers))
 
     def on_suspect(self, request: wire.SuspectRequest) -> wire.Counted:
-        """Somebody has written where nobody may, or the network lies: look which it was."""
+        """A client wrote where it must not, or the network corrupted bytes: find out which."""
         space = self._space(request.space)
         num_altered = 0
         for block_hash in split_hashes(request.hashes[: _MAX_SUSPECTS * HASH_BYTES]):
@@ -249,7 +275,29 @@ class ClientRequests:
             lambda hashes: self._catalog.presence(namespace, hashes, self._tenant),
             request.hashes,
         )
-        return wire.Contained(b"".join(answers))
+        return wire.Contained(self._with_cluster(namespace, request.hashes, b"".join(answers)))
+
+    def _with_cluster(self, namespace: Namespace, joined: bytes, flags: bytes) -> bytes:
+        """What the cluster has of blocks that the server has not.
+
+        A client that has the namespace open looks for its own requests, often: for it the cluster is not asked.
+        """
+        if not self._context.cluster.is_there or namespace in self._called.values():
+            return flags
+        hashes = split_hashes(joined[: MAX_AT_ONCE * HASH_BYTES])
+        asked = flags[: len(hashes)]
+        return self._catalog.presence_elsewhere(namespace, hashes, asked, self._tenant) + flags[len(hashes) :]
+
+    def on_place(self, request: wire.PlaceRequest) -> wire.Done:
+        """A read-only client changes nothing for others. It is never refused: another request is behind it already."""
+        space = self._spaces.get(request.space)
+        if self._may_write and space is not None:
+            last, self._last_place = self._last_place, request
+            is_next = last is not None and (last.space, last.position + 1) == (request.space, request.position)
+            before = BlockHash(last.block) if last is not None and is_next else None
+            block, head = BlockHash(request.block), BlockHash(request.head)
+            self._context.cluster.place(space, block, head, request.position, before)
+        return wire.Done()
 
     @contextlib.contextmanager
     def _split(self, joined: bytes) -> Iterator[list[BlockHash]]:
@@ -265,19 +313,28 @@ class ClientRequests:
     def on_reserve(self, request: wire.ReserveRequest) -> wire.Reserved:
         space = self._space(request.space)
         grant, reason = self._reserve(space, request.reservation, request.hashes)
+        traffic = self._context.traffic
+        self._note_traffic = functools.partial(traffic.note_stored, space, request.hashes)
         positions, offsets = wire.pack_numbers(grant.positions), _offsets(grant.blocks)
         return wire.Reserved(positions, offsets, grant.num_ready, grant.num_pending, grant.num_refused, reason)
 
     def _reserve(self, space: MemorySpace, number: int, joined: bytes) -> tuple[Grant, str]:
         """Room for all of the hashes under one number; for many of them in steps."""
         if len(joined) <= _FEW_RESERVED * HASH_BYTES:
-            return self._catalog.reserve(self._client, number, space, split_hashes(joined))
+            hashes = split_hashes(joined)
+            return self._catalog.reserve(self._client, number, space, hashes, may_decline=self._takes_declines)
         total, reason, num_hashes = Grant([], [], 0, 0, 0), "", 0
 
         def reserve(hashes: list[BlockHash]) -> None:
             nonlocal total, reason, num_hashes
             grant, why = self._catalog.reserve(
-                self._client, number, space, hashes, num_before=len(total.blocks), is_short=total.num_refused > 0
+                self._client,
+                number,
+                space,
+                hashes,
+                num_before=len(total.blocks),
+                is_short=total.num_refused > 0,
+                may_decline=self._takes_declines,
             )
             total = Grant(
                 total.blocks + grant.blocks,
@@ -321,6 +378,9 @@ class ClientRequests:
 
     # --- small -----------------------------------------------------------------------------------------------------
 
+    def _note_asked(self, space: MemorySpace, hashes: bytes, asking: Asking) -> None:
+        self._note_traffic = functools.partial(self._context.traffic.note_asked, space, hashes, asking)
+
     def _view(self, block: Block, space: MemorySpace) -> memoryview:
         return self._context.arena.view(block.start * SLOT_ALIGN_BYTES, space.block_bytes)
 
@@ -341,7 +401,7 @@ def _operation(kind: type[wire.Request]) -> tuple[str, Callable[[ClientRequests,
 _OPERATIONS = {kind: _operation(kind) for kind in get_args(wire.Request)}
 """By message: its name in the metrics, and the method that carries it out."""
 
-_WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "drop", "verify", "flush", "note"))
+_WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "retain", "drop", "verify", "flush", "note"))
 """What a tenant that only reads may not ask for."""
 
 
@@ -460,6 +520,7 @@ class ServedConnection:
                 tokens,
                 FrameLimits(MAX_BODY_BYTES, config.max_payload_bytes),
                 secret,
+                0 if config.cluster is None else config.cluster.segment,
             )
             while not session.is_open:
                 frame = self._stream.receive(deadline)
@@ -487,7 +548,7 @@ class ServedConnection:
         return session, requests
 
     def _identify(self) -> tuple[tuple[Tenant, Credential] | None, list[bytes]]:
-        """Who the peer is, if that is known before it says anything, or the tokens one of which it has to know."""
+        """The peer's identity, if known before its first message, or the tokens, one of which it has to know."""
         tenants = self._context.catalog.tenants
         if self.is_unix:
             return (tenants.owner, PROCESS_OF_THIS_HOST), []
@@ -516,7 +577,14 @@ class ServedConnection:
                 socket.close(pidfd)
             raise
         self._stream.bodies = tenant.bodies
-        self._requests = ClientRequests(context, client, self._stream, may_write=credential.may_write)
+        self._requests = ClientRequests(
+            context,
+            client,
+            self._stream,
+            may_write=credential.may_write,
+            knows_places=hello.client.endswith(PLACES),
+            takes_declines=DECLINES in hello.client,
+        )
         if pidfd is not None:
             context.watch.watch(client, pidfd)
         return self._requests
@@ -562,7 +630,7 @@ def _shown(sock: socket.socket) -> str:
 
 
 def _network_of(sock: socket.socket) -> str:
-    """The address of a TCP peer's host; whoever has one IPv6 address has all of its /64."""
+    """The address of a TCP peer's host; a client with one IPv6 address has all of its /64."""
     address = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)

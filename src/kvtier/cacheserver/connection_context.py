@@ -9,15 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.cluster_below import SharedCluster
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.guests import Guests
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.sealer import NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant
+from kvtier.cacheserver.traffic import Traffic
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import ServerMetrics
+from kvtier.observe.recent_warnings import RecentWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +32,16 @@ class ConnectionContext:
     config: CacheServerConfig
     catalog: Catalog
     disk: Disk
+    cluster: SharedCluster
     arena: MappedArena
     sealer: Sealer | NoSealer
     watch: ProcessWatch
     guests: Guests
     metrics: ServerMetrics
+    traffic: Traffic
     describe: Callable[[Tenant], dict[str, object]]
     count_up: Callable[[Tenant], dict[str, object]]
+    warnings: RecentWarnings
     server_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     is_stopping: threading.Event = field(default_factory=threading.Event)
     log: LogLimit = field(default_factory=lambda: LogLimit(logger))

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.pool import Block
+from kvtier.cacheserver.disk_admission import DiskAdmission
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.refusals import Refusals
@@ -49,6 +50,9 @@ class BlockOwner(Protocol):
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None: ...
 
     def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None: ...
+
+    def store_what_leaves(self) -> None:
+        """What memory is about to evict is written, if the disk was not given it and takes it now."""
 
     def unstored(self) -> list[tuple[MemorySpace, MemoryBlock]]:
         """After an outage: what is in memory and should be on disk. Nothing is on the disk for sure now."""
@@ -112,7 +116,7 @@ class DiskThreads(Generic[_AnyTask]):
             is_ahead = following is not batch[-1]
             try:
                 self._carry_out(batch)
-            except Exception as error:  # a thread that ended would leave its queue to nobody
+            except Exception as error:  # a thread that ended would leave its queue unserved
                 self._store.fail_now(error)
             if not is_ahead:
                 following = self._queue.get()
@@ -139,8 +143,11 @@ class _Order(DiskTask):
 class DiskWriter(DiskThreads[_Write | _Order]):
     """Writes committed blocks. What the threads share is guarded by the store's condition."""
 
-    def __init__(self, store: RecoveringStore, arena: MappedArena, refusals: Refusals) -> None:
+    def __init__(
+        self, store: RecoveringStore, arena: MappedArena, refusals: Refusals, admission: DiskAdmission
+    ) -> None:
         super().__init__("kvtier-disk-writer", _NUM_WRITERS, store, arena)
+        self._admission = admission
         self.num_written = 0
         self.last_number = 0
         self._unwritten: OrderedDict[int, None] = OrderedDict()
@@ -149,6 +156,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
         """Blocks to be written when a thread comes to it."""
+        self._admission.spend(sum(block.size for block in blocks) * SLOT_ALIGN_BYTES)
         with self._condition:
             for block in blocks:
                 block.is_queued = block.is_wanted = True
@@ -205,10 +213,12 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 self._condition.wait()
             store = self._store.current
             self._store.num_using += 1
+        num_new = 0
         try:
             if store is not None:
-                self._write(store, batch[0].space, [task.block for task in batch])
+                num_new = self._write(store, batch[0].space, [task.block for task in batch])
         finally:
+            self._admission.spend((num_new - len(batch)) * batch[0].nbytes)
             with self._condition:
                 self._store.num_using -= 1
                 for task in batch:
@@ -216,20 +226,22 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 if self._awaited and self._is_written(min(self._awaited)):
                     self._condition.notify_all()
 
-    def _write(self, store: DiskStore, space: MemorySpace, wanted: Sequence[MemoryBlock]) -> None:
+    def _write(self, store: DiskStore, space: MemorySpace, wanted: Sequence[MemoryBlock]) -> int:
+        """Returns how many blocks were written that were not there."""
         failures = self._store.failures
         blocks = self._owner.begin_storing(wanted)
         if len(blocks) < len(wanted):
             with self._condition:
                 failures["gone before it was written"] += len(wanted) - len(blocks)
         stored = [False] * len(blocks)
+        num_new = 0
         if not blocks:
-            return
+            return num_new
         try:
             stored_space = self._store.space_of(store, space)
             if stored_space is None:
                 self._refusals.note(blocks[0], "their namespace has blocks of another size there", len(blocks))
-                return
+                return num_new
             slots = [
                 self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
             ]
@@ -249,7 +261,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 self._owner.end_storing(altered, [False] * len(altered))
                 blocks, stored = whole, [False] * len(whole)
                 if not blocks:
-                    return
+                    return num_new
             hashes = [block.hash for block in blocks]
             outcomes = store.write(stored_space, hashes, slots, checksums)
             for _ in range(_ROOM_TRIES):
@@ -265,8 +277,9 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             if pinned:  # while they were on their way
                 store.pin(stored_space, pinned)
             refused = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Written.NO_ROOM]
+            num_new = outcomes.count(Written.NEW)
             with self._condition:
-                self.num_written += outcomes.count(Written.NEW)
+                self.num_written += num_new
                 failures["no room"] += len(refused)
             if refused:
                 self._refusals.note(refused[0], "all of it is in use or pinned", len(refused))
@@ -278,6 +291,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             self._store.fail(store, error)
         finally:
             self._owner.end_storing(blocks, stored)
+        return num_new
 
     def _put_in_order(self, order: _Order) -> None:
         """Once those that are queued before are written: they are with other writers by now."""

@@ -1,6 +1,6 @@
-"""Who is connected: how many may be at once, strangers apart from clients, so that none shuts out another.
+"""Connections: how many there may be, strangers apart from clients, so that none shuts out another.
 
-A stranger is a peer that has not yet shown who it is. Strangers have a small share of their own, over TCP and on this
+A stranger is a peer that has not yet authenticated. Strangers have a small share of their own, over TCP and on this
 host each, and one that arrives when it is full takes the place of the oldest at the address that has the most; TCP
 clients leave a part of all places to processes of this host; a tenant has no more than its own.
 """
@@ -67,9 +67,9 @@ class Guests:
             return [*self._strangers, *self._clients]
 
     def arrive(self, guest: Guest) -> str | None:
-        """A stranger is there. Returns a sentence if there is no place for it.
+        """A stranger has connected. Returns a sentence if there is no place for it.
 
-        One that has been silent for a while makes room for it: whoever means well is done in an instant. One at an
+        One that has been silent for a while makes room for it: an honest client is done in an instant. One at an
         address with more strangers than this one's makes room at once.
         """
         with self._lock:
@@ -120,7 +120,7 @@ class Guests:
 
 
 class LastWords:
-    """Says a few bytes to peers that are not let in, and closes their sockets a moment later. Nobody waits for that."""
+    """Says a few bytes to peers that are not let in, and closes their sockets a moment later, in the background."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

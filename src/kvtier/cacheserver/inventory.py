@@ -10,6 +10,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockPool
+from kvtier.cacheserver.cluster_below import SharedCluster
 from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
@@ -32,6 +33,7 @@ class Inventory:
         clients: Collection[ServedClient],
         tenants: Tenants,
         disk: Disk,
+        cluster: SharedCluster,
         num_altered: Callable[[], int],
     ) -> None:
         self._lock = lock
@@ -40,12 +42,13 @@ class Inventory:
         self._clients = clients
         self._tenants = tenants
         self._disk = disk
+        self._cluster = cluster
         self._num_altered = num_altered
 
     def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
         """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
 
-        What comes or goes between two calls may be missed by who lists part by part.
+        What comes or goes between two calls may be missed by a client that lists part by part.
         """
         with self._lock:
             blocks = space.index.blocks.copy()
@@ -65,11 +68,13 @@ class Inventory:
             spaces = list(self._namespaces)
             levels = {
                 **self._disk.levels(),
+                **self._cluster.levels(),
                 "memory_bytes": pool.num_units * SLOT_ALIGN_BYTES,
                 "used_bytes": (pool.num_units - pool.free_units) * SLOT_ALIGN_BYTES,
                 "free_bytes": pool.free_units * SLOT_ALIGN_BYTES,
                 "held_bytes": pool.referenced_units * SLOT_ALIGN_BYTES,
                 "pinned_bytes": pool.pinned_units * SLOT_ALIGN_BYTES,
+                "retained_bytes": pool.retained_units() * SLOT_ALIGN_BYTES,
                 "namespaces": len(spaces),
                 "clients": len(clients),
                 "leases": sum(len(client.leases) for client in clients),
@@ -89,6 +94,7 @@ class Inventory:
                 "used_bytes": memory.used * SLOT_ALIGN_BYTES,
                 "quota_bytes": memory.quota * SLOT_ALIGN_BYTES,
                 "pinned_bytes": memory.pinned * SLOT_ALIGN_BYTES,
+                "retained_bytes": self._pool.retained_units(memory) * SLOT_ALIGN_BYTES,
                 "held_bytes": sum(client.held_units for client in clients) * SLOT_ALIGN_BYTES,
                 "disk_used_bytes": disk.used * SLOT_ALIGN_BYTES,
                 "disk_quota_bytes": disk.quota * SLOT_ALIGN_BYTES,

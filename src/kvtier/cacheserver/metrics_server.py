@@ -92,7 +92,7 @@ class MetricsServer:
             self._leave(peer)
             return
         if len(self._peers) > _MAX_PEERS:
-            self._leave(next(iter(self._peers)))  # whoever came first has had its time
+            self._leave(next(iter(self._peers)))  # the first to connect has had its time
 
     def _serve(self, peer: _Peer) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the namespaces of a server cover, as their clients say: for whoever asks in what two of them differ.
+"""What the namespaces of a server cover, as their clients say: to tell in which fields two of them differ.
 
 Under the catalog's lock. A client may say anything here: it is kept within bounds, shown, and used for nothing else.
 """
@@ -66,7 +66,7 @@ class NamespaceDescriptions:
 
 
 def read_fields(text: str) -> dict[str, object]:
-    """Raises `TierRefused` unless it is a JSON object, in ASCII, of a depth that everybody can handle."""
+    """Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
     if not text.isascii():  # a bound on characters would be none on what they are written as
         raise TierRefused("the fields of a namespace must be JSON in ASCII")
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+from kvtier.blocks.ghosts import scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES, slot_bytes_of
 from kvtier.blocks.namespace import Namespace
@@ -28,10 +30,22 @@ SWEPT_AT_ONCE = 1024
 class MemoryBlock(Block):
     """A block in the arena. `is_stored`: the disk has it too; `is_wanted`: it was to be written there.
 
+    `shared_at` is when the cluster was last known to have it; `is_sharing`: it is on its way there, since `tried_at`.
     `checksum` is over key and payload, once computed; `called_checksum` over the key as its tenant calls it.
+    It is being read from disk for a client that uses it again in `reused_in`.
     """
 
-    __slots__ = ("called_checksum", "checksum", "is_queued", "is_stored", "is_wanted")
+    __slots__ = (
+        "called_checksum",
+        "checksum",
+        "is_queued",
+        "is_sharing",
+        "is_stored",
+        "is_wanted",
+        "reused_in",
+        "shared_at",
+        "tried_at",
+    )
 
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
@@ -40,6 +54,10 @@ class MemoryBlock(Block):
         self.is_stored = False
         self.is_queued = False
         self.is_wanted = False
+        self.is_sharing = False
+        self.shared_at = -math.inf
+        self.tried_at = -math.inf
+        self.reused_in: MemorySpace | None = None
 
 
 class MemorySpace:
@@ -67,9 +85,11 @@ class MemorySpace:
         self.stored_name = tenant.tagged(name)
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
-        self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES, tenant.memory, hash(namespace))
+        self.index = PrefixIndex(slot_bytes_of(block_bytes) // SLOT_ALIGN_BYTES, tenant.memory, scope_of(namespace))
         self.num_users = 0
         self.is_awaited = False
+        self.asking = 0
+        """The way in which clients ask for prompts (`traffic.Asking`)."""
 
     def begin(self, name: str, block_tokens: int) -> None:
         """A client that may write uses what others have waited for; what it says of the namespace holds."""
@@ -89,7 +109,7 @@ class MemorySpace:
 class Namespaces:
     """Every namespace that is in use or has blocks in memory. A number is never given twice.
 
-    A namespace that only readers have named is not among them: it has no blocks, and nobody else sees it. They get its
+    A namespace that only readers have named is not among them: it has no blocks, and no one else sees it. They get its
     blocks once a client that may write has opened it with the block size that they said.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 
@@ -32,6 +33,11 @@ class Notes:
             self._texts[request_id] = text
             while len(self._texts) > self._max_notes or self._num_chars > self._max_chars:
                 self._num_chars -= len(self._texts.popitem(last=False)[1])
+
+    def newest(self, count: int) -> list[tuple[str, str]]:
+        """Ids and texts, the last one first."""
+        with self._lock:
+            return list(itertools.islice(reversed(self._texts.items()), count))
 
     def get(self, request_id: str) -> str:
         """Empty when there is none, or none any more."""

@@ -11,15 +11,17 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
+from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.policies import LruPolicy
 from kvtier.blocks.pool import Block
-from kvtier.cacheserver.disk_aware_lru import DiskAwareLru
+from kvtier.blocks.retention import Retention
+from kvtier.cacheserver.disk_admission import DiskAdmission
 from kvtier.cacheserver.disk_threads import BlockOwner, DiskReader, DiskWriter
+from kvtier.cacheserver.memory_policy import Policy, memory_policy
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
 from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.refusals import Refusals
@@ -33,23 +35,19 @@ _KEEPER_INTERVAL_S = 1.0
 _LAST_RETRY_S = 30.0
 _REGROWTH_S = 30.0
 
-StoreOn: TypeAlias = Literal["commit", "reuse"]
 StoredRun: TypeAlias = tuple[DiskStore, list[StoredBlock]]
 
 
 class Persistence:
-    """One folder. Threads start with `start` and end with `close`.
+    """One folder. Threads start with `start` and end with `close`. `admission` says what is written, and when."""
 
-    Blocks are written on commit, or once they are used again ("reuse").
-    """
-
-    def __init__(self, store: RecoveringStore, arena: MappedArena, *, fsync: bool, stores_on: StoreOn) -> None:
+    def __init__(self, store: RecoveringStore, arena: MappedArena, *, fsync: bool, admission: DiskAdmission) -> None:
         self._store = store
         self.refusals = Refusals()
-        self._writer = DiskWriter(self._store, arena, self.refusals)
+        self._admission = admission
+        self._writer = DiskWriter(self._store, arena, self.refusals, admission)
         self._reader = DiskReader(self._store, arena)
         self._fsync = fsync
-        self._stores_on = stores_on
         self._recent: OrderedDict[BlockHash, tuple[MemorySpace, Hashes]] = OrderedDict()
         self._keeper = threading.Thread(target=self._run_keeper, name="kvtier-disk-keeper", daemon=True)
         self._owner: BlockOwner
@@ -62,9 +60,11 @@ class Persistence:
 
     # --- called by the catalog, under its lock: never blocks -------------------------------------------------------
 
-    def eviction_policy(self, *, evicts_unsafe: bool) -> LruPolicy[Block]:
-        """How blocks leave memory."""
-        return DiskAwareLru(evicts_unsafe=evicts_unsafe, on_unsafe=self._writer.note_gone)
+    def eviction_policy(
+        self, eviction: Eviction, clock: Callable[[], float], *, evicts_unsafe: bool, declines: bool
+    ) -> Policy:
+        """Eviction from memory, which takes all blocks, whether it `declines` or not: the disk is fed from it."""
+        return memory_policy(eviction, clock, evicts_unsafe=evicts_unsafe, on_unsafe=self._writer.note_gone)
 
     def match(self, space: MemorySpace, hashes: Hashes, first: int, end: int) -> StoredRun | None:
         """Reference the stored prefix of `hashes[first:end]`, up to what is in memory or repeats itself."""
@@ -116,21 +116,29 @@ class Persistence:
 
     def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
         """Those of `blocks` that are READY are so from now on."""
-        if self._stores_on == "commit":
-            self._writer.queue(space, [block for block in blocks if block.is_ready])
+        ready = [block for block in blocks if block.is_ready]
+        if ready and self._admission.takes_new(len(ready)):
+            self._writer.queue(space, ready)
 
     def note_reused(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
         """A prefix was matched in memory."""
-        if self._stores_on != "reuse":
-            return
-        reused = [
+        if self._admission.looks_at_reused and self.note_valued(space, blocks):
+            self._writer.order(space, [block.hash for block in blocks])
+
+    def note_valued(self, space: MemorySpace, blocks: Sequence[Block]) -> bool:
+        """They are used again, or would be evicted from memory next.
+
+        Those that the disk was not given yet are queued, if it takes them; returns whether any are.
+        """
+        wanted = [
             block
             for block in blocks
             if isinstance(block, MemoryBlock) and block.is_ready and not block.is_stored and not block.is_queued
         ]
-        if reused:
-            self._writer.queue(space, reused)
-            self._writer.order(space, [block.hash for block in blocks])
+        if not wanted or not self._admission.takes_valued:
+            return False
+        self._writer.queue(space, wanted)
+        return True
 
     def order(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
         """Blocks that were queued in this order are one prompt: it shall lose its end before its beginning."""
@@ -149,6 +157,20 @@ class Persistence:
         found = self._store.find(space)
         act = DiskStore.pin if keep else DiskStore.unpin
         return 0 if found is None else act(*found, hashes)
+
+    def retain(self, space: MemorySpace, hashes: Hashes, retention: Retention) -> int:
+        """As `Catalog.retain`. Where not all that comes is written, nothing is promised that is not there."""
+        found = self._store.find(space)
+        if found is None:
+            return 0
+        if self._admission.looks_at_reused:
+            stored = found[0].contains(found[1], hashes)
+            hashes = hashes[: stored.index(False)] if False in stored else hashes
+        return found[0].retain(found[1], hashes, retention)
+
+    def end_retention(self, space: MemorySpace, hashes: Hashes, account: str) -> int:
+        found = self._store.find(space)
+        return 0 if found is None else found[0].end_retention(found[1], hashes, account)
 
     def stored_space(self, namespace: Namespace) -> StoreSpace | None:
         """What the disk was told of a namespace that has, or may have, blocks on it."""
@@ -172,6 +194,7 @@ class Persistence:
             "disk_queued_blocks": self._writer.num_queued,
             "disk_written_blocks": self._writer.num_written,
             "disk_read_blocks": self._reader.num_read,
+            **self._admission.levels(),
             **{f"disk_{name}": value for name, value in levels.items()},
         }
 
@@ -188,6 +211,22 @@ class Persistence:
             if store is None or stored_space is None:
                 raise TierUnavailable("the disk is down or there is none")
             return [store.verify(stored_space, block_hash) for block_hash in hashes]
+
+    @contextlib.contextmanager
+    def leaving(self, count: int) -> Iterator[tuple[DiskStore, list[StoredBlock]] | None]:
+        """The store and what it would evict next, if it is nearly full, held meanwhile; None while it is down.
+
+        Failures of the store end here.
+        """
+        with contextlib.suppress(TierUnavailable), self._store.using() as store:
+            if store is None:
+                yield None
+                return
+            blocks = store.hold_leaving(count)
+            try:
+                yield store, blocks
+            finally:
+                store.let_go(blocks)
 
     def flush(self, timeout_s: float) -> None:
         """When it returns, what was committed before is on disk, but for what was refused.
@@ -247,6 +286,8 @@ class Persistence:
                     raise OSError(None, "its folder or file was taken away")
                 self._tell_used(store)
                 store.save_recency()
+            if self._admission.looks_at_leaving:
+                self._owner.store_what_leaves()
 
     def _queue_unstored(self) -> None:
         for space, block in self._owner.unstored():
@@ -272,6 +313,10 @@ class NoDisk:
 
     def flush(self, timeout_s: float) -> None: ...
 
+    @contextlib.contextmanager
+    def leaving(self, count: int) -> Iterator[tuple[DiskStore, list[StoredBlock]] | None]:
+        yield None
+
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None: ...
 
     def order(self, space: MemorySpace, blocks: Sequence[Block]) -> None: ...
@@ -279,6 +324,9 @@ class NoDisk:
     def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None: ...
 
     def note_reused(self, space: MemorySpace, blocks: Sequence[Block]) -> None: ...
+
+    def note_valued(self, space: MemorySpace, blocks: Sequence[Block]) -> bool:
+        return False
 
     def note_used(self, space: MemorySpace, hashes: Hashes, count: int) -> None: ...
 
@@ -297,6 +345,12 @@ class NoDisk:
         return [0] * len(hashes)
 
     def pin(self, space: MemorySpace, hashes: Hashes, *, keep: bool) -> int:
+        return 0
+
+    def retain(self, space: MemorySpace, hashes: Hashes, retention: Retention) -> int:
+        return 0
+
+    def end_retention(self, space: MemorySpace, hashes: Hashes, account: str) -> int:
         return 0
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
@@ -320,8 +374,10 @@ class NoDisk:
     def losses(self) -> dict[str, int]:
         return {}
 
-    def eviction_policy(self, *, evicts_unsafe: bool) -> LruPolicy[Block]:
-        return LruPolicy()
+    def eviction_policy(
+        self, eviction: Eviction, clock: Callable[[], float], *, evicts_unsafe: bool, declines: bool
+    ) -> Policy:
+        return eviction_policy(eviction, declines=declines, clock=clock)
 
 
 Disk: TypeAlias = Persistence | NoDisk

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.share import Share
 from kvtier.cacheserver.later_drops import LaterDrops
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
@@ -25,7 +26,12 @@ class RecoveringStore:
     """`current` is the store, or None while it is down. `condition` guards it, and what the disk's threads share."""
 
     def __init__(
-        self, folder: Path, file_space: int, files: Files | None, share_of: Callable[[str], Share] | None = None
+        self,
+        folder: Path,
+        file_space: int,
+        files: Files | None,
+        share_of: Callable[[str], Share] | None = None,
+        eviction: Eviction = "lru",
     ) -> None:
         self.folder = folder
         self.failures: Counter[str] = Counter()
@@ -38,6 +44,7 @@ class RecoveringStore:
         self._file_space = file_space
         self._files = files
         self._share_of = share_of
+        self._eviction = eviction
         self._failed: DiskStore | None = None
         self._losses_before: Counter[str] = Counter()
         self._drops = LaterDrops()
@@ -47,7 +54,7 @@ class RecoveringStore:
         self.current = self._opened()
 
     def space_of(self, store: DiskStore, space: MemorySpace) -> StoreSpace | None:
-        """The namespace on disk; None when it has blocks of another size there, or nobody may write to it."""
+        """The namespace on disk; None when it has blocks of another size there, or no client may write to it."""
         if space.is_awaited:
             return None
         try:
@@ -158,7 +165,9 @@ class RecoveringStore:
 
     def _opened(self) -> DiskStore:
         """Open the store and say what came back."""
-        store = DiskStore(self.folder, self._file_space, files=self._files, share_of=self._share_of)
+        store = DiskStore(
+            self.folder, self._file_space, files=self._files, share_of=self._share_of, eviction=self._eviction
+        )
         known = store.spaces()
         shown: Sequence[StoreSpace | None] = [space for space in known if len(space.index)] or known[:1] or [None]
         for space in shown:

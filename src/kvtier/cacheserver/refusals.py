@@ -1,4 +1,4 @@
-"""Blocks that were to go to disk and did not: whoever committed them hears of it at the next flush."""
+"""Blocks that were to go to disk and did not: the client that committed them is told at its next flush."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Refusals:
             self._refused[block.index.share.name, reason] += count
 
     def welcome(self, client: ServedClient) -> None:
-        """A new client will hear of what comes, and of what nobody was told of."""
+        """A new client is told of refusals from now on, and of those not reported yet."""
         with self._lock:
             if client.refusals_heard is None:
                 client.refusals_heard = self._told.copy()

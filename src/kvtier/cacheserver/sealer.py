@@ -27,7 +27,7 @@ LATEST_S = 1.0
 
 
 class Sealer:
-    """A thread. It holds no block: the checksum of one that leaves meanwhile is nobody's.
+    """A thread. It holds no block: the checksum of a block that leaves meanwhile is dropped.
 
     A burst of commits is over when there was none for `quiet_s`.
     """
@@ -95,7 +95,7 @@ class Sealer:
             return
         view = self._arena.view(block.start * SLOT_ALIGN_BYTES, space.block_bytes)
         found = checksum_of(space.namespace, block.hash, view)
-        if block.checksum is None:  # nobody has read it meanwhile
+        if block.checksum is None:  # no client has read it meanwhile
             block.checksum = found
 
 

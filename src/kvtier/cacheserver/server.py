@@ -12,9 +12,11 @@ import time
 
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.catalog import Catalog
+from kvtier.cacheserver.cluster_below import NO_CLUSTER, ClusterBelow, SharedCluster
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.connection import ServedConnection
 from kvtier.cacheserver.connection_context import ConnectionContext
+from kvtier.cacheserver.disk_admission import DiskAdmission, WriteBudget
 from kvtier.cacheserver.guests import Guests, LastWords
 from kvtier.cacheserver.metrics_server import MetricsServer
 from kvtier.cacheserver.persistence import NO_DISK, Disk, Persistence
@@ -22,10 +24,12 @@ from kvtier.cacheserver.process_watch import ProcessWatch
 from kvtier.cacheserver.recovering_store import RecoveringStore
 from kvtier.cacheserver.sealer import LATEST_S, NO_SEALER, NoSealer, Sealer
 from kvtier.cacheserver.tenants import Tenant, Tenants
+from kvtier.cacheserver.traffic import Traffic
 from kvtier.errors import ConfigError, LeaseError
 from kvtier.memory.heap import give_back_large_buffers
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.metrics import ServerMetrics
+from kvtier.observe.recent_warnings import RecentWarnings
 from kvtier.sizes import format_size
 from kvtier.stores.cipher import sealing_files
 from kvtier.stores.files import Files
@@ -38,16 +42,19 @@ logger = logging.getLogger(__name__)
 _TOUCH_STEP_BYTES = 64 << 20
 _STOP_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
+_MAX_TOLD_WARNINGS = 20
 
 
 class CacheServer:
     """Listening from construction on; `close` stops it. Every method may be called from any thread."""
 
-    def __init__(self, config: CacheServerConfig, *, files: Files | None = None) -> None:
+    def __init__(
+        self, config: CacheServerConfig, *, files: Files | None = None, warnings: RecentWarnings | None = None
+    ) -> None:
         """Raises `ConfigError`, with nothing left behind, when an address or a certificate cannot be used.
 
         `files` is what the disk store works on, unless it is the operating system's, sealed with the key if there is
-        one.
+        one. `warnings` are those of this process's log, which whoever sees all may read.
         """
         files = sealing_files(config.key_file) if files is None else files
         self._config = config
@@ -66,6 +73,7 @@ class CacheServer:
             file=config.tenants_file,
             token=config.token,
             pinned_share=config.max_pinned_share,
+            retained_share=config.max_retained_share,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_listeners)
@@ -77,6 +85,8 @@ class CacheServer:
             undo.callback(self._arena.close)
             self._disk = self._open_disk(files)
             undo.callback(self._disk.close)
+            cluster = _cluster_below(config, self._arena)
+            undo.callback(cluster.close)
             sealer = self._make_sealer()
             undo.callback(sealer.close)
             self.catalog = Catalog(
@@ -87,27 +97,36 @@ class CacheServer:
                 tenants=self._tenants,
                 disk=self._disk,
                 keeps_stored=config.keeps_memory,
+                eviction=config.eviction,
                 sealer=sealer,
+                cluster=cluster,
             )
             self._metrics = ServerMetrics(
-                self.catalog.inventory.levels, self._disk.losses, self.catalog.inventory.tenant_levels
+                self.catalog.inventory.levels,
+                self._disk.losses,
+                self.catalog.inventory.tenant_levels,
+                cluster.losses,
             )
             if config.metrics is not None:
                 self._metrics_server = MetricsServer(config.metrics, self._metrics.registry)
             undo.pop_all()
         self._disk.start(self.catalog.blocks)
+        cluster.start(self.catalog.blocks, self._disk)
         self._watch = ProcessWatch(self.catalog, config.gone_grace_s, self._look_after)
         self._context = ConnectionContext(
             config,
             self.catalog,
             self._disk,
+            cluster,
             self._arena,
             sealer,
             self._watch,
             self._guests,
             self._metrics,
+            Traffic(memory_bytes, config.file_bytes if config.folder is not None else None, config.eviction),
             self._describe,
             self._count_up,
+            RecentWarnings() if warnings is None else warnings,
         )
         if self._unix is not None:
             self._spawn("kvtier-accept-unix", self._accept, self._unix.sock, None)
@@ -126,6 +145,18 @@ class CacheServer:
     @property
     def metrics_port(self) -> int | None:
         return None if self._metrics_server is None else self._metrics_server.port
+
+    def stats(self) -> dict[str, object]:
+        """All that is counted, as `kvtier cache stats` shows it to the owner."""
+        return self._count_up(self._tenants.owner)
+
+    def miss_curve(self) -> dict[str, object]:
+        """What caches of other sizes would have hit, as `MissCurveRequest` is answered."""
+        return self._context.traffic.curve()
+
+    def newest_notes(self, count: int) -> list[tuple[str, str]]:
+        """What engines said of their last requests: ids and explanations in JSON, the newest first."""
+        return self._tenants.owner.notes.newest(count)
 
     @property
     def unused_s(self) -> float:
@@ -149,6 +180,7 @@ class CacheServer:
             thread.join()
         self._watch.close()
         self._last_words.close()
+        self._context.cluster.close()
         self._disk.close()
         self._context.sealer.close()
         try:
@@ -162,7 +194,7 @@ class CacheServer:
             return NO_DISK
         tenants = self._tenants
         share_of = (lambda name: tenants.owner_of(name).disk) if tenants.has_several else None
-        store = RecoveringStore(config.folder, config.file_bytes, files, share_of)
+        store = RecoveringStore(config.folder, config.file_bytes, files, share_of, config.eviction)
         try:
             store.open()
         except (ConfigError, OSError) as error:
@@ -170,11 +202,13 @@ class CacheServer:
             if config.needs_disk:
                 raise ConfigError(sentence) from error
             logger.warning("starting without the disk, it is tried again: %s", sentence)
-        return Persistence(store, self._arena, fsync=config.fsync, stores_on=config.stores_on)
+        budget = None if config.disk_writes_per_day is None else WriteBudget(config.disk_writes_per_day)
+        admission = DiskAdmission(config.stores_on, budget)
+        return Persistence(store, self._arena, fsync=config.fsync, admission=admission)
 
     def _make_sealer(self) -> Sealer | NoSealer:
         config = self._config
-        if config.tcp is None and config.folder is None:
+        if config.tcp is None and config.folder is None and config.cluster is None:
             return NO_SEALER
         if config.folder is not None and config.stores_on == "commit":
             return Sealer(self._arena, quiet_s=LATEST_S)  # the disk's writers come first, as long as they can
@@ -198,6 +232,7 @@ class CacheServer:
                 "unix": str(config.unix) if config.unix else None,
                 "tcp": f"tcp://{config.tcp.host}:{self.tcp_port}" if config.tcp else None,
                 "folder": str(config.folder) if config.folder else None,
+                "cluster": list(config.cluster.valkey) if config.cluster else None,
             }
         return described
 
@@ -219,8 +254,10 @@ class CacheServer:
             **{name: int(counter.samples[0].value) for name, counter in counters.items()},
             "connections": self._guests.num_clients,
             "disk_losses": self._disk.losses(),
+            "cluster_losses": self._context.cluster.losses(),
             "unsealed_blocks": self._context.sealer.num_queued,
             "namespaces": self.catalog.inventory.spaces(),
+            "warnings": [[one.at, one.level, one.text] for one in self._context.warnings.newest()[:_MAX_TOLD_WARNINGS]],
             **({"tenants": self.catalog.inventory.tenant_levels()} if self._tenants.has_several else {}),
         }
 
@@ -278,7 +315,7 @@ class CacheServer:
         if tls is not None:  # it would have to be let in before it could be told
             connection.discard()
             return
-        # Whoever comes next must not wait until this peer has listened.
+        # The next peer must not wait until this one has read.
         self._last_words.say(sock, encode_frame(0, wire.encode(wire.Failure("refused", sentence))))
 
     def _touch_memory(self) -> None:
@@ -301,6 +338,18 @@ class CacheServer:
             self._metrics_server = None
 
 
+def _cluster_below(config: CacheServerConfig, arena: MappedArena) -> SharedCluster:
+    if config.cluster is None:
+        return NO_CLUSTER
+    return ClusterBelow(
+        config.cluster,
+        arena,
+        shares_on=config.shares_on,
+        write_bytes_per_s=config.share_bytes_per_s,
+        is_last_place=config.folder is None,
+    )
+
+
 def _tls_context(config: CacheServerConfig) -> ssl.SSLContext | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
@@ -308,7 +357,7 @@ def _tls_context(config: CacheServerConfig) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # nothing unasked may arrive on an idle connection
     if config.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_OPTIONAL  # whoever has no certificate needs a token
+        context.verify_mode = ssl.CERT_OPTIONAL  # a peer without a certificate needs a token
         try:
             context.load_verify_locations(config.tls_client_ca)
         except (OSError, ssl.SSLError) as error:

@@ -1,4 +1,4 @@
-"""Who a server serves: tenants with secrets of their own, what each may do, and how much.
+"""The tenants of a server: their secrets, what each may do, and how much.
 
 Processes of this host, and holders of a server's one token, are its owner: they see everything. A tenant of the
 tenants' file sees, matches, drops and pins in its own namespaces alone, whatever it says; what is its own is decided
@@ -30,6 +30,7 @@ from kvtier.transport.byte_budget import ByteBudget
 logger = logging.getLogger(__name__)
 
 MIN_TOKEN_BYTES = 8
+DEFAULT_RETAINED_SHARE = 0.25
 _MAX_TENANTS = 256
 _MAX_CREDENTIALS = 8
 _MAX_NAME_CHARS = 32
@@ -43,9 +44,9 @@ _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 
 
 class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant in the file. Who has a `read_token` or a `read_certificate` may match and read, and no more.
+    """One tenant in the file. A client with a `read_token` or a `read_certificate` may match and read, and no more.
 
-    An admin does everything, in everybody's namespaces, as a process of the server's host.
+    An admin does everything, in all namespaces, as a process of the server's host.
     """
 
     token: str | None = None
@@ -60,6 +61,7 @@ class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     leased: str | int | None = None
     bandwidth: str | int | None = None
     connections: int | None = None
+    retained_share: float | None = None
 
 
 class Holds:
@@ -83,7 +85,7 @@ class Holds:
 
 
 class HoldGroup:
-    """Those who have no memory of their own: together they may hold a part of what is nobody's."""
+    """Tenants without memory of their own: together they may hold a part of the unclaimed memory."""
 
     def __init__(self) -> None:
         self.max_units = 0
@@ -106,12 +108,12 @@ PROCESS_OF_THIS_HOST = Credential(None, None, True)
 
 
 class Tenant:
-    """One who is served. The catalog's lock guards what it holds; `num_connections` is the server's."""
+    """A served tenant. The catalog's lock guards what it holds; `num_connections` is the server's."""
 
     def __init__(self, name: str, notes: Notes | None = None, *, sees_all: bool = False) -> None:
         self.name = name
         self.sees_all = sees_all
-        """It names namespaces as the server keeps them, everybody's."""
+        """Whether it names namespaces as the server does, those of all tenants."""
         self.notes = Notes(_MAX_NOTES, _MAX_NOTE_CHARS) if notes is None else notes
         self.memory = Share(name)
         self.disk = Share(name)
@@ -143,7 +145,7 @@ def split_tagged(name: str) -> tuple[str, str]:
 
 
 class Tenants:
-    """The owner, and those of a file. Thread-safe."""
+    """The owner, and the tenants of a file. Thread-safe."""
 
     def __init__(
         self,
@@ -153,14 +155,19 @@ class Tenants:
         file: Path | None,
         token: bytes | None = None,
         pinned_share: float = 0.5,
+        retained_share: float = DEFAULT_RETAINED_SHARE,
         unit_bytes: int = SLOT_ALIGN_BYTES,
     ) -> None:
-        """`pinned_share` of what is one's own may be pinned. Raises `ConfigError` for a bad file."""
+        """`pinned_share` of what is one's own may be pinned, and `retained_share` of it retained.
+
+        Raises `ConfigError` for a bad file.
+        """
         self.owner = Tenant("", Notes(), sees_all=True)
         self._file = file
         self._memory_bytes = memory_bytes
         self._file_bytes = file_bytes
         self._pinned_share = pinned_share
+        self._retained_share = retained_share
         self._unit_bytes = unit_bytes
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
@@ -171,6 +178,8 @@ class Tenants:
         self.owner.credentials = frozenset(
             {PROCESS_OF_THIS_HOST} if token is None else {PROCESS_OF_THIS_HOST, Credential(token, None, True)}
         )
+        self.owner.memory.max_retained = int(memory_bytes * retained_share) // unit_bytes
+        self.owner.disk.max_retained = int((file_bytes or 0) * retained_share) // unit_bytes
         if file is not None:
             self._signature = _signature_of(file)
             self._apply(_read(file))
@@ -246,6 +255,8 @@ class Tenants:
             self.owner.holds.group = self._rest
             self.owner.memory.max_pinned = int(rest * self._pinned_share) // self._unit_bytes
             self.owner.disk.max_pinned = int(disk_rest * self._pinned_share) // self._unit_bytes
+            self.owner.memory.max_retained = int(rest * self._retained_share) // self._unit_bytes
+            self.owner.disk.max_retained = int(disk_rest * self._retained_share) // self._unit_bytes
             known = self._former | self._tenants
             self._tenants = {}
             for name, section in sections.items():
@@ -271,6 +282,7 @@ class Tenants:
         tenant.disk.quota = _size(section.disk) // self._unit_bytes
         for share in (tenant.memory, tenant.disk):
             share.max_pinned = int(share.quota * self._pinned_share)
+            share.max_retained = int(share.quota * _or(section.retained_share, self._retained_share))
         leased = memory // 2 if section.leased is None else _size(section.leased)
         tenant.holds.max_units = leased // self._unit_bytes if memory else None
         tenant.holds.group = self._rest
@@ -330,6 +342,8 @@ def _check(name: str, section: TenantSection) -> None:
                 raise ConfigError(f"{what}: {error}") from error
     if section.leased is not None and _size(section.leased) > _size(section.memory):
         raise ConfigError("leased must not be more than memory, which is what it is a part of")
+    if section.retained_share is not None and not 0 <= section.retained_share <= 1:
+        raise ConfigError("retained_share must be from 0 to 1: the part of its memory and disk")
     if section.connections is not None and not 0 < section.connections <= 1 << 16:
         raise ConfigError(f"connections must be from 1 to {1 << 16}")
 
@@ -345,6 +359,10 @@ def _credentials_of(section: TenantSection) -> list[Credential]:
         if certificate is not None:
             found.append(Credential(None, certificate, may_write))
     return found
+
+
+def _or(given: float | None, usual: float) -> float:
+    return usual if given is None else given
 
 
 def _size(value: str | int | None) -> int:

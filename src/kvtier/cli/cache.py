@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import click
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.layout import KvLayout, slot_bytes_of
-from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.layout import slot_bytes_of
 from kvtier.cacheserver.tenants import split_tagged
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.client.client import CacheClient
@@ -31,7 +30,7 @@ _LONGEST = 2000
 
 
 class _Cached(Protocol):
-    """One namespace, wherever it is."""
+    """One namespace, in a server or a folder."""
 
     namespace: str
     name: str
@@ -50,7 +49,7 @@ class _Cached(Protocol):
 
 
 def _shown_name(tenant: str, name: str) -> str:
-    """What people call a namespace, whoever has named it."""
+    """A namespace's name, as shown to users."""
     return printable(f"{tenant}: {name}" if tenant else name, _SHOWN_NAME)
 
 
@@ -61,7 +60,7 @@ class _ServerCached:
         self.name = described.name
         self.shown_name = _shown_name(described.tenant, described.name)
         self.block_bytes = described.block_bytes
-        self._block_tokens = described.block_tokens
+        self._described = described
         self.num_blocks = described.blocks
         self.num_disk_blocks = described.disk_blocks
 
@@ -78,12 +77,9 @@ class _ServerCached:
             return client.drop()
 
     def _connect(self) -> CacheClient:
-        """Only while it is needed: there may be more namespaces than a server has connections."""
-        # Any layout of the right size will do: bytes are not looked into. The server shows the tokens to others.
-        tokens = self._block_tokens if self.block_bytes % (2 * self._block_tokens) == 0 else 1
-        head_dim = self.block_bytes // tokens // 2
-        layout = KvLayout(layers=1, kv_heads=1, block_tokens=tokens, head_dim=head_dim, dtype="float8_e4m3fn")
-        return self._reach.connect(_TIMEOUT_S, layout, Namespace(bytes.fromhex(self.namespace)), self.name)
+        """Connected only while needed: there may be more namespaces than a server has connections."""
+        described = self._described
+        return self._reach.connect(_TIMEOUT_S, described.any_layout, described.namespace, self.name)
 
     def pin(self, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         with self._connect() as client:
@@ -117,16 +113,16 @@ class _FolderCached:
 
 
 def _where(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where to look."""
+    """The options for where to look."""
     folder = click.option(
-        "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder no server is on."
+        "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="A folder that no server uses."
     )
     return folder(connection_options(command))
 
 
 @contextlib.contextmanager
 def _opened(folder: Path | None, reach: Reach) -> Iterator[list[_Cached]]:
-    """Every namespace there. One clear sentence for whatever goes wrong."""
+    """Every namespace there. One clear sentence for each error."""
     try:
         with contextlib.ExitStack() as stack:
             if folder is not None:
@@ -165,15 +161,15 @@ def _hashes(cached: _Cached, prefix: str) -> list[BlockHash]:
     return [block_hash for block_hash, _ in cached.blocks() if block_hash.hex().startswith(prefix)]
 
 
-@click.group("cache")
+@click.group("cache", short_help="Inspect and manage cached blocks.")
 def cache() -> None:
-    """Look at and look after what is cached: in a running server, or in its folder while no server is on it."""
+    """Inspect and manage cached blocks: in a running server, or in a folder that no server uses."""
 
 
 @cache.command()
 @_where
 def stat(folder: Path | None, reach: Reach) -> None:
-    """What is there, by namespace."""
+    """Show blocks, bytes and hits by namespace."""
     with _opened(folder, reach) as cached:
         click.echo(f"{'namespace':14} {'name':24} {'block':>10} {'in memory':>10} {'on disk':>10} {'disk bytes':>12}")
         for space in cached:
@@ -184,7 +180,7 @@ def stat(folder: Path | None, reach: Reach) -> None:
             )
 
 
-@cache.command("ls")
+@cache.command("ls", short_help="The blocks of a namespace, and where each is.")
 @click.argument("namespace")
 @_where
 def list_blocks(namespace: str, folder: Path | None, reach: Reach) -> None:
@@ -199,7 +195,7 @@ def list_blocks(namespace: str, folder: Path | None, reach: Reach) -> None:
             click.echo(f"{block_hash.hex()}  {' '.join(places)}")
 
 
-@cache.command()
+@cache.command(short_help="Compare every block on disk with its checksum.")
 @_where
 def verify(folder: Path | None, reach: Reach) -> None:
     """Read every block on disk and compare its checksum. Corrupt ones are named and removed; exit status 1 then."""
@@ -228,12 +224,12 @@ def verify(folder: Path | None, reach: Reach) -> None:
 @click.argument("namespace")
 @_where
 def drop(namespace: str, folder: Path | None, reach: Reach) -> None:
-    """Forget everything of NAMESPACE."""
+    """Drop all blocks of NAMESPACE."""
     with _opened(folder, reach) as cached:
         click.echo(f"{_chosen(cached, namespace).drop()} blocks dropped")
 
 
-@cache.command()
+@cache.command(short_help="Keep blocks of a namespace from eviction.")
 @click.argument("namespace")
 @click.argument("block", default="")
 @click.option("--remove", is_flag=True, help="Stop keeping them.")

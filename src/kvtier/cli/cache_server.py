@@ -8,31 +8,30 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.blocks.eviction import Eviction
+from kvtier.blocks.retention import MAX_TTL_S
+from kvtier.cacheserver.config import DEFAULT_MAX_RETENTION_S, CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
+from kvtier.cacheserver.tenants import DEFAULT_RETAINED_SHARE
+from kvtier.cli.cluster_options import ClusterOptions, cluster_options
+from kvtier.cli.size_parameter import SizeParameter
 from kvtier.errors import ConfigError
-from kvtier.sizes import format_size, parse_size
+from kvtier.observe.recent_warnings import RecentWarnings
+from kvtier.sizes import format_size
 from kvtier.transport.address import TcpAddress, UnixAddress, parse_address, parse_host_port
 from kvtier.transport.listening import is_own_folder, make_private_folder
+
+if TYPE_CHECKING:
+    from kvtier.api.page.standalone import PageServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_WAIT_S = 3600.0
 _SWITCH_S = 0.0005
-"""For which one connection's thread may keep the others waiting, while it works on a long request."""
-
-
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_size(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
+"""How long one connection's thread may keep the others waiting while it works on a long request."""
 
 
 class _HostPort(click.ParamType[TcpAddress]):
@@ -61,18 +60,20 @@ class _Seconds(click.ParamType[float]):
 
 
 def default_socket() -> str:
-    """Where the server listens, and clients look, when nobody says otherwise."""
+    """The server's default socket, where clients look, too."""
     user = os.geteuid()
     if user == 0:
         return "/run/kvtier.sock"
     folder = os.environ.get("XDG_RUNTIME_DIR")
-    if not folder or not is_own_folder(Path(folder)):  # one that came along from another user, as with sudo, is none
+    if not folder or not is_own_folder(Path(folder)):  # a folder of another user, as with sudo, does not count
         folder = f"/tmp/kvtier-{user}"
     return f"{folder}/kvtier.sock"
 
 
-@click.command("cache-server")
-@click.option("--memory", type=_Size(), default="4GiB", show_default=True, help="Most memory for blocks, as in 20GiB.")
+@click.command("cache-server", short_help="Run a cache server for all processes of this host.")
+@click.option(
+    "--memory", type=SizeParameter(), default="4GiB", show_default=True, help="Most memory for blocks, as in 20GiB."
+)
 @click.option(
     "--socket",
     "socket_path",
@@ -84,25 +85,38 @@ def default_socket() -> str:
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Keep blocks on disk too, in this folder, over restarts. Needs --disk.",
+    help="Also keep blocks on disk, in this folder, across restarts. Needs --disk.",
 )
-@click.option("--disk", type=_Size(), default=None, help="Most space for everything in --folder, as in 100GiB.")
-@click.option("--disk-only", is_flag=True, help="Keep blocks on disk alone; --memory is then only what passes through.")
+@click.option("--disk", type=SizeParameter(), default=None, help="Most space for everything in --folder, as in 100GiB.")
+@click.option("--disk-only", is_flag=True, help="Keep blocks on disk only; --memory is then a buffer.")
 @click.option(
     "--store-on",
     type=click.Choice(["commit", "reuse"]),
     default="commit",
     show_default=True,
-    help="When a block goes to disk: at once, or when it is first used again, which spares the SSD.",
+    help="When a block is written to disk: at once, or when it is first used again, which spares the SSD.",
 )
-@click.option("--fsync", is_flag=True, help="Let flush wait for the device, so that a power cut loses nothing either.")
+@click.option(
+    "--disk-writes",
+    type=SizeParameter(),
+    default=None,
+    help="Most bytes written to disk in a day: what is used again goes first.  [default: no limit]",
+)
+@click.option("--fsync", is_flag=True, help="Make flush wait for the device, so that a power cut loses nothing either.")
 @click.option(
     "--encryption-key-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     default=None,
     help="File with a key (32 bytes, or 64 hexadecimal digits): blocks on disk are encrypted.",
 )
-@click.option("--disk-optional", is_flag=True, help="Start in memory when the folder cannot be used, and try it again.")
+@click.option("--disk-optional", is_flag=True, help="If the folder cannot be used, start in memory and keep trying.")
+@click.option(
+    "--eviction",
+    type=click.Choice(["adaptive", "lru"]),
+    default="adaptive",
+    show_default=True,
+    help="Which blocks are evicted: the least recently used, or those least likely to be asked for soon.",
+)
 @click.option(
     "--tcp", type=_HostPort(), default=None, help="Also listen on host:port. Needs --token-file or --tenants."
 )
@@ -123,30 +137,53 @@ def default_socket() -> str:
     "tenants_file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     default=None,
-    help="File (TOML) with the tenants that TCP serves, and what each may have. Read again when it changes.",
+    help="File (TOML) with the tenants of the TCP port and their shares. Reloaded when it changes.",
 )
 @click.option("--tls-cert", type=click.Path(path_type=Path, dir_okay=False), help="Certificate (PEM): TCP speaks TLS.")
 @click.option("--tls-key", type=click.Path(path_type=Path, dir_okay=False), help="Its private key (PEM).")
 @click.option(
     "--tls-client-ca",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Who signs the certificates of tenants (PEM): such a one stands for a token.",
+    help="CA (PEM) that signs the certificates of tenants, which replace tokens.",
 )
 @click.option("--metrics", type=_HostPort(), default=None, help="Serve Prometheus metrics over HTTP on host:port.")
 @click.option(
+    "--page",
+    type=_HostPort(),
+    default=None,
+    help="Show a page about the server on host:port. With --token-file it asks for the token, which other hosts need; "
+    "they get it over HTTPS where there is --tls-cert.",
+)
+@click.option(
     "--max-leased",
-    type=_Size(),
+    type=SizeParameter(),
     default=None,
     help="Most memory one client may hold.  [default: half of --memory]",
 )
-@click.option("--max-frame", type=_Size(), default="256MiB", show_default=True, help="Largest payload of one frame.")
+@click.option(
+    "--retained-share",
+    type=click.FloatRange(0, 1),
+    default=DEFAULT_RETAINED_SHARE,
+    show_default=True,
+    help="The part of memory and disk that clients may have retained.",
+)
+@click.option(
+    "--max-retention",
+    type=click.FloatRange(0, MAX_TTL_S, min_open=True),
+    default=DEFAULT_MAX_RETENTION_S,
+    show_default=True,
+    help="The longest time, in seconds, for which a prefix is retained.",
+)
+@click.option(
+    "--max-frame", type=SizeParameter(), default="256MiB", show_default=True, help="Largest payload of one frame."
+)
 @click.option("--max-connections", type=click.IntRange(1), default=256, show_default=True)
 @click.option(
     "--lease-timeout",
     type=click.FloatRange(0, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds after which a TCP client's lease ends. Leases of local clients never end by a clock.",
+    help="Seconds after which a TCP client's lease ends. Leases of local clients do not time out.",
 )
 @click.option(
     "--touch-memory",
@@ -157,19 +194,23 @@ def default_socket() -> str:
     "--stop-when-unused",
     type=_Seconds(),
     default=None,
-    help="Stop by itself, as on SIGTERM, when no client has been connected for so long, from the start on.",
+    help="Stop, as on SIGTERM, after this many seconds without a connected client, counted from the start.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@cluster_options
+@click.option("-v", "--verbose", is_flag=True, help="Log more.")
 def cache_server(
+    cluster: ClusterOptions,
     memory: int,
     socket_path: str | None,
     folder: Path | None,
     disk: int | None,
     disk_only: bool,
     store_on: Literal["commit", "reuse"],
+    disk_writes: int | None,
     fsync: bool,
     encryption_key_file: Path | None,
     disk_optional: bool,
+    eviction: Eviction,
     tcp: TcpAddress | None,
     token_file: Path | None,
     tcp_secret_file: Path | None,
@@ -178,7 +219,10 @@ def cache_server(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     metrics: TcpAddress | None,
+    page: TcpAddress | None,
     max_leased: int | None,
+    retained_share: float,
+    max_retention: float,
     max_frame: int,
     max_connections: int,
     lease_timeout: float,
@@ -186,29 +230,35 @@ def cache_server(
     stop_when_unused: float | None,
     verbose: bool,
 ) -> None:
-    """Keep KV blocks in memory that all processes on this host share, and on disk if you like.
+    """Keep KV blocks in memory that all processes on this host share, and optionally on disk.
 
     Start it once per host and leave it running:
 
         kvtier cache-server --memory 20GiB
 
     Processes of the same user then reach it with kvtier.connect("unix:PATH") and read and write blocks in its
-    memory without a copy. Other hosts reach it over TCP when you ask for that:
+    memory without a copy. Other hosts can reach it over TCP:
 
         kvtier cache-server --memory 20GiB --tcp 0.0.0.0:7700 --token-file secret
 
-    With a folder, blocks survive restarts and crashes, within a bound:
+    With a folder, blocks survive restarts and crashes, within a size limit:
 
         kvtier cache-server --memory 20GiB --folder /var/cache/kvtier --disk 100GiB
 
-    Ctrl-C or SIGTERM stops it: requests under way are answered and blocks are written to disk first. What is only in
-    memory is gone then.
+    With a Valkey cluster, the servers of several hosts share their blocks:
+
+        kvtier cache-server --memory 20GiB --cluster tls://10.0.0.1:6379,tls://10.0.0.2:6379
+
+    Ctrl-C or SIGTERM stops it: it first answers running requests and writes blocks to disk. Blocks that are only in
+    memory are lost.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    warnings = RecentWarnings()
+    logging.getLogger().addHandler(warnings)
     sys.setswitchinterval(_SWITCH_S)
     # Blocked before any thread starts, so that only sigwait below ever sees them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -230,36 +280,72 @@ def cache_server(
             max_connections=max_connections,
             max_payload_bytes=max_frame,
             max_leased_bytes=max_leased,
+            max_retained_share=retained_share,
+            max_retention_s=max_retention,
             lease_timeout_s=lease_timeout,
             touches_memory=touch_memory,
             folder=folder,
             file_bytes=disk,
             fsync=fsync,
             stores_on=store_on,
+            disk_writes_per_day=disk_writes,
             keeps_memory=not disk_only,
             needs_disk=not disk_optional,
             key_file=encryption_key_file,
+            cluster=cluster.config(),
+            shares_on=cluster.cluster_store_on,
+            eviction=eviction,
+            share_bytes_per_s=cluster.cluster_write_rate,
         )
-        server = CacheServer(config)
+        server = CacheServer(config, warnings=warnings)
+        page_server = _show_page(server, page, f"unix:{path}", config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"kvtier cache server: {format_size(memory)} of memory for blocks")
     if folder is not None and disk is not None:
         click.echo(f"  {format_size(disk)} of disk in {folder}")
+    if config.cluster is not None:
+        click.echo(f"  cluster {config.cluster.valkey[0]}")
     click.echo(f"  unix:{path}")
     if tcp is not None:
         click.echo(f"  tcp://{tcp.host}:{server.tcp_port}{' with TLS' if tls_cert else ''}")
     if metrics is not None:
         click.echo(f"  metrics: http://{metrics.host}:{server.metrics_port}/metrics")
+    if page_server is not None:
+        click.echo(f"  page: {page_server.url}")
     click.echo("ready; Ctrl-C stops it")
     sys.stdout.flush()
     _wait_for_the_end(server, stop_when_unused)
     click.echo("stopping")
+    if page_server is not None:
+        page_server.close()
     server.close()
 
 
+def _show_page(
+    server: CacheServer, address: TcpAddress | None, shown: str, config: CacheServerConfig
+) -> PageServer | None:
+    """Raises `ConfigError` if it cannot be shown; the server is then closed."""
+    if address is None:
+        return None
+    try:
+        from kvtier.api.page.standalone import PageServer  # noqa: PLC0415 - only the page needs the HTTP libraries
+
+        if config.tcp_secret is not None and address.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(f"a page on {address.host} needs --tls-cert: --tcp-secret-file does not encrypt pages")
+        pair = (config.tls_certificate, config.tls_key)
+        certificate = None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
+        return PageServer(address, server, shown, config.token, certificate)
+    except ImportError as error:
+        server.close()
+        raise ConfigError("a page needs pip install 'kvtier[server]'") from error
+    except ConfigError:
+        server.close()
+        raise
+
+
 def _wait_for_the_end(server: CacheServer, stop_when_unused_s: float | None) -> None:
-    """Until a signal says so, or nobody has used the server for that long."""
+    """Run until a signal comes, or the server was unused for this long."""
     if stop_when_unused_s is None:
         signal.sigwait(_SIGNALS)
         return
@@ -270,7 +356,7 @@ def _wait_for_the_end(server: CacheServer, stop_when_unused_s: float | None) -> 
 
 
 def _check_socket_folder(folder: Path) -> None:
-    """Of the default socket: nobody else may be able to put another socket in its place."""
+    """The folder of the default socket: no other user may be able to replace the socket."""
     if folder == Path("/run"):
         return
     make_private_folder(folder)

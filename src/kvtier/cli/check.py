@@ -15,16 +15,16 @@ from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 
 _RUNTIME_FOLDER = Path("RUNTIME")
-"""Stands for the folder that a deployment makes for its sockets when it starts."""
+"""Placeholder for the folder that a deployment makes for its sockets when it starts."""
 
 
-@click.command("check")
+@click.command("check", short_help="Report what a deployment would use, and what is wrong.")
 @click.argument("deployment", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check_command(deployment: Path, as_json: bool) -> None:
-    """Say what DEPLOYMENT would use of this machine, and what keeps it from starting.
+    """Report what DEPLOYMENT would use of this machine, and what keeps it from starting.
 
-    Nothing is started, created or changed. The exit status is 0 when it would start:
+    Nothing is started, created or changed. The exit status is 0 if it would start:
 
         kvtier check deploy.yml && kvtier serve deploy.yml
     """

@@ -1,4 +1,4 @@
-"""`kvtier cluster`: make a cluster of new Valkey servers, where `valkey-cli` is not at hand."""
+"""`kvtier cluster`: make a cluster of new Valkey servers, if `valkey-cli` is not available."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.cli.cluster_options import read_password
+from kvtier.errors import KvtierError
 from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.stores.valkey.creation import create_cluster
 
@@ -18,12 +19,12 @@ def cluster() -> None:
     """Set up a Valkey cluster that engines of several hosts share."""
 
 
-@cluster.command("create")
+@cluster.command("create", short_help="Join new servers to a cluster.")
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
-@click.option("--user", default=None, help="Who may use CLUSTER and CONFIG GET on the nodes.")
+@click.option("--user", default=None, help="A user that may run CLUSTER and CONFIG GET on the nodes.")
 @click.option("--password-file", type=_FILE, default=None, help="File with that user's password.")
-@click.option("--ca-file", type=_FILE, default=None, help="Who signed the nodes' certificates, for TLS.")
-@click.option("--plaintext", is_flag=True, help="Speak to nodes on other hosts without TLS.")
+@click.option("--ca-file", type=_FILE, default=None, help="CA of the nodes' certificates, for TLS.")
+@click.option("--plaintext", is_flag=True, help="Use no TLS with nodes on other hosts.")
 @click.option(
     "--timeout", default=60.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds for them to join."
 )
@@ -35,17 +36,17 @@ def create_command(
     plaintext: bool,
     timeout: float,
 ) -> None:
-    """Join new servers, tls://host:port or tcp://host:port, to a cluster in which each has its share of the slots.
+    """Join new servers, tls://host:port or tcp://host:port, into a cluster and divide the slots among them.
 
         kvtier cluster create tls://10.0.0.1:6379 tls://10.0.0.2:6379 tls://10.0.0.3:6379
 
-    Nothing is changed if one of them does not answer, or is in a cluster already.
+    Nothing is changed if one of them does not answer, or already belongs to a cluster.
     """
     try:
         config = ClusterConfig(
             valkey=nodes,
             user=user,
-            password=_read_password(password_file),
+            password=read_password(password_file),
             ca_file=None if ca_file is None else str(ca_file),
             plaintext=plaintext,
         )
@@ -53,14 +54,3 @@ def create_command(
     except KvtierError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"a cluster of {len(nodes)} nodes, all slots served")
-
-
-def _read_password(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the password in {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"the password in {path} is no text in UTF-8") from error

@@ -1,4 +1,4 @@
-"""The options that say how to reach a running cache server."""
+"""The options for reaching a running cache server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.cli.cache_server import default_socket, read_token
 from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
+from kvtier.deploy.run.served_caches import FoundCache, does_answer, find_caches
+from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _OPTIONS = (
     click.option("--key-file", type=_FILE, help="Its private key."),
-    click.option("--cert-file", type=_FILE, help="Certificate, for a TCP server that knows you by that."),
-    click.option("--ca-file", type=_FILE, help="Who signed, for TLS."),
+    click.option("--cert-file", type=_FILE, help="Client certificate, for a TCP server that requires one."),
+    click.option("--ca-file", type=_FILE, help="CA of the server's certificate, for TLS."),
     click.option("--secret-file", type=_FILE, help="Secret, for a TCP server that encrypts without TLS."),
     click.option("--token-file", type=_FILE, help="Token, for a TCP server."),
-    click.option("--server", default=None, help=f"A running server.  [default: unix:{default_socket()}]"),
+    click.option(
+        "--server",
+        default=None,
+        help=f"A running server.  [default: the one at unix:{default_socket()}, or that of kvtier serve]",
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How a server is reached. `server` is its address, if that was given."""
+    """How to reach a server. `server` is its address, if it was given."""
 
     server: str | None
     token_file: Path | None
@@ -38,9 +45,21 @@ class Reach:
     cert_file: Path | None
     key_file: Path | None
 
-    @property
+    @functools.cached_property
     def address(self) -> str:
-        return self.server or f"unix:{default_socket()}"
+        """The given address, or that of this user's only running server, alone or in a deployment.
+
+        Raises `ConfigError` with all addresses if there are several.
+        """
+        if self.server:
+            return self.server
+        usual = f"unix:{default_socket()}"
+        found = [FoundCache(usual, "kvtier cache-server")] if does_answer(usual) else []
+        found += [one for one in find_caches() if one.address != usual]
+        if len(found) > 1:
+            listed = " or ".join(f"{one.address} ({printable(one.whose)})" for one in found)
+            raise ConfigError(f"{len(found)} cache servers are running here: say which with --server, {listed}")
+        return found[0].address if found else usual
 
     def connect(
         self, timeout_s: float, layout: KvLayout | None = None, namespace: Namespace | None = None, name: str = ""
@@ -60,7 +79,7 @@ class Reach:
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--server` and what opens it; the command gets them as `reach`."""
+    """`--server` and its credentials; the command gets them as `reach`."""
 
     @functools.wraps(command)
     def collected(**given: Any) -> Any:

@@ -1,7 +1,8 @@
-"""`kvtier explain`: why a request, or a prompt, found no more in the cache than it did."""
+"""`kvtier explain`: why a request, or a prompt, had no more hits in the cache."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,21 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import msgspec
 
 from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.engine_socket import engine_socket
 from kvtier.client.client import CacheClient
+from kvtier.deploy.run.served_caches import does_answer, find_engines
+from kvtier.engine.process.asking import ask_parting
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.observe.printable import printable
 from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.parting import Parting
 
 _TIMEOUT_S = 10.0
 _LONGEST = 2000
@@ -39,7 +45,7 @@ class ModelOptions:
     identity: IdentityKind = "sampled"
 
     def fields(self) -> NamespaceFields:
-        """What the engine makes of it, without loading its weights."""
+        """The namespace that the engine would derive, without loading the weights."""
         config = read_config(self.folder)
         dtype = config.dtype if self.dtype == "auto" else self.dtype
         is_dummy = self.load_format == "dummy"
@@ -56,9 +62,10 @@ class ModelOptions:
         )
 
 
-@click.command("explain")
+@click.command("explain", short_help="Say why a request or prompt had no more hits.")
 @click.argument("request_id", required=False)
 @connection_options
+@click.option("--engine", default=None, help="An engine's socket, unix:PATH: ask only where the prompt diverged.")
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="The model's folder, for a prompt.")
 @click.option("--prompt", default=None, help="The prompt's text, as the engine got it.")
 @click.option(
@@ -77,12 +84,13 @@ class ModelOptions:
     type=click.Choice(["sampled", "full"]),
     default="sampled",
     show_default=True,
-    help="How the engine tells weights from others.",
+    help="How the engine identifies its weights.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain_command(
     request_id: str | None,
     reach: Reach,
+    engine: str | None,
     model: Path | None,
     prompt: str | None,
     prompt_file: Path | None,
@@ -97,16 +105,25 @@ def explain_command(
     identity: IdentityKind,
     as_json: bool,
 ) -> None:
-    """Why REQUEST_ID, or a prompt, found no more in the cache than it did.
+    """Say why REQUEST_ID, or a prompt, had no more hits in the cache.
 
-    A request that an engine has reported to the server, by its id:
+    Without --server, it asks the running server of this user, alone or in a deployment. For a request that an engine
+    has reported to the server, give its id:
 
-        kvtier explain --server unix:/tmp/kvtier.sock REQUEST_ID
+        kvtier explain REQUEST_ID
 
-    Or a prompt, as it stands in the server now; give the options that the engine has:
+    For a prompt's state in the server now, give the engine's own options:
 
         kvtier explain --model FOLDER --prompt "Once upon a time" --salt tenant
+
+    The answer also says where the prompt diverged from earlier ones. For engines without a cache server it says only
+    that: it asks the engines of this user's deployments, or the one at a socket:
+
+        kvtier explain --engine unix:/run/kvtier/engine.sock REQUEST_ID
     """
+    if engine is not None:
+        _explain_by_engine(engine, request_id, as_json=as_json)
+        return
     num_prompts = sum(given is not None for given in (prompt, prompt_file, tokens))
     if (request_id is None) == (model is None) or num_prompts != (model is not None):
         raise click.UsageError("Give a request id, or --model with one of --prompt, --prompt-file and --tokens.")
@@ -129,14 +146,18 @@ def explain_command(
             )
             token_ids = _token_ids(model, prompt, prompt_file, tokens)
             ask = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)
+        if reach.server is None and not does_answer(reach.address) and _do_engines_tell(request_id, as_json=as_json):
+            return
         with reach.connect(_TIMEOUT_S) as client:
-            explanation = ask(client)
+            explanation = _with_parting(ask(client), reach.address)
     except (KvtierError, OSError) as error:
         raise click.ClickException(printable(str(error), _LONGEST)) from error
+    if explanation is None and reach.server is None and _do_engines_tell(request_id, as_json=as_json):
+        return
     if explanation is None:
         raise click.ClickException(
             f"{reach.address} has no note of request {printable(str(request_id))}: "
-            "it is too long ago, or its engine does not report there"
+            "it is too old, or its engine does not report there"
         )
     click.echo(explanation.to_json() if as_json else _table(explanation))
 
@@ -154,7 +175,48 @@ def _table(explanation: Explanation) -> str:
         "detail": explanation.detail,
     }
     lines = [f"{name:10} {printable(value, _LONGEST)}" for name, value in rows.items() if value]
-    return "\n".join([*lines, "", printable(explanation.sentence(), _LONGEST)])
+    sentences = [explanation.sentence(), *explanation.retention_sentences(), *explanation.parting_sentences()]
+    return "\n".join([*lines, "", *(printable(sentence, _LONGEST) for sentence in sentences)])
+
+
+def _explain_by_engine(address: str, request_id: str | None, *, as_json: bool) -> None:
+    if request_id is None:
+        raise click.UsageError("Give the id of a request, for --engine.")
+    try:
+        parting = ask_parting(engine_socket(address), request_id, _TIMEOUT_S)
+    except KvtierError as error:
+        raise click.ClickException(printable(str(error), _LONGEST)) from error
+    if parting is None:
+        raise click.ClickException(f"{address} does not know request {printable(request_id)}: it is too old")
+    _show_parting(parting, as_json=as_json)
+
+
+def _do_engines_tell(request_id: str | None, *, as_json: bool) -> bool:
+    """Whether an engine of this user's deployments knows the request; if so, its answer is shown."""
+    for address in find_engines() if request_id is not None else ():
+        with contextlib.suppress(KvtierError):
+            parting = ask_parting(engine_socket(address), str(request_id), _TIMEOUT_S)
+            if parting is not None:
+                _show_parting(parting, as_json=as_json)
+                return True
+    return False
+
+
+def _show_parting(parting: Parting, *, as_json: bool) -> None:
+    sentences = [parting.sentence(), *parting.advice()]
+    text = "\n".join(printable(sentence, _LONGEST) for sentence in sentences)
+    click.echo(msgspec.json.encode(parting).decode() if as_json else text)
+
+
+def _with_parting(explanation: Explanation | None, server: str) -> Explanation | None:
+    """With the engine's own details, if it is on this host and still running."""
+    if explanation is None or not explanation.asked_at or not server.startswith("unix:"):
+        return explanation
+    try:
+        parting = ask_parting(engine_socket(explanation.asked_at), explanation.request_id, _TIMEOUT_S)
+    except KvtierError:
+        return explanation
+    return explanation if parting is None else msgspec.structs.replace(explanation, parting=parting)
 
 
 def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, tokens: str | None) -> list[int]:
@@ -169,7 +231,7 @@ def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, token
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
         except ValueError as error:
-            raise ConfigError(f"{prompt_file} is no text in UTF-8: {error}") from error
+            raise ConfigError(f"{prompt_file} is not text in UTF-8: {error}") from error
     assert prompt is not None
     try:  # not above: it imports transformers, which only a prompt's text needs
         from kvtier.models.tokenizer import Tokenizer  # noqa: PLC0415
@@ -181,7 +243,7 @@ def _token_ids(folder: Path, prompt: str | None, prompt_file: Path | None, token
 
 
 def _dummy_weights(config: ModelConfig, dtype: str, device: str) -> str:
-    """The identity of the dummy weights that an engine makes."""
+    """The identity of the dummy weights that an engine would make."""
     try:  # not above: they import torch, which only dummy weights need
         import torch  # noqa: PLC0415
 

@@ -9,15 +9,21 @@ import click
 _COMMANDS = {
     "cache": "kvtier.cli.cache:cache",
     "cache-server": "kvtier.cli.cache_server:cache_server",
+    "canary": "kvtier.cli.canary:canary_command",
     "check": "kvtier.cli.check:check_command",
     "cluster": "kvtier.cli.cluster:cluster",
     "explain": "kvtier.cli.explain:explain_command",
+    "pack": "kvtier.cli.pack:pack",
+    "plan": "kvtier.cli.plan:plan_command",
+    "prefix": "kvtier.cli.prefix:prefix",
     "serve": "kvtier.cli.serve:serve",
+    "trace": "kvtier.cli.trace:trace",
+    "warm": "kvtier.cli.warm:warm",
 }
 
 
 class _Commands(click.Group):
-    """Loads a command when it is called: a cache server starts without what the others need."""
+    """Loads a command when it is called: a cache server starts without the others' dependencies."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

@@ -1,4 +1,4 @@
-"""Questions and orders about what a server holds; no block's bytes are moved. Thread-safe."""
+"""Questions and orders about the contents of a server; no block's bytes are moved. Thread-safe."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash, split_hashes
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.retention import DEFAULT_PRIORITY, Granted
 from kvtier.client.endpoint import Endpoint
 from kvtier.client.server_connection import joined
 from kvtier.errors import ConfigError, TierError, TierRefused, TierUnavailable
+from kvtier.observe.printable import printable
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
 
 _MAX_NOTES_WAITING = 256
 _MAX_NAMESPACES = 1 << 24
+_MAX_REASON_CHARS = 300
+_NOT_UNDERSTOOD = "a message that cannot be read"
+"""A server's answer to an unknown message."""
 
 
 class Note(Protocol):
-    """Something to be said of a request."""
+    """A note on a request."""
 
     @property
     def request_id(self) -> str: ...
@@ -30,20 +36,31 @@ class Note(Protocol):
 
 
 class ServerAdmin:
-    """About a server, any of its namespaces, and the requests that it keeps notes on."""
+    """Questions about a server, any of its namespaces, and the requests that it keeps notes on."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._note_places = threading.Semaphore(_MAX_NOTES_WAITING)
 
-    def document(self, request: wire.InfoRequest | wire.StatsRequest) -> dict[str, object]:
+    def traffic(self, prompts_from: int) -> dict[str, object]:
+        """Raises `TierUnavailable` if the server is too old for the question, which also ends the connection."""
+        try:
+            return self.document(wire.MissCurveRequest(prompts_from))
+        except TierUnavailable as error:
+            if _NOT_UNDERSTOOD not in str(error):
+                raise
+            raise TierUnavailable(
+                "the cache server is older than this command, and keeps no record of traffic"
+            ) from error
+
+    def document(self, request: wire.InfoRequest | wire.StatsRequest | wire.MissCurveRequest) -> dict[str, object]:
         document = json.loads(self._endpoint.call(request, wire.Document).text)
         if not isinstance(document, dict):
             raise TierUnavailable("the server answered with something else than a document")
         return document
 
     def described_namespaces(self) -> list[dict[str, object]]:
-        """All of them as the server describes them, page by page."""
+        """All of them, as described by the server, page by page."""
         found: dict[object, dict[str, object]] = {}
         first = 0
         while page := json.loads(self._endpoint.call(wire.SpacesRequest(first), wire.Document).text):
@@ -84,12 +101,29 @@ class ServerAdmin:
         self._note_places.release()
         try:
             self._endpoint.call(request, wire.Done)
-        except TierError as error:  # lost: nobody waits for it
+        except TierError as error:  # lost: its caller is gone
             self._endpoint.counts.failed(error)
 
 
+@dataclass(frozen=True, slots=True)
+class AskedRetention:
+    """Retention for `ttl_s` seconds; 0 ends what `account` has retained. See `wire.RetainRequest`."""
+
+    ttl_s: int
+    priority: int = DEFAULT_PRIORITY
+    account: str = ""
+    account_bytes: int = 0
+
+    def request(self, space: int, hashes: bytes) -> wire.RetainRequest:
+        """Raises `ConfigError` for values that no server would accept."""
+        try:
+            return wire.RetainRequest(space, hashes, self.ttl_s, self.priority, self.account, self.account_bytes)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
+
 class NamespaceAdmin:
-    """About the blocks of one namespace, which `endpoint` opens."""
+    """Questions and orders about the blocks of one namespace, which `endpoint` opens."""
 
     def __init__(self, endpoint: Endpoint, block_bytes: int) -> None:
         self._endpoint = endpoint
@@ -110,7 +144,7 @@ class NamespaceAdmin:
         return flags + [False] * (len(hashes) - len(flags))
 
     def change(self, order: Callable[[int, bytes], wire.Request], hashes: Sequence[BlockHash]) -> int:
-        """Give an order about `hashes`, made of a space and a run of hashes. Returns how many blocks it changed."""
+        """Give an order about `hashes`, made from a space and a run of hashes. Returns how many blocks it changed."""
         deadline = self._endpoint.deadline()
         total = 0
         for first in range(0, max(1, len(hashes)), MAX_HASHES):
@@ -118,6 +152,22 @@ class NamespaceAdmin:
                 request = order(connection.space, joined(hashes[first : first + MAX_HASHES]))
                 total += connection.call(request, wire.Counted, deadline).count
         return total
+
+    def retain(self, hashes: Sequence[BlockHash], asked: AskedRetention, timeout_s: float | None = None) -> Granted:
+        """Also raises `TierRefused` if the server's release does not support this."""
+        deadline = self._endpoint.deadline(timeout_s)
+        num_kept, ttl_s = 0, float(asked.ttl_s)
+        for first in range(0, max(1, len(hashes)), MAX_HASHES):
+            part = hashes[first : first + MAX_HASHES]
+            with self._endpoint.connection(deadline) as connection:
+                if not connection.can_retain:
+                    raise TierRefused("the cache server is of a release that knows no retention")
+                reply = connection.call(asked.request(connection.space, joined(part)), wire.Retained, deadline)
+            num_kept += min(reply.count, len(part))
+            ttl_s = min(ttl_s, reply.ttl_s)
+            if reply.count < len(part) and asked.ttl_s:
+                break
+        return Granted(num_kept, ttl_s, printable(reply.reason, _MAX_REASON_CHARS))
 
     def list_blocks(self) -> list[tuple[BlockHash, int]]:
         found: dict[BlockHash, int] = {}

@@ -1,4 +1,4 @@
-"""A client's own thread, for one server: reconnects once the server is down, and does what callers put off.
+"""A client's own thread for one server: reconnects after an outage, and does work that callers deferred.
 
 Thread-safe. The thread starts with the first need.
 """
@@ -42,21 +42,21 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Raises `TierUnavailable` when this client is closed or its server is down."""
+        """Raises `TierUnavailable` if this client is closed or its server is down."""
         if self.is_closed:
             raise TierUnavailable("this client is closed")
         if self._breaker.is_open:
             raise TierUnavailable(f"cache server {self._address} is down; it is tried again in the background")
 
     def do_later(self, chore: Callable[[], object]) -> None:
-        """Run `chore` on this thread. A chore that raises `TierUnavailable` or `TierTimeout` is tried again."""
+        """Run `chore` on this thread. A chore that raises `TierUnavailable` or `TierTimeout` is retried."""
         with self._condition:
             if not self.is_closed:
                 self.chores.append(chore)
                 self.wake()
 
     def forget(self, chore: Callable[[], object]) -> None:
-        """As `do_later`, from the garbage collector: takes no lock; the chore is done with the next thing that is."""
+        """Like `do_later`, for the garbage collector: takes no lock; the chore is done along with the next one."""
         self.chores.append(chore)
 
     def wake(self) -> None:
@@ -67,7 +67,7 @@ class Background:
             self._condition.notify_all()
 
     def wait_for_chores(self, deadline: float) -> None:
-        """Until what was put off before is done. Raises `TierTimeout`, or `TierUnavailable` once the server is down."""
+        """Wait until earlier chores are done. Raises `TierTimeout`, or `TierUnavailable` once the server is down."""
         self.check()
         if not self.chores:
             return
@@ -79,13 +79,13 @@ class Background:
                 raise TierTimeout("deferred work is not done within the deadline")
 
     def close(self) -> None:
-        """What is still put off is tried once more, and left."""
+        """Deferred chores are tried once more, then dropped."""
         with self._condition:
             self.is_closed = True
             self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            # If it is trying to reach a server that is down, it ends by itself when that has failed.
+            # If it is trying to reach a server that is down, it ends by itself once that fails.
             thread.join(_ENDING_S if self._breaker.is_open else None)
 
     def forget_parent(self) -> None:

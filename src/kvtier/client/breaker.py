@@ -8,7 +8,7 @@ _MAX_TIMEOUTS = 3
 
 
 class Breaker:
-    """Opens at once for a peer that is gone, after three time-outs in a row for one that is slow."""
+    """Opens at once if the peer is gone, and after three time-outs in a row if it is slow."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Breaker:
             self._num_timeouts = 0
 
     def fail(self, *, timed_out: bool) -> bool:
-        """Note a failure. Returns True when this one opened the breaker."""
+        """Note a failure. Returns True if this one opened the breaker."""
         with self._lock:
             if self._is_open:
                 return False
@@ -36,7 +36,7 @@ class Breaker:
             return True
 
     def close(self) -> None:
-        """The peer is well again."""
+        """The peer works again."""
         with self._lock:
             self._is_open = False
             self._num_timeouts = 0

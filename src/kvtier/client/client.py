@@ -1,18 +1,20 @@
 """The client of one cache server: match, get, set and the rest, over shared memory or TCP. Thread-safe.
 
-What serves a request (match, get, stream_get, set, contains) never raises for a server that is dead, slow or full: it
-answers with less, and counts why. What an operator asks for (info, stats, pin, drop, flush) raises.
+Calls on behalf of a request (match, get, stream_get, set, contains) never raise if the server is dead, slow or full:
+they answer with less, and count why. Calls of an operator (info, stats, pin, drop, flush) raise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, Self
 
 from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace
-from kvtier.client.admin import NamespaceAdmin, Note, ServerAdmin
+from kvtier.blocks.retention import DEFAULT_PRIORITY, Granted
+from kvtier.client.admin import AskedRetention, NamespaceAdmin, Note, ServerAdmin
 from kvtier.client.endpoint import Endpoint
 from kvtier.client.known_namespace import KnownNamespace, read_namespaces
 from kvtier.client.local import LocalBlocks
@@ -34,12 +36,12 @@ _FLUSH_S = 60.0
 
 
 class CacheClient:
-    """Of one server. Without a layout it can only be asked about the server and what it holds.
+    """The client of one server. Without a layout, it can only be asked about the server and its contents.
 
     `hashes` are those of a prompt's blocks in order.
     """
 
-    # As large as it is, since all that a program may ask of a server is asked here; each is a line or two.
+    # As large as it is, since every call to a server is here; each is a line or two.
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class CacheClient:
         metrics: TierMetrics,
         fields: str = "",
     ) -> None:
-        """`fields` is what `namespace` covers, as JSON, for people to read in the server's `info`."""
+        """`fields` is what `namespace` covers, as JSON, for users to read in the server's `info`."""
         opening = None
         if layout is not None and namespace is not None:
             opening = wire.Open(namespace, name, layout.block_bytes, layout.block_tokens, fields)
@@ -87,19 +89,19 @@ class CacheClient:
 
     @property
     def has_disk(self) -> bool:
-        """The server said so when a connection was made; False until then."""
+        """As reported by the server when a connection was made; False until then."""
         return self._endpoint.has_disk
 
     @property
     def num_returns(self) -> int:
-        """How often the server was away and came back, the same or another one."""
+        """How often the server was away and came back, the same one or another."""
         return self._endpoint.background.num_returns
 
     @property
     def arena(self) -> MappedArena:
-        """The server's memory as this process maps it: what lease offsets are places in, and what CUDA registers.
+        """The server's memory as this process maps it: lease offsets are places in it, and CUDA registers it.
 
-        Another one after the server was restarted. Raises `TierUnavailable` without a server on this host.
+        After a restart of the server, it is another one. Raises `TierUnavailable` unless the server is on this host.
         """
         return self._endpoint.mapping.arena
 
@@ -108,19 +110,26 @@ class CacheClient:
         return block_hashes(self._namespace or _no_layout(), tokens, self.layout.block_tokens)
 
     def ping(self) -> None:
-        """Raises a `TierError` when the server does not answer or refuses this client."""
+        """Raises a `TierError` if the server does not answer or refuses this client."""
         self._endpoint.call(wire.Ping(), wire.Done)
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """Report all hashes of a prompt so far, from its first block on. Never waits.
+
+        For a server above a cluster, which finds blocks by their places: it is sent the place of part of a prompt.
+        """
+        self._endpoint.places.learn(hashes)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """Lease the longest cached prefix. Empty, never an exception, when the server does not answer."""
+        """Lease the longest cached prefix. Empty, never an exception, if the server does not answer."""
         return (self._blocks or _no_layout()).match(hashes, timeout_s)
 
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """As `match`, but reads nothing from disk: the lease is on what is in memory, and counts what could be read.
+        """Like `match`, but reads nothing from disk: leases blocks in memory, and counts those that could be read.
 
-        A later match of just those blocks, or of some of them, reads and leases them.
+        A later match of exactly those blocks, or of some of them, reads and leases them.
         """
         return (self._blocks or _no_layout()).match(hashes, timeout_s, is_lazy=True)
 
@@ -131,7 +140,7 @@ class CacheClient:
     def stream_get(
         self, hashes: Sequence[BlockHash], into: Sequence[Buffer] | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """The longest cached prefix a block at a time, as `(position, view)`, each as soon as it is there.
+        """The longest cached prefix a block at a time, as `(position, view)`, each as soon as it has arrived.
 
         The view is `into[position]`, filled; without `into` it is valid until the next step only.
         """
@@ -155,10 +164,10 @@ class CacheClient:
         deferred: bool = False,
         timeout_s: float | None = None,
     ) -> int:
-        """Store blocks; returns how many were written (those already there are not written again).
+        """Store blocks; returns how many were written (blocks already stored are not written again).
 
-        When it returns the caller's buffers are free. With `deferred` it returns before the server has confirmed;
-        `flush` waits for that. Raises `TierFull` when there was room for none of them.
+        On return, the caller may reuse its buffers. With `deferred`, it returns before the server has confirmed;
+        `flush` waits for that. Raises `TierFull` if there was room for none of them.
         """
         return len(self.store(hashes, blocks, deferred=deferred, timeout_s=timeout_s))
 
@@ -170,7 +179,7 @@ class CacheClient:
         deferred: bool = False,
         timeout_s: float | None = None,
     ) -> list[int]:
-        """As `set`, but returns the positions that were written."""
+        """Like `set`, but returns the positions that were written."""
         store = (self._blocks or _no_layout()).store
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
@@ -189,10 +198,10 @@ class CacheClient:
         return stored
 
     def reserve(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Reservation:
-        """Slots in the server's arena for the absent ones of `hashes`, to be written in place.
+        """Slots in the server's arena for the absent blocks of `hashes`, to be written in place.
 
-        Only for a server on this host. Raises `TierFull` when some are absent and there is room for none, and
-        `TierError` when the server does not answer.
+        Only for a server on this host. Raises `TierFull` if some are absent and there is room for none, and `TierError`
+        if the server does not answer.
         """
         blocks = self._blocks or _no_layout()
         if isinstance(blocks, RemoteBlocks):
@@ -202,14 +211,34 @@ class CacheClient:
     # --- operating -------------------------------------------------------------------------------------------------
 
     def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Keep what is cached of `hashes` until `unpin` or `drop`. Returns how many blocks."""
+        """Keep the cached blocks of `hashes` until `unpin` or `drop`. Returns how many blocks."""
         return (self._admin or _no_layout()).change(lambda space, part: wire.PinRequest(space, part, True), hashes)
 
     def unpin(self, hashes: Sequence[BlockHash]) -> int:
         return (self._admin or _no_layout()).change(lambda space, part: wire.PinRequest(space, part, False), hashes)
 
+    def retain(
+        self,
+        hashes: Sequence[BlockHash],
+        ttl_s: float,
+        *,
+        priority: int = DEFAULT_PRIORITY,
+        account: str = "",
+        account_bytes: int = 0,
+        timeout_s: float | None = None,
+    ) -> Granted:
+        """Keep the leading ones of `hashes`, cached or not, from eviction for `ttl_s` seconds, within a budget.
+
+        `account` is one of this client's own callers, which may have `account_bytes` retained; 0 means no limit but
+        this client's. If the budget is used up, blocks that the account has retained with a lower `priority` make room.
+        """
+        if not math.isfinite(ttl_s) or ttl_s < 0:
+            raise ConfigError(f"ttl_s must be a number of seconds, not {ttl_s}")
+        asked = AskedRetention(math.ceil(ttl_s), priority, account, account_bytes)
+        return (self._admin or _no_layout()).retain(hashes, asked, timeout_s)
+
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        """Forget `hashes`, or everything of this namespace. Returns how many blocks went."""
+        """Drop `hashes`, or everything in this namespace. Returns how many blocks were dropped."""
         if hashes is not None and not hashes:
             return 0
         return (self._admin or _no_layout()).change(wire.DropRequest, hashes or ())
@@ -219,11 +248,11 @@ class CacheClient:
         return (self._admin or _no_layout()).list_blocks()
 
     def verify(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Have the server read these from its disk; False where a block was not what was written. It is gone then."""
+        """Have the server read these from its disk; False for a corrupt block, which is then dropped."""
         return (self._admin or _no_layout()).verify(hashes)
 
     def flush(self, *, timeout_s: float | None = None) -> None:
-        """Wait until all that was set before, deferred too, is in the cache."""
+        """Wait until everything set before, including deferred blocks, is in the cache."""
         deadline = self._endpoint.deadline(timeout_s) + (0 if timeout_s is not None else _FLUSH_S)
         self._endpoint.background.wait_for_chores(deadline)
         self._endpoint.call(wire.Flush(), wire.Done, deadline)
@@ -234,6 +263,17 @@ class CacheClient:
     def stats(self) -> dict[str, object]:
         return self._server.document(wire.StatsRequest())
 
+    def miss_curve(self) -> dict[str, object]:
+        """What share of the prompts so far a cache of any size would have hit with LRU eviction (`docs/protocol.md`).
+
+        Raises `TierError` if the server does not know the question, or does not accept this client as an admin.
+        """
+        return self._server.traffic(0)
+
+    def asked_prompts(self, first: int) -> dict[str, object]:
+        """The prompts that all clients ask for, from number `first` (at least 1) on; ask again within a minute."""
+        return self._server.traffic(first)
+
     def namespaces(self) -> list[KnownNamespace]:
         """Every namespace that is cached or in use."""
         return read_namespaces(self._server.described_namespaces())
@@ -243,7 +283,7 @@ class CacheClient:
         return self._server.presence(namespace, hashes)
 
     def look(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[int]:
-        """As `presence`, of this client's namespace, for a request: LISTED_DOWN when the server does not answer."""
+        """Like `presence`, for a request in this client's namespace: LISTED_DOWN if the server does not answer."""
         try:
             return self._server.presence(self._namespace or _no_layout(), hashes, timeout_s)
         except TierError as error:
@@ -251,15 +291,15 @@ class CacheClient:
             return [wire.LISTED_DOWN] * len(hashes)
 
     def note(self, note: Note) -> None:
-        """Nothing is noted while the server is down, or more than a note may be, or many are on their way."""
+        """Nothing is noted while the server is down, if the note is too long, or if many are on their way."""
         self._server.note(note)
 
     def noted(self, request_id: str) -> str | None:
-        """What was noted of a request, unless it is too long ago."""
+        """The note on a request, unless it is too old."""
         return self._server.noted(request_id)
 
     def close(self) -> None:
-        """Give back every lease and disconnect. Leases still open must not be used any more."""
+        """Give back every lease and disconnect. Leases still open must no longer be used."""
         self._transfers.close()
         self._endpoint.close()
 

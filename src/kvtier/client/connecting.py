@@ -31,14 +31,16 @@ def connect(
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS,
     metrics: TierMetrics | None = None,
     must_answer: bool = True,
+    takes_declines: bool = False,
 ) -> CacheClient:
     """A client of the cache server at `unix:/path` or `tcp://host:port`.
 
-    `layout` is the shape of a block and `namespace` what it belongs to; `name` is what people see in `stats`. Over TCP
-    a `token` is needed, or a `certificate` with its `key`; `ca_file` turns TLS on, and `secret` encrypts without TLS if
-    the server was given the same. Raises `ConfigError` for what cannot work and `TierRefused` when the server refuses
-    this client. With `must_answer`, raises `TierUnavailable` or `TierTimeout` when it does not answer now; without, the
-    client comes back empty-handed until it does.
+    `layout` is the shape of a block and `namespace` its namespace; `name` is shown in `stats`. Over TCP, a `token` is
+    needed, or a `certificate` with its `key`; `ca_file` turns TLS on, and `secret` encrypts without TLS if the server
+    has the same. Raises `ConfigError` for impossible settings and `TierRefused` if the server refuses this client. With
+    `must_answer`, raises `TierUnavailable` or `TierTimeout` if it does not answer now; without, the client finds
+    nothing until it does. With `takes_declines`, as engines have it, a full server need not store a block that is less
+    likely to be asked for than those it has.
     """
     check_is_one("connect()", address)
     options = ClientOptions(
@@ -50,6 +52,7 @@ def connect(
         timeout_s=timeout_s,
         max_connections=max_connections,
         transfer_connections=transfer_connections,
+        takes_declines=takes_declines,
     )
     client = CacheClient(
         parse_address(address),
@@ -70,7 +73,7 @@ def connect(
 
 
 def _namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout | None) -> Namespace | None:
-    """The digest to use. Raises `ConfigError` where layout and namespace do not belong together."""
+    """The digest to use. Raises `ConfigError` if layout and namespace do not belong together."""
     if layout is None:
         if fields is not None:
             raise ConfigError("a namespace needs a layout: pass layout= too")
@@ -87,7 +90,7 @@ def _namespace_of(fields: Namespace | NamespaceFields | None, layout: KvLayout |
 
 
 def _fields_text(fields: Namespace | NamespaceFields | None) -> str:
-    """What to tell a server of a namespace: nothing where only its digest is known, or where it would be too much."""
+    """What to tell a server about a namespace: nothing if only its digest is known, or if it would be too much."""
     if not isinstance(fields, NamespaceFields):
         return ""
     text = json.dumps(fields.document(), separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""One cache server as a client sees it: what a caller needs to talk to it, and to go on when it is gone. Thread-safe.
+"""One cache server from a client's side: everything needed to talk to it, and to continue when it is gone. Thread-safe.
 
 The parts: `pool` has the connections, `mapping` the server's memory, `breaker` knows whether the server is down, and
-`background` reconnects and does what was put off.
+`background` reconnects and does deferred work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvtier.client.breaker import Breaker
 from kvtier.client.mapping import ArenaMapping
 from kvtier.client.options import ClientOptions
 from kvtier.client.pool import AllBusy, ConnectionPool
+from kvtier.client.prompt_places import PromptPlaces
 from kvtier.client.server_connection import NO_KEYS, Keys, ServerConnection
 from kvtier.errors import BlockCorrupt, ProtocolError, TierError, TierFull, TierRefused, TierTimeout, TierUnavailable
 from kvtier.observe.log_limit import LogLimit
@@ -76,7 +77,7 @@ class ServerCounts:
 
 
 class Endpoint:
-    """Connections to `address`. `opening` is said on each of them, unless it is None."""
+    """Connections to `address`. `opening` is sent on each of them, unless it is None."""
 
     def __init__(
         self, address: Address, opening: wire.Open | None, options: ClientOptions, metrics: TierMetrics
@@ -87,22 +88,23 @@ class Endpoint:
         self.breaker = Breaker()
         self.counts = ServerCounts(metrics, str(address))
         self.mapping = ArenaMapping(address)
+        self.places = PromptPlaces()
         self.background = Background(address, self.breaker, self._reconnect, self.counts.failed)
         self._pool = ConnectionPool(self._connect, options.max_connections)
         self._opening = opening
-        keys = Keys(options.token, options.secret, options.tls())  # certificates that cannot be read are told
+        keys = Keys(options.token, options.secret, options.tls())  # unreadable certificates are reported now
         self._keys = NO_KEYS if self.is_local else keys
-        self._timeout_s = options.timeout_s
+        self._options = options
         self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
         self._has_connected = False
         self.numbers = itertools.count(1)  # for leases and reservations
         _endpoints.add(self)
 
     def deadline(self, timeout_s: float | None = None, nbytes: int = 0) -> float:
-        """For a call within `timeout_s`, or within this client's time-out, which a transfer of `nbytes` extends."""
+        """The deadline of a call within `timeout_s`, or within this client's time-out plus time for `nbytes`."""
         if timeout_s is not None:
             return time.monotonic() + timeout_s
-        return time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+        return time.monotonic() + self._options.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
     def call(self, request: wire.Request, reply_type: type[_Reply], deadline: float | None = None) -> _Reply:
         deadline = self.deadline() if deadline is None else deadline
@@ -127,26 +129,26 @@ class Endpoint:
                 self._note(error)
             raise
         except (AllBusy, BlockCorrupt):
-            raise  # our own doing, or one block's: the server is well
+            raise  # our own mistake, or one block's: the server works
         except TierError as error:
             self._note(error)
             raise
-        except ProtocolError as error:  # a server that breaks the protocol is one that cannot be used
+        except ProtocolError as error:  # a server that breaks the protocol is unusable
             self._note(error)
             raise TierUnavailable(str(error)) from error
         finally:
             if connection is not None:
                 self._pool.give_back(connection, is_usable)
-                if self.background.chores:  # forgotten ones are not begun by themselves
+                if self.background.chores:  # forgotten ones do not start by themselves
                     self.background.wake()
 
     def close(self) -> None:
-        """Finish what was put off, give everything back and disconnect. Safe to call twice."""
+        """Finish deferred work, give everything back and disconnect. Safe to call twice."""
         if self.background.is_closed:
             return
         with contextlib.suppress(TierError):
             self.background.wait_for_chores(time.monotonic() + _CONNECT_S)
-        # Only then may the server give the memory to somebody else.
+        # Only then may the server give the memory to others.
         if self.mapping.stop_use(_CONNECT_S):
             self._say_goodbye()
         self.background.close()
@@ -162,18 +164,21 @@ class Endpoint:
         self._holder = secrets.token_bytes(wire.HOLDER_BYTES)
 
     def _say_goodbye(self) -> None:
-        """Tell a living server that nothing of its memory is used here any more."""
+        """Tell a living server that none of its memory is used here any longer."""
         if not self.breaker.is_open and self._has_connected:
             with contextlib.suppress(TierError, ProtocolError, TierFull):
                 self.call(wire.Bye(), wire.Done, time.monotonic() + _CONNECT_S)
 
     def _connect(self, deadline: float) -> ServerConnection:
-        connection = ServerConnection(self.address, self._holder, deadline, self._keys)
+        connection = ServerConnection(
+            self.address, self._holder, deadline, self._keys, takes_declines=self._options.takes_declines
+        )
         try:
             if self.is_local and self.mapping.attach(connection):
                 self._pool.close_idle()
             self._has_connected = True
             self.has_disk = connection.welcome.has_disk
+            self.places.meet(connection)
             if self._opening is not None:
                 connection.space = connection.call(self._opening, wire.Opened, deadline).space
             return connection

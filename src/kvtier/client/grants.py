@@ -1,4 +1,4 @@
-"""What a server grants for a while: a lease on blocks, or a reservation of slots. Thread-safe."""
+"""Grants of a server: a lease on blocks, or a reservation of slots. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvtier.wire import messages as wire
 
 
 class Grant:
-    """A lease or reservation under a number of the client's own, ended by `ending`. Enter it to ask for it.
+    """A lease or reservation under a number chosen by the client, ended by `ending`. Enter it to ask for it.
 
-    After an error inside, an interrupt too, it is ended as soon as the server answers: the server may have granted it,
+    After an error inside, even an interrupt, it is ended as soon as the server answers: the server may have granted it,
     unless it refused.
     """
 
@@ -37,14 +37,14 @@ class Grant:
         return self._server_id == connection.welcome.server_id
 
     def end(self) -> None:
-        """Now, or as soon as the server answers again."""
+        """End it now, or as soon as the server answers again."""
         try:
             self._end_now()
         except TierError:
             self._endpoint.background.do_later(self._end_now)
 
     def forget(self) -> None:
-        """As `end`, from the garbage collector."""
+        """Like `end`, for the garbage collector."""
         self._endpoint.background.forget(self._end_now)
 
     def _end_now(self) -> None:

@@ -18,7 +18,7 @@ _PART_BYTES = 32 << 20
 
 
 class LocalBlocks(ServerBlocks):
-    """Leases and reservations have views of these blocks, which cost no copy."""
+    """Leases and reservations have views of these blocks, without a copy."""
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[Buffer], timeout_s: float | None) -> int:
         with self.match(hashes, timeout_s) as lease:
@@ -41,7 +41,7 @@ class LocalBlocks(ServerBlocks):
     def store(
         self, hashes: Sequence[BlockHash], blocks: list[memoryview], deferred: bool, timeout_s: float | None
     ) -> list[int]:
-        """Copy, then commit; by parts if the server has a disk, which writes the first while the next are copied.
+        """Copy, then commit; in parts if the server has a disk, so that it writes the first while the next are copied.
 
         Returns the positions that were written.
         """
@@ -90,7 +90,7 @@ class LocalBlocks(ServerBlocks):
     def _commit(
         self, grant: Grant, parts: Sequence[slice], fill: Callable[[slice], None] | None = None, nbytes: int = 0
     ) -> int:
-        """The server hears of a part while `fill` copies the next; its answers are read at the end."""
+        """A part is reported to the server while `fill` copies the next; its answers are read at the end."""
         deadline = self._endpoint.deadline(None, nbytes)
         with self._endpoint.connection(deadline) as connection:
             if not grant.is_held_by(connection):
@@ -106,11 +106,11 @@ class LocalBlocks(ServerBlocks):
     def _commit_quietly(self, reservation: Reservation, part: slice) -> None:
         try:
             reservation.commit(part.start, part.stop - part.start)
-        except TierError as error:  # nothing to try again: the slots go back when the reservation is closed
+        except TierError as error:  # nothing to retry: the slots go back when the reservation is closed
             self._endpoint.counts.failed(error)
 
     def _parts_to_commit(self, count: int) -> list[slice]:
-        """All at once, unless there is a disk: then small parts first, so that it begins at once, and larger ones."""
+        """One part, unless there is a disk: then small parts first, so that it begins at once, then larger ones."""
         if count and not self._endpoint.has_disk:
             return [slice(0, count)]
         parts: list[slice] = []

@@ -35,9 +35,9 @@ class ArenaMapping:
         return mapped[1]
 
     def attach(self, connection: ServerConnection) -> bool:
-        """Map the arena that came with a new connection. True when the server is another one than before.
+        """Map the arena that came with a new connection. True if the server is not the same as before.
 
-        The arena before it stays mapped as long as leases on it keep their views.
+        The previous arena stays mapped as long as leases on it keep their views.
         """
         fd = connection.take_arena_fd()
         with self._lock:
@@ -51,7 +51,7 @@ class ArenaMapping:
             return True
 
     def stop_use(self, timeout_s: float) -> bool:
-        """True once no copy reads or writes the arena any more, and none ever will."""
+        """True once no copy reads or writes the arena, and none ever will."""
         return self._mapped is None or self._mapped[1].stop_use(timeout_s)
 
     def close(self) -> None:
@@ -62,5 +62,5 @@ class ArenaMapping:
                 self._mapped[1].close()
 
     def forget_parent(self) -> None:
-        """In a forked child, which has the mapping too: the parent's lock is not ours."""
+        """In a forked child, which also has the mapping: the parent's lock is not ours."""
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How a client talks to its cache server."""
+"""Settings for talking to a cache server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ DEFAULT_TRANSFER_CONNECTIONS = min(4, max(2, (os.cpu_count() or 1) // 4))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How to talk to a cache server.
+    """Settings for talking to a cache server.
 
-    `timeout_s` bounds every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
-    transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and names who
-    signed the server's certificate; without TLS, `secret` encrypts, if the server has the same. `certificate` and `key`
-    are this client's own, if the server knows it by them.
+    `timeout_s` limits every call; a transfer gets a second more per 64 MB. `transfer_connections` share one large
+    transfer over TCP: by default one for every four cores, from two to four. `ca_file` turns TLS on and is the
+    authority that signed the server's certificate; without TLS, `secret` encrypts, if the server has the same.
+    `certificate` and `key` are this client's own, if the server identifies it by them. Without `takes_declines`, the
+    server stores all blocks that it has room for; with it, it may keep others that are likelier to be asked for.
     """
 
     token: bytes | None = None
@@ -31,6 +32,7 @@ class ClientOptions:
     timeout_s: float = 1.0
     max_connections: int = 8
     transfer_connections: int = DEFAULT_TRANSFER_CONNECTIONS
+    takes_declines: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:

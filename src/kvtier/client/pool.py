@@ -1,4 +1,4 @@
-"""The connections of one client to one server: some idle, each of the others used by one thread. Thread-safe."""
+"""The connections of one client to one server: some idle, the others used by one thread each. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.errors import TierTimeout, TierUnavailable
 
 
 class AllBusy(TierTimeout):
-    """No connection came free in time."""
+    """No connection became free in time."""
 
 
 class ConnectionPool:
@@ -52,7 +52,7 @@ class ConnectionPool:
             self._changed.notify()
 
     def add(self, deadline: float) -> None:
-        """Make an idle connection, beyond the limit if need be. Raises what `connect` raises."""
+        """Make an idle connection, if need be beyond the limit. Raises what `connect` raises."""
         with self._changed:
             self._num_open += 1
         self.give_back(self._connect_counted(deadline), is_usable=True)

@@ -26,7 +26,7 @@ from kvtier.workers import Workers
 
 _FRAME_BYTES = 32 << 20
 _STREAM_FRAME_BYTES = 8 << 20
-"""A stream's first blocks are there after this much; a frame for each block would cost a fifth of the rate."""
+"""Bytes per frame of a stream: the first blocks arrive early; a frame per block would cost a fifth of the rate."""
 
 
 class RemoteBlocks(ServerBlocks):
@@ -69,7 +69,7 @@ class RemoteBlocks(ServerBlocks):
                         yield position, targets[position]
         except TierError as error:
             self._note(error, verifier)
-            for position in range(num_hit, verifier.num_whole):  # of a frame that broke off
+            for position in range(num_hit, verifier.num_whole):  # of an incomplete frame
                 num_hit += 1
                 yield position, targets[position]
         finally:
@@ -142,7 +142,7 @@ class RemoteBlocks(ServerBlocks):
             self._endpoint.background.do_later(functools.partial(self._suspect, verifier.next_hash))
 
     def _suspect(self, block_hash: BlockHash) -> None:
-        """Have the server look whether it is its copy that was altered; it is dropped then."""
+        """Have the server check whether its own copy was altered; it is then dropped."""
         deadline = self._endpoint.deadline()
         try:
             with self._endpoint.connection(deadline) as connection:
@@ -181,16 +181,16 @@ class _Verifier:
 
     @property
     def num_whole(self) -> int:
-        """How many blocks came as they were stored."""
+        """How many blocks arrived as they were stored."""
         return self._position
 
     @property
     def next_hash(self) -> BlockHash:
-        """Of the block that was not checked to its end."""
+        """The hash of the block that was not checked completely."""
         return self._hashes[self._position]
 
     def taste(self, blocks: wire.Blocks, piece: memoryview, is_end: bool) -> None:
-        """Raises `BlockCorrupt` unless what came is what was stored under its hash."""
+        """Raises `BlockCorrupt` unless the bytes are those stored under the hash."""
         block_hash = self._hashes[self._position]
         if self._digest is None:
             self._digest = start_checksum(self._namespace, block_hash)

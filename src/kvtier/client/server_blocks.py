@@ -1,4 +1,4 @@
-"""What blocks of a server on this host and of one over TCP have in common: to be matched and reserved. Thread-safe."""
+"""Blocks of a server, common to this host and TCP: matching and reserving. Thread-safe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.client.endpoint import Endpoint
 from kvtier.client.grants import Grant
 from kvtier.client.server_connection import ServerConnection, joined
 from kvtier.errors import RemoteProtocolError, TierError, TierFull, TierUnavailable
-from kvtier.memory.lease import BlockLease, EmptyLease, Lease
+from kvtier.memory.lease import CLUSTER, DISK, BlockLease, EmptyLease, Lease
 from kvtier.memory.mapped import MappedArena
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
@@ -40,7 +40,8 @@ class ServerBlocks:
         endpoint = self._endpoint
         with Grant(endpoint, wire.Release) as grant, endpoint.connection(deadline) as connection:
             request = wire.MatchRequest(connection.space, joined(hashes), grant.number, is_lazy)
-            matched = connection.call(request, wire.Matched, deadline)
+            telling = endpoint.places.telling(connection, hashes)
+            matched = connection.call(request, wire.Matched, deadline, after=telling)
             arena = endpoint.mapping.arena_of(connection) if endpoint.is_local else None
             offsets = self._offsets_in(arena, matched.offsets)
             num_found = len(offsets) + matched.num_stored
@@ -49,7 +50,7 @@ class ServerBlocks:
             grant.given_by(connection)
         endpoint.counts.found(num_found, len(hashes))
         if not offsets:
-            return EmptyLease(matched.match_end, matched.num_stored)
+            return EmptyLease(matched.match_end, matched.num_stored, _stored_in(matched))
         return BlockLease(
             arena,
             offsets,
@@ -62,6 +63,7 @@ class ServerBlocks:
             grant.end,
             grant.forget,
             num_stored=matched.num_stored,
+            stored_in=_stored_in(matched),
         )
 
     def _await(self, grant: Grant, count: int) -> int:
@@ -77,15 +79,16 @@ class ServerBlocks:
             return 0
 
     def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
-        """Bring the bytes of leased blocks that are in no memory of this host."""
+        """Bring the bytes of leased blocks that are not in this host's memory."""
         raise AssertionError("these blocks lie in memory of this host")
 
     def _reserve(
         self, connection: ServerConnection, grant: Grant, hashes: Sequence[BlockHash], deadline: float
     ) -> wire.Reserved:
-        """Slots for the absent ones of `hashes`. Raises `TierFull` when some are absent and there is room for none."""
+        """Slots for the absent blocks of `hashes`. Raises `TierFull` if some are absent and there is room for none."""
         request = wire.ReserveRequest(connection.space, joined(hashes[:MAX_HASHES]), grant.number)
-        reserved = connection.call(request, wire.Reserved, deadline)
+        telling = self._endpoint.places.telling(connection, hashes, is_stored=True) if hashes else ()
+        reserved = connection.call(request, wire.Reserved, deadline, after=telling)
         if max(wire.unpack_numbers(reserved.positions), default=-1) >= len(hashes):
             raise RemoteProtocolError("the server reserved blocks that it was not asked for")
         if reserved.num_refused and not reserved.positions:
@@ -96,8 +99,14 @@ class ServerBlocks:
         return reserved
 
     def _offsets_in(self, arena: MappedArena | None, packed: bytes) -> list[int]:
-        """The server's offsets, none of them outside its arena: what lies behind them is copied without a check."""
+        """The server's offsets, none of them outside its arena: copies to and from them are not checked."""
         offsets = wire.unpack_numbers(packed)
         if arena is not None and offsets and max(offsets) + self._block_bytes > arena.nbytes:
             raise RemoteProtocolError("the server named blocks outside its arena")
         return offsets
+
+
+def _stored_in(matched: wire.Matched) -> str:
+    """Where most of the match's unleased blocks are."""
+    num_shared = matched.num_shared if isinstance(matched, wire.SharedMatch) else 0
+    return CLUSTER if 2 * num_shared > matched.num_stored else DISK

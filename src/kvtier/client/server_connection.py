@@ -1,4 +1,4 @@
-"""One connection to one cache server: connect, shake hands, ask, be answered. Used by one thread at a time."""
+"""One connection to one cache server: handshake, requests, replies. Used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.transport.listening import peer_user
 from kvtier.transport.stream import Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, FrameLimits
-from kvtier.wire.session import ClientSession
+from kvtier.wire.session import DECLINES, PLACES, RETENTION, ClientSession, can_retain, segment_blocks_of
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 Place = Callable[[wire.Blocks], BufferList]
@@ -26,7 +26,7 @@ Taste = Callable[[wire.Blocks, memoryview, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What opens a server over TCP: a token, a secret to encrypt with, or TLS."""
+    """Access to a server over TCP: a token, a secret to encrypt with, or TLS."""
 
     token: bytes | None = None
     secret: bytes | None = None
@@ -34,13 +34,15 @@ class Keys:
 
 
 NO_KEYS = Keys()
-"""A process of the server's host needs none."""
+"""For a process on the server's host, which needs none."""
 
 
 class ServerConnection:
-    """Open from construction on. Any error on it means that it must be closed."""
+    """Open once constructed. After any error on it, it must be closed."""
 
-    def __init__(self, address: Address, holder: bytes, deadline: float, keys: Keys = NO_KEYS) -> None:
+    def __init__(
+        self, address: Address, holder: bytes, deadline: float, keys: Keys = NO_KEYS, *, takes_declines: bool = False
+    ) -> None:
         self._requests = 0
         self._place: Place | None = None
         self._taste: Taste | None = None
@@ -48,23 +50,38 @@ class ServerConnection:
         sock = _connect(address, keys.tls, deadline)
         self._stream = Stream(sock, self._place_payload, HANDSHAKE_LIMITS, self._taste_piece)
         try:
-            self.welcome = self._shake_hands(
-                ClientSession(f"kvtier pid={os.getpid()}", holder, keys.token, keys.secret), deadline
-            )
+            name = f"kvtier pid={os.getpid()}{DECLINES if takes_declines else ''}{RETENTION}{PLACES}"
+            self.welcome = self._shake_hands(ClientSession(name, holder, keys.token, keys.secret), deadline)
         except BaseException:
             self._stream.close()
             raise
         self.space = 0
+        self.can_retain = can_retain(self.welcome)
+        self.segment_blocks = segment_blocks_of(self.welcome)
+        """How many blocks of a prompt the server keeps in one place; 0 if it does not want blocks' places."""
 
     def take_arena_fd(self) -> int:
-        """The arena's descriptor that came with the welcome; the caller owns it now."""
+        """The arena's descriptor that came with the welcome; the caller now owns it."""
         if len(self._stream.passed_fds) != 1:
             raise RemoteProtocolError("the server passed no arena")
         return self._stream.passed_fds.pop()
 
-    def call(self, request: wire.Request, reply_type: type[_Reply], deadline: float) -> _Reply:
-        """Send a request and wait for its reply. Raises what a `Failure` stands for; the connection is fine then."""
+    def call(
+        self,
+        request: wire.Request,
+        reply_type: type[_Reply],
+        deadline: float,
+        *,
+        after: Sequence[wire.PlaceRequest] = (),
+    ) -> _Reply:
+        """Send a request and wait for its reply. Raises the error of a `Failure`; the connection is then still usable.
+
+        `after` is sent just before it.
+        """
+        said = [self.send(place, deadline=deadline) for place in after]
         number = self.send(request, deadline=deadline)
+        for each in said:
+            self.receive(each, wire.Done, deadline)
         return self.receive(number, reply_type, deadline)
 
     def send(self, request: wire.Request, payload: Sequence[memoryview] = (), *, deadline: float) -> int:
@@ -88,10 +105,10 @@ class ServerConnection:
     def get_blocks(
         self, request: wire.GetRequest, place: Place, taste: Taste, deadline: Callable[[], float]
     ) -> Iterator[wire.Blocks]:
-        """Send `request`; then the frames that answer it, each after its payload lies where `place` said.
+        """Send `request`; then yield the frames that answer it, each after its payload is where `place` said.
 
-        `taste` is called with each piece of a payload as it arrives, and whether it ends a block.
-        `deadline` is asked anew for each, so that a slow consumer is not taken for a slow server.
+        `taste` is called with each piece of a payload as it arrives, and with whether it ends a block. `deadline` is
+        called again for each, so that a slow consumer does not look like a slow server.
         """
         number = self.send(request, deadline=deadline())
         self._place, self._taste = place, taste
@@ -109,7 +126,7 @@ class ServerConnection:
             self._place = self._taste = None
 
     def has_ended(self) -> bool:
-        """The server left, or sent what nobody asked for."""
+        """The server has left, or sent an unsolicited message."""
         return self._stream.is_readable()
 
     def close(self) -> None:
@@ -131,7 +148,7 @@ class ServerConnection:
 
     def _place_payload(self, number: int, message: wire.Message, payload_bytes: int) -> BufferList:
         if not isinstance(message, wire.Blocks) or self._place is None or number != self._requests:
-            raise RemoteProtocolError("the server sent a payload that nobody asked for")
+            raise RemoteProtocolError("the server sent a payload that was not requested")
         views = self._place(message)
         if sum(map(len, views)) != payload_bytes:
             raise RemoteProtocolError(f"the server sent {payload_bytes} bytes for {message.count} blocks")
@@ -144,7 +161,7 @@ class ServerConnection:
 
 
 def joined(hashes: Sequence[BlockHash]) -> bytes:
-    """Hashes as requests carry them. Raises `ConfigError` for anything else than hashes."""
+    """Hashes as requests carry them. Raises `ConfigError` for anything else."""
     try:
         if all(len(block_hash) == HASH_BYTES for block_hash in hashes):
             return join_hashes(hashes)
@@ -154,7 +171,7 @@ def joined(hashes: Sequence[BlockHash]) -> bytes:
 
 
 def _check_owner(sock: socket.socket, address: UnixAddress) -> None:
-    """A server's memory is as good as its owner: another user's may hold anything. Raises `TierRefused`."""
+    """Another user's server may have anything in its memory. Raises `TierRefused`."""
     owner = peer_user(sock)
     if owner not in (os.geteuid(), 0):
         raise TierRefused(f"{address} is served by another user ({owner}), who is not trusted with this one's blocks")

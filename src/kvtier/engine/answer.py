@@ -1,4 +1,4 @@
-"""What comes out: tokens, text and times of each answer to a prompt. No torch."""
+"""An engine's output: tokens, text and times of each answer to a prompt. No torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,52 @@ from typing import Protocol
 
 import msgspec
 
+from kvtier.engine.prompt_token import PromptToken
 from kvtier.engine.schedule.request import Request
 
 
 class TextSource(Protocol):
-    """Turns tokens into text as they come (`kvtier.models.tokenizer.TextStream`)."""
+    """Turns tokens into text as they arrive (`kvtier.models.tokenizer.TextStream`)."""
 
     def push(self, token_ids: list[int]) -> str: ...
 
     def finish(self) -> str: ...
 
 
+class PrefixEnd(msgspec.Struct, frozen=True, array_like=True):
+    """Where the cached part of a prompt ended, and why: `reason` is a `MatchEnd` in words, reported by `tier`."""
+
+    at_tokens: int
+    reason: str
+    tier: str = ""
+    detail: str = ""
+
+
+class AnswerTimes(msgspec.Struct, frozen=True, array_like=True):
+    """When each stage of a request began or ended, by `time.monotonic` of its host; zero if it did not occur.
+
+    In order: the request arrived, tiers were asked, they answered, the first load began, the last load ended, computing
+    the prompt began, the first token came, the request finished.
+    """
+
+    arrived_at: float
+    asked_at: float
+    answered_at: float
+    load_began_at: float
+    load_ended_at: float
+    prefill_at: float
+    first_token_at: float
+    finished_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer. `logprobs[i]` are those of output token i, by token id, when they were asked for."""
+    """One answer. `logprobs[i]` are those of output token i, by token id, if they were requested.
+
+    `stop` is the stop string that ended it, if one did. `prompt_logprobs` are those of the prompt's tokens, if they
+    were requested; only the first of several answers has them. `prefix_end` is set if the engine has tiers. `times` are
+    those of the request's stages in the engine.
+    """
 
     index: int
     token_ids: list[int]
@@ -30,13 +62,20 @@ class Completion:
     ttft_s: float
     time_per_output_token_s: float
     cached_tokens: dict[str, int]
+    stop: str | None = None
+    prompt_logprobs: list[PromptToken] | None = None
+    prefix_end: PrefixEnd | None = None
+    times: AnswerTimes | None = None
 
 
 class StreamPiece(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought for answer `index`: new tokens and text, and at its end the whole completion.
+    """One step's news of answer `index`: new tokens and text, and at its end the whole completion.
 
-    `logprobs[i]` are those of `token_ids[i]`, by token id, when they were asked for. `text` may be empty: a stop
-    string, or a character, is not complete. The engine makes a piece, and the HTTP server gets it as it is.
+    `logprobs[i]` are those of `token_ids[i]`, by token id, if they were requested. `text` may be empty while a stop
+    string or a character is incomplete. `prompt` has the prompt's next tokens, if their log-probabilities were
+    requested; those of a long prompt come in several pieces, before the answer. The first piece with tokens of a
+    prompt's first answer has what was `cached` of the prompt, by tier. The engine makes a piece, which reaches the HTTP
+    server unchanged.
     """
 
     index: int
@@ -44,11 +83,13 @@ class StreamPiece(msgspec.Struct, frozen=True, array_like=True):
     text: str
     logprobs: list[dict[int, float]] | None = None
     completion: Completion | None = None
+    prompt: list[PromptToken] | None = None
+    cached: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt. `error` is set, and there are none, when the request could not be served."""
+    """The answers to one prompt. If the request could not be served, there are none, and `error` is set."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -60,12 +101,13 @@ class AnswerText:
     """The text of one answer as it grows, and where a stop string ends it.
 
     `take` returns what may be shown: the end of the text is held back while it may be the beginning of a stop string.
-    Stop strings in the text of the first `min_tokens` tokens, but for the last of them, are text like any other.
+    Stop strings that are complete before token number `min_tokens` are ordinary text.
     """
 
     def __init__(self, source: TextSource | None, stop_strings: tuple[str, ...], *, min_tokens: int = 0) -> None:
         self.text = ""
-        self.is_stopped = False
+        self.stop: str | None = None
+        """The stop string that ended the text."""
         self._source = source
         self._stop_strings = stop_strings
         self._held = max((len(stop) for stop in stop_strings), default=1) - 1
@@ -73,8 +115,12 @@ class AnswerText:
         self._num_early = max(0, min_tokens - 1)
         self._searched_from = 0
 
+    @property
+    def is_stopped(self) -> bool:
+        return self.stop is not None
+
     def push(self, token_id: int) -> bool:
-        """Add a token; True when a stop string is complete: the text ends before it."""
+        """Add a token. True if a stop string is complete; the text ends before it."""
         if self._source is not None and not self.is_stopped:
             self._add(self._source.push([token_id]))
             if self._num_early:
@@ -83,13 +129,13 @@ class AnswerText:
         return self.is_stopped
 
     def finish(self) -> None:
-        """No more tokens come."""
+        """There are no more tokens."""
         if self._source is not None and not self.is_stopped:
             self._add(self._source.finish())
         self._held = 0
 
     def take(self) -> str:
-        """What may be shown and was not taken yet."""
+        """The text that may be shown and was not taken yet."""
         end = len(self.text) if self.is_stopped else max(self._num_shown, len(self.text) - self._held)
         piece = self.text[self._num_shown : end]
         self._num_shown = end
@@ -102,13 +148,13 @@ class AnswerText:
         self.text += piece
         if self._num_early:
             return
-        ends = [end for stop in self._stop_strings if (end := self.text.find(stop, first)) >= 0]
+        ends = [(end, stop) for stop in self._stop_strings if (end := self.text.find(stop, first)) >= 0]
         if ends:
-            self.text = self.text[: min(ends)]
-            self.is_stopped = True
+            end, self.stop = min(ends)
+            self.text = self.text[:end]
 
 
-def completion_of(request: Request, text: str) -> Completion:
+def completion_of(request: Request, text: str, stop: str | None = None) -> Completion:
     """The state of a request as its caller sees it."""
     times = request.times
     return Completion(
@@ -120,9 +166,35 @@ def completion_of(request: Request, text: str) -> Completion:
         ttft_s=times.ttft_s() if times.first_token_at else 0.0,
         time_per_output_token_s=times.time_per_output_token_s(request.num_outputs) if times.finished_at else 0.0,
         cached_tokens=cached_tokens_of(request),
+        stop=stop,
+        prompt_logprobs=request.prompt_scores if request.wants_prompt_scores else None,
+        prefix_end=_prefix_end(request),
+        times=_times_of(request),
     )
 
 
+def _times_of(request: Request) -> AnswerTimes:
+    times, history = request.times, request.prefetch.history
+    return AnswerTimes(
+        times.arrived_at,
+        history.asked_at,
+        history.answered_at,
+        history.load_began_at,
+        history.load_ended_at,
+        times.prefill_at,
+        times.first_token_at,
+        times.finished_at,
+    )
+
+
+def _prefix_end(request: Request) -> PrefixEnd | None:
+    ending = request.prefetch.ending
+    if ending is None:
+        return None
+    at_tokens = min(ending.position * request.prefetch.blocks.block_tokens, request.prompt_tokens)
+    return PrefixEnd(at_tokens, ending.reason.value, ending.tier, ending.detail)
+
+
 def cached_tokens_of(request: Request) -> dict[str, int]:
-    """By tier, from fast to slow as they were used."""
-    return {"device": request.cached_tokens, **request.prefetch.loaded_tokens}
+    """Cached tokens by tier, fastest first."""
+    return {"device": request.cached_tokens, **request.prefetch.history.loaded_tokens}

@@ -1,4 +1,4 @@
-"""From settings to the parts of an engine: the model on its device, its KV memory, and the tiers below."""
+"""Builds the parts of an engine from its settings: the model on its device, its KV memory, and the tiers below."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from kvtier.engine.device.warm_up import compile_kernels
 from kvtier.engine.tier_building import has_tiers, make_hierarchy
 from kvtier.errors import ConfigError
 from kvtier.latency_guard import LatencyGuard
+from kvtier.models.config import read_config
+from kvtier.models.hub import find_model_folder
 from kvtier.models.loading import LoadedModel, LoadProgress, load_model
 from kvtier.models.tokenizer import Tokenizer
 from kvtier.sizes import format_size
@@ -32,7 +34,7 @@ from kvtier.transfer.transfer import NoTransfer, Transfer
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of, and stays."""
+    """The fixed parts of an engine."""
 
     loaded: LoadedModel
     tokenizer: Tokenizer | None
@@ -44,36 +46,39 @@ class EngineParts:
 
 
 def make_current(device: torch.device) -> None:
-    """For the calling thread: kernels and events go to the current GPU, whatever their tensors say."""
+    """Make `device` current in the calling thread: kernels and events use the current GPU, not their tensors'."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def make_parts(config: EngineConfig, progress: LoadProgress) -> EngineParts:
-    """Load the model and take the device's memory. Raises `ConfigError` when that cannot work."""
+    """Load the model and take the device's memory. Raises `ConfigError` if that is impossible."""
     device = _device_of(config.device)
     make_current(device)
     if config.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError("quantization fp8 needs a GPU of compute capability 8.9 or more")
     allocated_before_bytes = allocated_bytes(device)
+    is_dummy = config.load_format == "dummy"
+    folder = find_model_folder(
+        config.model, revision=config.revision, cache_dir=config.cache_dir, has_weights=not is_dummy
+    )
+    read_config(folder)  # reports errors in the folder better than a tokenizer, which reads it too
+    tokenizer = Tokenizer(folder, trust_remote_code=config.trust_remote_code)  # before the weights, which take long
     loaded = load_model(
-        config.model,
+        folder,
         dtype=config.dtype,
         device=device,
         load_format=config.load_format,
         quantization=config.quantization,
-        revision=config.revision,
-        cache_dir=config.cache_dir,
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len,
         identity=config.identity,
         progress=progress,
     )
-    folder, model_config = loaded.folder, loaded.config
-    tokenizer = None if folder is None else Tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    model_config = loaded.config
     layout = model_config.kv_layout(config.block_size, loaded.dtype)
     num_blocks = choose_num_blocks(config, loaded, layout, device, allocated_before_bytes)
-    # A block is kept spare: yoco copies from one while its request has all others.
+    # One block stays spare: yoco copies from it while its request has all others.
     capacity = (num_blocks - 1) * config.block_size
     try:
         arena = KvArena(num_blocks, layout, device)
@@ -85,7 +90,7 @@ def make_parts(config: EngineConfig, progress: LoadProgress) -> EngineParts:
         loaded,
         tokenizer,
         min(config.max_model_len or model_config.max_position_embeddings, capacity),
-        frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ()),
+        frozenset(model_config.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
         arena,
         namespace_fields,
         namespace_fields.digest(),
@@ -93,7 +98,7 @@ def make_parts(config: EngineConfig, progress: LoadProgress) -> EngineParts:
 
 
 def make_runner(config: EngineConfig, parts: EngineParts) -> Runner:
-    """With every kernel of a greedy step compiled, on a GPU."""
+    """A runner; on a GPU, every kernel of a greedy step is compiled."""
     is_cuda = parts.arena.device.type == "cuda"
     runner = Runner(
         parts.loaded.model,
@@ -113,7 +118,7 @@ def make_runner(config: EngineConfig, parts: EngineParts) -> Runner:
 def make_transfer(
     config: EngineConfig, parts: EngineParts, runner: Runner, name: str, guard: LatencyGuard
 ) -> tuple[Transfer | NoTransfer, StepTimer | NoStepTimer]:
-    """What goes between the device and the tiers of `config`, and what measures the steps for its decisions."""
+    """The traffic between the device and the tiers of `config`, and the timer of steps for its decisions."""
     arena = parts.arena
     layout, device = arena.layout, arena.device
     hierarchy = make_hierarchy(config, layout, parts.namespace_fields, name, device_bytes=arena.nbytes)
@@ -146,5 +151,5 @@ def _device_of(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} is not there: torch finds {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"there is no device {name}: torch finds {torch.cuda.device_count()} GPUs")
     return device

@@ -1,9 +1,9 @@
-"""The engine for servers: any thread submits, streams and aborts; one thread of the client's own does the steps.
+"""The engine for servers: any thread submits, streams and aborts; the client's own thread does the steps.
 
-Requests and aborts reach that thread through a queue. What it computes reaches the callers through their sinks, one
-call per step and sink; an `AnswerStream` is the sink of whoever names none. A request at which the engine fails ends
-alone, with `AnswerFailed` or the reason "error". When the device computes nothing any more, every request ends with
-that error, and every later submission is refused with it.
+Requests and aborts reach that thread through a queue. Results reach the callers through their sinks, with one call per
+step and sink; an `AnswerStream` is the default sink. A request at which the engine fails ends alone, with
+`AnswerFailed` or the reason "error". If the device can compute nothing any longer, every request ends with that error,
+and later submissions are refused with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from types import TracebackType
 from typing import Protocol, Self, overload
 
 from kvtier.engine.answer import Completion, StreamPiece
+from kvtier.engine.constraint.compiler import CompiledGrammar
 from kvtier.engine.engine import Engine, StepOutput
+from kvtier.engine.grammar import Grammar
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import AnswerFailed, EngineStopped, RequestError
 from kvtier.observe.log_limit import LogLimit
@@ -29,27 +31,30 @@ from kvtier.observe.log_limit import LogLimit
 logger = logging.getLogger(__name__)
 
 _SETTLING_LOOK_S = 0.02
-"""So long may a prompt that comes while nothing but stores is under way wait for its turn."""
+"""Longest delay for a prompt that arrives while only stores are running."""
+
+_IDLE_S = 0.25
+"""How long the engine must have been without requests before it works for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The engine has taken a prompt in: it waits for its turn, or is being computed."""
+    """The engine has accepted a prompt, which waits for its turn or is being computed."""
 
     prompt_tokens: int
 
 
 News = Admitted | StreamPiece | Exception
-"""Of one request: `Admitted` comes first, unless it is refused. An exception, or the last completion, is the end."""
+"""News of one request: `Admitted` comes first, unless it is refused. An exception or the last completion ends it."""
 
 
 class PieceSink(Protocol):
-    """Where news of requests go. One sink may serve many requests whose ids are all different."""
+    """Where news of requests go. One sink may serve many requests, if their ids all differ."""
 
     def put(self, news: Sequence[tuple[str, News]]) -> None:
-        """All that a step brought for this sink, with the requests' ids. The engine's thread calls it: never wait.
+        """All news of one step for this sink, with the requests' ids. Called by the engine's thread: must not wait.
 
-        When it raises, that is logged and all requests of the sink are aborted; nothing more is put.
+        If it raises, the error is logged, all requests of the sink are aborted, and no more news is put.
         """
         ...
 
@@ -62,7 +67,7 @@ class Submission:
         self._abort = abort
 
     def abort(self) -> None:
-        """End it: what was computed comes with the reason "abort". Does nothing for one that is over."""
+        """End it: tokens computed so far come with the reason "abort". Does nothing for a request that is over."""
         self._abort(self)
 
 
@@ -85,7 +90,7 @@ class AnswerStream(Submission):
             yield piece
 
     def wait(self) -> list[Completion]:
-        """All answers, in order, once they are complete."""
+        """Wait for all answers; returns them in order."""
         done = [piece.completion for piece in self if piece.completion is not None]
         return sorted(done, key=lambda completion: completion.index)
 
@@ -98,22 +103,31 @@ class AnswerStream(Submission):
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """What `submit` hands over; `prompt` is an error when it could not be encoded."""
+    """What `submit` hands over. `prompt` is an error if the prompt, or the grammar, cannot be used."""
 
     submission: Submission
     sink: PieceSink
     prompt: Sequence[int] | RequestError
     params: SamplingParams
+    compiled: CompiledGrammar | None
     salt: str
     client: str
+    warms: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Settling:
-    """Somebody waits until everything is stored."""
+    """A `settle` call is waiting."""
 
     deadline: float
     is_settled: Future[bool] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resuming:
+    """A `resume_loading` call is waiting."""
+
+    is_done: Future[None] = field(default_factory=Future)
 
 
 class EngineClient:
@@ -122,7 +136,7 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Arrival | Submission | _Settling | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrival | Submission | _Settling | _Resuming | None] = queue.SimpleQueue()
         self._served: dict[str, tuple[Submission, PieceSink]] = {}
         self._settlings: list[_Settling] = []
         self._num_requests = 0
@@ -136,18 +150,27 @@ class EngineClient:
 
     @property
     def engine(self) -> Engine:
-        """Its thread owns it: others read what does not change, and call `encode`."""
+        """Owned by its thread: other threads only read what never changes, and call `encode`."""
         return self._engine
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing is served any more, a close among the reasons; None while the engine works. Any thread."""
+        """Why nothing is served any longer, such as a close; None while the engine works. Any thread."""
         return self._failure
+
+    @property
+    def loading_off(self) -> str:
+        """Why nothing is loaded from the tiers; empty while loading is on. Any thread."""
+        return self._engine.loading_off
 
     @property
     def num_requests(self) -> int:
         """Prompts that were submitted and are not over. Any thread."""
         return self._num_requests
+
+    def has_compiled(self, grammar: Grammar) -> bool:
+        """Whether a prompt with this grammar can be submitted without waiting for its compilation. Any thread."""
+        return self.engine.grammars.find(grammar) is not None
 
     @overload
     def submit(
@@ -158,6 +181,7 @@ class EngineClient:
         request_id: str | None = None,
         salt: str = "",
         client: str = "",
+        warms: bool = False,
         sink: None = None,
     ) -> AnswerStream: ...
 
@@ -170,6 +194,7 @@ class EngineClient:
         request_id: str | None = None,
         salt: str = "",
         client: str = "",
+        warms: bool = False,
         sink: PieceSink,
     ) -> Submission: ...
 
@@ -181,13 +206,15 @@ class EngineClient:
         request_id: str | None = None,
         salt: str = "",
         client: str = "",
+        warms: bool = False,
         sink: PieceSink | None = None,
     ) -> Submission:
-        """Queue a prompt; text is encoded here, in the caller's thread. Prompts share blocks if their `salt` is equal.
+        """Queue a prompt. Text is encoded, and a grammar compiled, in the caller's thread.
 
-        Where many wait, clients take turns: `client` is whoever asked; without one each request is a client.
-        What is wrong with it comes as the stream's error, or as news to the sink: a `RequestError`, by the engine's
-        thread like everything else; a sink may hear of the request before this returns. Raises `EngineStopped` when
+        Prompts share blocks if their `salt` is equal. A prompt that `warms` is for the tiers, as in `Engine.add`. If
+        many prompts wait, clients take turns: `client` names the caller; without a name, each request is its own
+        client. An invalid request is reported by the engine's thread, like everything else, as a `RequestError` of the
+        stream or as news to the sink. A sink may get news of the request before this returns. Raises `EngineStopped` if
         the engine has failed or was closed.
         """
         params = params or SamplingParams()
@@ -198,22 +225,24 @@ class EngineClient:
         else:
             submission = Submission(request_id, self._inbox.put)
         tokens: Sequence[int] | RequestError
+        compiled = None
         try:
             tokens = self._engine.encode(prompt) if isinstance(prompt, str) else prompt
+            compiled = self._engine.compile(params)
         except RequestError as error:
             tokens = error
         with self._lock:
             if self._failure is not None or self._is_closed:
                 raise EngineStopped(str(self._failure or "the engine was closed"))
             self._num_requests += 1
-            self._inbox.put(_Arrival(submission, sink, tokens, params, salt, client))
+            self._inbox.put(_Arrival(submission, sink, tokens, params, compiled, salt, client, warms))
         self._engine.wake()
         return submission
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no request is under way and all that was offered to the engine's tiers is stored. Any thread.
+        """Wait until no request is running and everything offered to the engine's tiers is stored. Any thread.
 
-        False when that takes too long, and after the engine has failed or was closed.
+        False on timeout, and after the engine has failed or was closed.
         """
         settling = _Settling(time.monotonic() + timeout_s)
         with self._lock:
@@ -226,8 +255,18 @@ class EngineClient:
         except TimeoutError:
             return False
 
+    def resume_loading(self) -> None:
+        """Load from the tiers again if the canary had stopped that. Any thread; does nothing once closed."""
+        resuming = _Resuming()
+        with self._lock:
+            if self._failure is not None or self._is_closed:
+                return
+            self._inbox.put(resuming)
+        self._engine.wake()
+        resuming.is_done.result()
+
     def close(self, settle_s: float = 0.0) -> None:
-        """Abort what is under way and end the thread; for up to `settle_s` seconds, first store what was computed."""
+        """Abort all requests and end the thread; first store computed blocks, for up to `settle_s` seconds."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -265,13 +304,15 @@ class EngineClient:
         self._engine.close()
 
     def _refuse_all(self, stopped: EngineStopped) -> None:
-        """Nothing comes any more, neither for those who are served nor for those who wait."""
+        """End of the stream, for requests running or waiting."""
         while not self._inbox.empty():
             item = self._inbox.get()
             if isinstance(item, _Arrival):
                 self._put(item.sink, [(item.submission.request_id, stopped)])
             elif isinstance(item, _Settling):
                 self._settlings.append(item)
+            elif isinstance(item, _Resuming):
+                item.is_done.set_result(None)
         for settling in self._settlings:
             settling.is_settled.set_result(False)
         news: dict[PieceSink, list[tuple[str, News]]] = {}
@@ -284,15 +325,20 @@ class EngineClient:
             self._num_requests = 0
 
     def _read_inbox(self) -> bool:
-        """Take in what waits; wait for something when there is nothing to do. False at the end."""
+        """Take in what is queued; wait if there is nothing to do. False at the end."""
         while True:
             is_idle = not self._engine.has_requests
             if is_idle:
                 self._settle()
             holds_blocks = self._engine.holds_blocks
+            may_wait = is_idle and not self._settlings and not holds_blocks
+            has_idle_work = may_wait and self._engine.has_idle_work
+            timeout_s = _IDLE_S if has_idle_work else None
             try:
-                item = self._inbox.get(block=is_idle and not self._settlings and not holds_blocks)
+                item = self._inbox.get(may_wait and not self._engine.is_checking, timeout_s)
             except queue.Empty:
+                if has_idle_work:
+                    self._engine.idle_step()
                 if is_idle and not holds_blocks:
                     continue
                 return True
@@ -302,11 +348,14 @@ class EngineClient:
                 self._add(item)
             elif isinstance(item, _Settling):
                 self._settlings.append(item)
+            elif isinstance(item, _Resuming):
+                self._engine.resume_loading()
+                item.is_done.set_result(None)
             elif item.request_id in self._served and self._served[item.request_id][0] is item:
                 self._pass_on(self._engine.abort(item.request_id))
 
     def _settle(self) -> None:
-        """Give stores a moment, if somebody waits for them."""
+        """Give stores a moment, if a `settle` call waits for them."""
         if not self._settlings:
             return
         is_settled = self._engine.transfer.settle(_SETTLING_LOOK_S)
@@ -321,22 +370,30 @@ class EngineClient:
         try:
             if isinstance(arrival.prompt, RequestError):
                 raise arrival.prompt
-            requests = self._engine.add(request_id, arrival.prompt, arrival.params, arrival.salt, client=arrival.client)
+            requests = self._engine.add(
+                request_id,
+                arrival.prompt,
+                arrival.params,
+                arrival.salt,
+                arrival.client,
+                arrival.compiled,
+                warms=arrival.warms,
+            )
         except (RequestError, EngineStopped) as error:
             self._put(arrival.sink, [(request_id, error)])
             self._note_over()
             return
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
-            self._log_limit.warning("add", "request %s could not be taken in: %s", request_id, trace)
-            self._put(arrival.sink, [(request_id, AnswerFailed(f"the engine could not take the request in: {error}"))])
+            self._log_limit.warning("add", "request %s could not be accepted: %s", request_id, trace)
+            self._put(arrival.sink, [(request_id, AnswerFailed(f"the engine could not accept the request: {error}"))])
             self._note_over()
             return
         self._served[request_id] = (arrival.submission, arrival.sink)
         self._put(arrival.sink, [(request_id, Admitted(requests[0].prompt_tokens))])
 
     def _pass_on(self, outputs: Iterable[StepOutput]) -> None:
-        """To each sink what came for it; prompts whose answers are all complete are forgotten afterwards."""
+        """Hand each sink its news. Then forget the prompts whose answers are all complete."""
         news: dict[PieceSink, list[tuple[str, News]]] = {}
         finished = set()
         for request, piece in outputs:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.engine.schedule.block_manager import BlockManagerName
 from kvtier.errors import ConfigError
@@ -26,14 +27,16 @@ _SCHEDULE = re.compile(r"sync|async-([1-9][0-9]?)")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is run. Sizes are bytes; `None` means that the engine finds a value at start-up.
+    """How a model is run. Sizes are bytes; `None` means that the engine chooses a value at start-up.
 
-    `swap_space` is memory of this host for blocks. `cache_server` is where a cache server listens: on this host
-    (`unix:/path`), where its memory is used in place, or over TCP (`tcp://host:port`), with a token from
-    `cache_server_token` and TLS if `cache_server_ca_file` names who signed its certificate. `mooncake` is a
-    Mooncake pool below that, `cluster` a Valkey or Redis Cluster, `objects` an object store below all. What the tiers
-    have is loaded where that is faster than computing it, or always with `always_load`. `identity` tells weights from
-    others by samples of every tensor, or, with "full", by all of their bytes, which are read once.
+    `swap_space` is this host's memory for blocks, which leave it by `eviction`. `cache_server` is the address of a
+    cache server: on this host (`unix:/path`), where its memory is used in place, or over TCP (`tcp://host:port`), with
+    `cache_server_token`, and with TLS if `cache_server_ca_file` names the authority of its certificate. `mooncake` is a
+    Mooncake pool below that, `cluster` a Valkey or Redis Cluster, `objects` an object store below all others. Blocks
+    found in the tiers are loaded if that is faster than computing them, or always with `always_load`. `identity`
+    distinguishes weights by samples of every tensor, or, with "full", by all of their bytes, which are read once. With
+    `explain_text`, explanations of where a prompt diverged from another one show a few words of both. The share
+    `canary_share` of loaded blocks is computed again while the engine is idle, and compared; 0 for none.
     """
 
     model: str
@@ -55,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: bool = True
     salt: str = ""
     swap_space: int = 0
+    eviction: Eviction = "adaptive"
     cache_server: str = ""
     cache_server_token: str | None = None
     cache_server_secret: str | None = None
@@ -67,6 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     objects: ObjectsConfig | None = None
     always_load: bool = False
     identity: IdentityKind = "sampled"
+    explain_text: bool = False
+    canary_share: float = 0.001
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_requests", "max_num_batched_tokens", "max_model_len", "kv_cache_space"):
@@ -78,6 +84,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
             if value > _MOST.get(name, value):
                 raise ConfigError(f"{name} must be at most {_MOST[name]}, not {value}")
+        if self.eviction not in ("adaptive", "lru"):
+            raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
         if not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool) or self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, or 0 for none, not {self.swap_space!r}")
         check_is_one("cache_server", self.cache_server)
@@ -101,8 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"cluster must be a ClusterConfig, not {self.cluster!r}")
         if self.objects is not None and not isinstance(self.objects, ObjectsConfig):
             raise ConfigError(f"objects must be an ObjectsConfig, not a {type(self.objects).__name__}")
-        if not isinstance(self.always_load, bool):
-            raise ConfigError(f"always_load must be true or false, not {self.always_load!r}")
+        for name in ("always_load", "explain_text"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.identity not in get_args(IdentityKind):
             raise ConfigError(f"identity must be one of {', '.join(get_args(IdentityKind))}, not {self.identity!r}")
         if not isinstance(self.schedule, str) or not _SCHEDULE.fullmatch(self.schedule):
@@ -111,6 +120,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"block_manager must be one of {', '.join(get_args(BlockManagerName))}, not {self.block_manager!r}"
             )
+        share = self.canary_share
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
+            raise ConfigError(f"canary_share must be from 0 to 1, not {share!r}")
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {utilization!r}")

@@ -1,8 +1,12 @@
 """Prompts in, tokens out: owns model, KV arena, scheduler and runner, and does one step at a time. One thread.
 
-With `async-N`, up to N steps are with the device while the next one is prepared: a step's tokens are looked at only
-after the following ones were handed over; where those are long, before the last of them. A request that ends there has
-computed a few tokens too many; they are dropped.
+With `async-N`, up to N steps are with the device while the next one is prepared: a step's tokens are read only after
+the following steps were handed over; if those are long, before the last of them. A request that ends there has computed
+a few tokens too many, which are dropped.
+
+Answers that follow grammars need the previous token to know which may come next. All of a step but its sampling is with
+the device by then: the host waits for the previous step, advances the grammars, and hands the sampling over while the
+device still computes.
 """
 
 from __future__ import annotations
@@ -19,36 +23,42 @@ from prometheus_client import CollectorRegistry
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import AnswerText, Completion, StreamPiece, cached_tokens_of, completion_of
 from kvtier.engine.building import make_current, make_parts, make_runner, make_transfer
+from kvtier.engine.canary import Canary, Finding
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.constraint.compiler import CompiledGrammar, GrammarCompiler
+from kvtier.engine.constraint.constraints import Constraints, TokenMasks
 from kvtier.engine.device.kv_arena import KvArena
+from kvtier.engine.device.prompt_scores import ScoredTokens
 from kvtier.engine.device.runner import Submitted, TokenResult
 from kvtier.engine.explanations import Explanations
 from kvtier.engine.gc_control import collect_young
-from kvtier.engine.sampling_params import SamplingParams
+from kvtier.engine.parting.partings import Partings
+from kvtier.engine.retentions import Retentions
+from kvtier.engine.sampling_params import MAX_PROMPT_SCORES, SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
 from kvtier.engine.schedule.step import StepRow
 from kvtier.engine.trial import Trial
-from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
+from kvtier.errors import EngineStopped, InvalidGrammar, InvalidParameter, PromptTooLong
 from kvtier.latency_guard import LatencyGuard
 from kvtier.models.loading import LoadedModel, LoadProgress
 from kvtier.models.progress import terminal_progress
 from kvtier.models.prompt_encoder import PromptEncoder
 from kvtier.models.tokenizer import Tokenizer
 from kvtier.observe.log_limit import LogLimit
-from kvtier.observe.metrics import EngineCounts, EngineMetrics
+from kvtier.observe.metrics import EngineCounts, EngineMetrics, PartingMetrics
 from kvtier.sizes import format_size
 from kvtier.tiers.explanation import Explanation
 
 logger = logging.getLogger(__name__)
 
 _TIER_WAIT_S = 0.01
-"""How long a step that has nothing to compute waits for a tier before it looks for new requests."""
+"""How long a step with nothing to compute waits for a tier before it looks for new requests."""
 
 
 StepOutput = tuple[Request, StreamPiece]
-"""A request, and what a step brought for it."""
+"""A request, and the news that a step has for it."""
 
 
 class Engine:
@@ -61,35 +71,53 @@ class Engine:
         *,
         progress: LoadProgress = terminal_progress,
     ) -> None:
-        """Loads the model and takes the device's memory. Raises `ConfigError` when that cannot work.
+        """Loads the model and takes the device's memory. Raises `ConfigError` if that is impossible.
 
-        `metrics` are in `registry`, or in one of their own; `progress` shows how far the weights are.
+        `metrics` are in `registry`, by default a new one; `progress` shows the loading of the weights.
         """
-        # As large as it is, since everything that one model is served with hangs on it, each thing in one place.
+        # As large as it is, since everything that serves one model hangs on it, each thing in one place.
         self.config = config
         self.parts = parts = make_parts(config, progress)
         self.prompts = PromptEncoder(parts.tokenizer, parts.max_model_len, parts.loaded.config.vocab_size)
+        vocab_size = parts.loaded.config.vocab_size
+        self.grammars = GrammarCompiler(parts.tokenizer, vocab_size, parts.eos_token_ids)
+        self._constraints = Constraints(vocab_size, parts.eos_token_ids, self.grammars.drop)
         self.runner = make_runner(config, parts)
         self._latency_guard = LatencyGuard()
         self.transfer, self._timer = make_transfer(config, parts, self.runner, self.name, self._latency_guard)
-        # Its threads would keep it, and all it holds, after the engine.
+        # The threads of `transfer` would keep it, and all it holds, alive after the engine.
         weakref.finalize(self, self.transfer.close).atexit = False
         self.scheduler = self._make_scheduler()
-        self._explanations = Explanations(self.name, parts.namespace, config.block_size, self.transfer.note)
+        self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
+        self.metrics = EngineMetrics(self._counts, registry)
+        self.partings = Partings(
+            parts.tokenizer,
+            shows_text=config.explain_text,
+            metrics=PartingMetrics(self.metrics.registry),
+        )
+        hierarchy = None if self.transfer.traffic is None else self.transfer.traffic.hierarchy
+        self.retentions = Retentions(hierarchy, parts.namespace, config.block_size)
+        self._explanations = Explanations(
+            self.name, parts.namespace, config.block_size, self.transfer.note, self.partings, self.retentions
+        )
+        self._canary = Canary(
+            self.runner,
+            config.canary_share if self.transfer.has_tiers else 0.0,
+            is_quantized=bool(parts.namespace_fields.quantization),
+            count=self._counts.note_check,
+        )
         self._under_way: deque[Submitted] = deque()
         self._texts: dict[Request, AnswerText] = {}
         self._requests: dict[str, list[Request]] = {}
         self._is_broken = False
         self._is_closed = False
         self._rows_at_risk: Sequence[StepRow] = ()
-        """Those of the step that is being handed over, or whose tokens are being read."""
+        """The rows of the step that is being handed over, or whose tokens are being read."""
         self._num_unexplained = 0
-        """Failures since the last token at which no request was at fault alone."""
+        """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)
         self.num_steps = 0
         self.schedule_s = 0.0
-        self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
-        self.metrics = EngineMetrics(self._counts, registry)
         logger.info(
             "%s: weights %s, %d KV blocks of %d tokens (%s) left, prompts up to %d tokens",
             parts.loaded.config.architecture,
@@ -102,7 +130,7 @@ class Engine:
 
     @property
     def namespace(self) -> Namespace:
-        """Whose blocks this engine shares, on the device and in every tier."""
+        """The namespace whose blocks this engine shares, on the device and in every tier."""
         return self.parts.namespace
 
     @property
@@ -126,22 +154,87 @@ class Engine:
         return self.scheduler.has_requests or bool(self._under_way)
 
     @property
+    def has_idle_work(self) -> bool:
+        """`idle_step` has something to do, and nothing else needs doing now."""
+        return self._canary.has_work and not self.has_requests
+
+    @property
+    def is_checking(self) -> bool:
+        """Idle work has begun and is not complete."""
+        return self._canary.is_under_way
+
+    @property
+    def loading_off(self) -> str:
+        """Why nothing is loaded from the tiers; empty while loading is on. From any thread."""
+        return self.transfer.off_because
+
+    def idle_step(self) -> None:
+        """Compute a little of what the canary compares. Never raises: a check that fails is dropped."""
+        make_current(self.arena.device)
+        try:
+            finding = self._canary.step(self.scheduler.blocks)
+        except Exception as error:
+            self._log_limit.warning("canary", "a check of cached blocks failed: %s", str(error))
+            self._rewind([])
+            return
+        if finding is not None:
+            self._stop_loading(finding)
+
+    def _stop_loading(self, finding: Finding) -> None:
+        """Blocks that were loaded before are not used again either: the device forgets everything it has cached."""
+        namespace = self.namespace.hex()[:12]
+        logger.error(
+            "canary: the cache served wrong KV in namespace %s (%s): nothing is loaded from it until a restart or "
+            "`kvtier canary --resume`; drop the namespace first (`kvtier cache drop`)",
+            namespace,
+            finding.sentence(),
+        )
+        self.transfer.off_because = f"the canary found wrong KV in namespace {namespace}: {finding.sentence()}"
+        self._counts.is_loading_off = True
+        self._rewind([])
+
+    def resume_loading(self) -> None:
+        """Load from the tiers again, after the canary had stopped that."""
+        if self.transfer.off_because:
+            logger.warning("canary: loading is on again, as requested")
+            self.transfer.off_because = ""
+            self._counts.is_loading_off = False
+
+    @property
     def holds_blocks(self) -> bool:
-        """Blocks that nobody needs are being copied away: a step, even an empty one, takes back those that are."""
+        """Unreferenced blocks are being copied away: a step, even an empty one, takes back those that are done."""
         return self.transfer.has_stores
 
     def encode(self, text: str) -> list[int]:
         """From any thread. Raises as `PromptEncoder.encode` does."""
         return self.prompts.encode(text)
 
+    def compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of `params`, for `add`. From any thread. Raises `InvalidGrammar` if it cannot be compiled."""
+        if params.grammar is None:
+            return None
+        try:
+            return self.grammars.compile(params.grammar)
+        except InvalidParameter as error:
+            raise InvalidGrammar(str(error)) from error
+
     def add(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, salt: str = "", client: str = ""
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        salt: str = "",
+        client: str = "",
+        compiled: CompiledGrammar | None = None,
+        *,
+        warms: bool = False,
     ) -> list[Request]:
-        """Take in a prompt; one request for each of its `n` answers. It shares blocks with those of the same `salt`.
+        """Take in a prompt; one request for each of its `n` answers. It shares blocks with prompts of the same `salt`.
 
-        Prompts of one `client` wait for each other, and no longer than need be for those of others.
-
-        Raises a `RequestError` with one sentence when it cannot be served. Whatever is raised, nothing changes.
+        Prompts of one `client` wait for each other, and for those of other clients no longer than necessary. `compiled`
+        is the grammar of `params`; by default it is compiled here. With `warms`, tiers below the device get all of the
+        prompt, even the part that the device had cached. Raises a `RequestError` with one sentence if it cannot be
+        served. If anything is raised, nothing has changed.
         """
         began_at = time.perf_counter()
         if self._is_broken:  # starting over was interrupted too
@@ -163,8 +256,16 @@ class Engine:
             )
         if params.stop_strings and (self.tokenizer is None or self.tokenizer.is_absent):
             raise InvalidParameter("stop strings need a tokenizer, and this model has none")
+        self._check_ids(params)
+        if params.prompt_logprobs is not None and len(tokens) * (params.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
+            raise InvalidParameter(
+                f"prompt_logprobs must not be {params.prompt_logprobs} for a prompt of {len(tokens)} tokens: "
+                f"at most {MAX_PROMPT_SCORES} log-probabilities are kept"
+            )
+        compiled = compiled or self.compile(params)
+        self._canary.let_go(self.scheduler.blocks)
         room = self.max_model_len - len(tokens)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_tokens = room if params.max_tokens is None else max(1, min(params.max_tokens, room))
         requests: list[Request] = []
         self._requests[request_id] = requests
         try:
@@ -178,12 +279,17 @@ class Engine:
                     group=request_id,
                     salt=salt,
                     client=client,
+                    warms=warms,
                 )
-                stream = self.prompts.text_stream(tokens, skip_special_tokens=params.skip_special_tokens)
+                stream = self.prompts.text_stream(
+                    tokens, skip_special_tokens=params.skip_special_tokens, kept=params.kept_special_tokens
+                )
                 text = AnswerText(stream, params.stop_strings, min_tokens=params.min_tokens)
                 self.scheduler.add(request)
                 self._texts[request] = text
                 requests.append(request)
+                if compiled is not None:
+                    self._constraints.add(request, compiled)
         except BaseException:
             self.abort(request_id)
             self.forget(request_id)
@@ -192,12 +298,21 @@ class Engine:
         self.scheduler.note_taken_in(time.perf_counter() - began_at)
         return requests
 
+    def _check_ids(self, params: SamplingParams) -> None:
+        """Raises `InvalidParameter` for a bias of a token outside the vocabulary."""
+        vocab_size = self.loaded.config.vocab_size
+        token_id = max(params.logit_bias, default=0)
+        if token_id >= vocab_size:
+            raise InvalidParameter(
+                f"logit_bias must only name tokens of the vocabulary of {vocab_size}, not {token_id}"
+            )
+
     def wake(self) -> None:
         """From any thread: if a step waits for a tier, look for new requests first."""
         self.transfer.wake()
 
     def abort(self, request_id: str) -> list[StepOutput]:
-        """End a prompt's requests now, wherever they are. Does nothing for one that is over."""
+        """End a prompt's requests now, in any state. Does nothing for those that are over."""
         news = [
             (request, self._end(request, FinishReason.ABORT))
             for request in list(self._requests.get(request_id, ()))
@@ -211,12 +326,12 @@ class Engine:
         return self._requests[request_id]
 
     def step(self) -> list[StepOutput]:
-        """Prepare and hand over a step, then look at the results of one that is due, if any.
+        """Prepare and hand over a step, then read the results of one that is due, if any.
 
-        If a request makes it fail, that request ends with the reason "error", and all others start over with what they
-        have said so far. If it raises, nothing can be computed any more, or it was interrupted: every request has
-        ended. In both cases the prefix cache is empty: a failure may have come between any two lines, and a block that
-        was never filled must not be used.
+        If a request makes it fail, that request ends with the reason "error", and all others start over with their
+        tokens so far. If it raises, nothing can be computed any longer, or it was interrupted: every request has ended.
+        In both cases the prefix cache is empty: a failure may have come between any two lines, and a block that was
+        never filled must not be used.
         """
         make_current(self.arena.device)
         if self._is_broken:
@@ -233,15 +348,15 @@ class Engine:
         return news
 
     def _isolate(self, error: Exception) -> list[StepOutput]:
-        """End the request at which a step failed; others start over. Raises `error` when the device computes nothing.
+        """End the request at which a step failed; others start over. Raises `error` if the device computes nothing.
 
-        If every request can be computed alone, all of them get another chance; if they fail together at once again,
-        the one that came last ends.
+        If every request can be computed alone, all get another chance; if they fail together again at once, the newest
+        one ends.
         """
         left = [one for requests in self._requests.values() for one in requests if one.status is not Status.FINISHED]
         culprit = self.scheduler.at
         at_risk = {row.request for row in self._rows_at_risk}
-        # Most likely it is the newest: the others have been computed before.
+        # Most likely it is the newest: the others were computed before.
         suspects = [one for one in reversed(left) if one in at_risk] or left[::-1]
         suspects.sort(key=lambda one: one.num_outputs)
         self._rewind(left)
@@ -251,7 +366,7 @@ class Engine:
             if culprit is None:
                 self._num_unexplained += 1
                 culprit = suspects[0] if self._num_unexplained > 1 else None
-            self._rewind(left)  # a trial that failed may have left anything behind
+            self._rewind(left)  # a failed trial may have left anything behind
             if not Trial(self.scheduler, self.runner).is_device_well():
                 raise error
         elif culprit is None:
@@ -263,24 +378,26 @@ class Engine:
         return news
 
     def _rewind(self, requests: Sequence[Request]) -> None:
-        """Nothing is under way, nothing is cached on the device, and `requests` are not in the scheduler."""
+        """Afterwards nothing is in flight or cached on the device, and `requests` are not in the scheduler."""
         for request in requests:
             request.prefetch.leave()
             self.runner.forget(request)
+            self._constraints.rewind(request)
         self._drop_steps()
         self._rows_at_risk = ()
+        self._canary.forget()
         self.transfer.start_over()
         self.scheduler = self._make_scheduler()
         for request in requests:
             request.rewind()
 
     def _fail(self, request: Request, error: Exception) -> StreamPiece:
-        """End a request that the scheduler does not have, with the text it had."""
+        """End a request that the scheduler does not have, with its text so far."""
         self._note_failure(request, error)
         request.status = Status.FINISHED
         request.finish_reason = FinishReason.ERROR
         request.times.finished_at = time.monotonic()
-        self._count_end(request)
+        self._note_end(request)
         return _piece(request, [], "", completion_of(request, self._texts[request].text))
 
     def _note_failure(self, request: Request, error: Exception) -> None:
@@ -296,9 +413,10 @@ class Engine:
                     request.status = Status.FINISHED
                     request.finish_reason = FinishReason.ERROR
                     self.runner.forget(request)
-                    self._count_end(request)
+                    self._note_end(request)
         self._drop_steps()
         self._rows_at_risk = ()
+        self._canary.forget()
         self.transfer.start_over()
         self.scheduler = self._make_scheduler()
         self._note_levels()
@@ -311,15 +429,14 @@ class Engine:
         counts.waiting_requests = len(scheduler.waiting)
         counts.used_blocks = counts.num_blocks - scheduler.blocks.num_free_blocks
 
-    def _count_end(self, request: Request) -> None:
-        """Of a request that never got its turn no token counts."""
+    def _note_end(self, request: Request) -> None:
+        """The request is over. If it never got its turn, none of its tokens count."""
         assert request.finish_reason is not None
+        self._constraints.forget(request)
         was_admitted = request.was_admitted
-        self._counts.note_end(
-            request.finish_reason.value,
-            request.prompt_tokens if was_admitted else 0,
-            cached_tokens_of(request) if was_admitted else {},
-        )
+        cached = cached_tokens_of(request) if was_admitted else {}
+        self._counts.note_end(request.finish_reason.value, request.prompt_tokens if was_admitted else 0, cached)
+        self._counts.saved_s += self.transfer.compute_s(sum(cached.values()))
 
     def _make_scheduler(self) -> Scheduler:
         config, arena = self.config, self.arena
@@ -333,28 +450,29 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """What people call the model: never a path."""
+        """The short name of the model: never a path."""
         return str(self.config.model).rstrip("/").rsplit("/", 1)[-1]
 
     def close(self) -> None:
-        """Give the tiers back, and the host's memory of steps under way. The engine takes no prompt after it."""
+        """Give the tiers back, and the host memory of steps in flight. Afterwards the engine accepts no prompt."""
         self._is_closed = True
         self._drop_steps()
         for requests in self._requests.values():
             for request in requests:
                 request.prefetch.leave()
+        self.retentions.close()
         self.transfer.close()
 
     def _drop_steps(self) -> None:
-        """Nobody asks for the tokens of what is under way."""
+        """Drop the steps in flight: their tokens are no longer wanted."""
         while self._under_way:
             self._under_way.popleft().close()
 
     def _step(self) -> list[StepOutput]:
         news: list[StepOutput] = []
         if len(self._under_way) >= self.config.num_steps_ahead > 1 and self._under_way[-1].is_long:
-            # The device has enough to do, and half as many launches in its queue as that holds: who waits for room in
-            # it holds up copies, too. And tokens need not wait until another such step is handed over.
+            # The device has enough to do, and half as many launches in its queue as it holds: waiting for room in the
+            # queue also holds up copies. And tokens need not wait until another such step is handed over.
             news = self._look_at_oldest()
         started_at = time.perf_counter()
         num_preemptions = self.scheduler.num_preemptions
@@ -364,7 +482,8 @@ class Engine:
         if not step.is_empty:
             self._timer.start()
             self._rows_at_risk = step.rows
-            self._under_way.append(self.runner.submit(step))
+            submit = self.runner.submit
+            self._under_way.append(submit(step, self._masks) if self._constraints else submit(step))
             self._rows_at_risk = ()
             self._timer.stop(step)
             started_at = time.perf_counter()
@@ -380,40 +499,74 @@ class Engine:
             return news
         if step.is_empty or len(self._under_way) > self.config.num_steps_ahead:
             news += self._look_at_oldest()
+        while self._under_way and self._under_way[0].is_read:
+            news += self._look_at_oldest()
         return news
 
-    def _look_at_oldest(self) -> list[StepOutput]:
-        """Give the tokens of the oldest step under way to their requests."""
-        if not self._under_way[0].is_done:
+    def _masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        """The tokens that `requests` may have, once the host knows those before. Called when only sampling is left."""
+        if self._constraints.waits_for_tokens(requests):
+            for submitted in self._under_way:
+                self._read(submitted)
+        return self._constraints.masks(requests)
+
+    def _read(self, submitted: Submitted) -> list[TokenResult]:
+        """The tokens of a step, once the device has them. Advances the grammars."""
+        if submitted.is_read:
+            return submitted.wait()
+        if not submitted.is_done:
             collect_young()
+        results = submitted.wait()
+        if self._constraints:
+            rows = zip(submitted.rows, results, strict=True)
+            self._constraints.advance([(row.request, result.token_id) for row, result in rows])
+        return results
+
+    def _look_at_oldest(self) -> list[StepOutput]:
+        """Give the tokens of the oldest step in flight to their requests."""
         submitted = self._under_way.popleft()
         self._rows_at_risk = submitted.rows
-        results = submitted.wait()
+        results = self._read(submitted)
         self._rows_at_risk = ()
-        news = []
+        news = [piece for scored in submitted.scored for piece in self._take_scores(scored)]
+        num_scored = len(news)
         for row, result in zip(submitted.rows, results, strict=True):
             request = row.request
             request.num_in_flight -= 1
             if request.status is not Status.FINISHED:
                 try:
                     piece = self._take(request, result)
-                except Exception as error:  # of its text, or of its ends: nothing that others share
+                except Exception as error:  # of its text or its stop strings: nothing that other requests share
                     piece = self._give_up(request, error)
                 news.append((request, piece))
-        self._counts.output_tokens += len(news)
+        self._counts.output_tokens += len(news) - num_scored
         if news:
             self._num_unexplained = 0
             self._latency_guard.note_handed_out()
         return news
 
+    def _take_scores(self, scored: ScoredTokens) -> list[StepOutput]:
+        """For a preempted request, some scores were known before. The last ones come with the answer's first token."""
+        request, known = scored.request, scored.request.prompt_scores
+        if request.status is Status.FINISHED:
+            return []
+        known += scored.tokens[len(known) - scored.start :]
+        return [(request, _piece(request, [], ""))] if request.lacks_prompt_scores else []
+
     def _give_up(self, request: Request, error: Exception) -> StreamPiece:
-        """End a request whose token could not be taken."""
+        """End a request whose token could not be processed."""
         self.scheduler.finish(request, FinishReason.ERROR)
         self.runner.forget(request)
         return self._fail(request, error)
 
     def _take(self, request: Request, result: TokenResult) -> StreamPiece:
         token_id = result.token_id
+        if request.params.max_tokens == 0:  # only the prompt was requested
+            request.times.first_token_at = time.monotonic()
+            return self._end(request, FinishReason.LENGTH)
+        end = self._constraints.end_of(request)
+        if end is not None and request.num_outputs >= end:  # not known earlier: this token is not part of the answer
+            return self._end(request, FinishReason.STOP)
         request.tokens.append(token_id)
         if result.logprobs is not None:
             request.logprobs.append(result.logprobs)
@@ -425,6 +578,8 @@ class Engine:
         is_end = token_id in params.stop_token_ids or (token_id in self.parts.eos_token_ids and not params.ignore_eos)
         if (is_end and is_long_enough) or (not is_end and text.push(token_id) and is_long_enough):
             return self._end(request, FinishReason.STOP, [token_id])
+        if end is not None and request.num_outputs >= end:
+            return self._end(request, FinishReason.STOP, [token_id])
         if request.num_outputs >= request.max_tokens:
             return self._end(request, FinishReason.LENGTH, [token_id])
         return _piece(request, [token_id], text.take())
@@ -434,15 +589,17 @@ class Engine:
         self.runner.forget(request)
         request.times.finished_at = time.monotonic()
         self._explanations.add(request)
+        self._canary.note(request)
         text = self._texts[request]
-        text.finish()
+        if request.num_outputs:  # otherwise the end of a prompt that ends within a character would be shown
+            text.finish()
         if text.is_stopped and reason is FinishReason.LENGTH:  # its last characters were still held back
             request.finish_reason = FinishReason.STOP
-        self._count_end(request)
-        return _piece(request, list(token_ids), text.take(), completion_of(request, text.text))
+        self._note_end(request)
+        return _piece(request, list(token_ids), text.take(), completion_of(request, text.text, text.stop))
 
     def explain(self, request_id: str) -> Explanation:
-        """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others."""
+        """Why no more of a recent prompt was cached. Raises `InvalidParameter` if it is unknown or too old."""
         return self._explanations.of(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -455,4 +612,12 @@ def _piece(request: Request, token_ids: list[int], text: str, completion: Comple
     logprobs = None
     if request.params.logprobs is not None:
         logprobs = request.logprobs[len(request.logprobs) - len(token_ids) :]
-    return StreamPiece(request.index, token_ids, text, logprobs, completion)
+    prompt = None
+    if request.params.prompt_logprobs is not None and request.num_scores_told < len(request.prompt_scores):
+        prompt = request.prompt_scores[request.num_scores_told :]
+        request.num_scores_told = len(request.prompt_scores)
+    cached = None
+    is_first = request.index == 0 and request.num_outputs == len(token_ids)
+    if is_first and (token_ids or completion is not None):
+        cached = {tier: count for tier, count in cached_tokens_of(request).items() if count}
+    return StreamPiece(request.index, token_ids, text, logprobs, completion, prompt, cached)

@@ -1,4 +1,4 @@
-"""Why no more of the last prompts was cached, by request id, within bounds. The engine's thread owns it. No torch."""
+"""Why no more of recent prompts was cached, by request id; bounded. Owned by the engine's thread. No torch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,42 @@ import msgspec
 
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.answer import cached_tokens_of
+from kvtier.engine.parting.partings import Partings
+from kvtier.engine.retentions import Retentions
 from kvtier.engine.schedule.request import Request
 from kvtier.errors import InvalidParameter
 from kvtier.tiers.explanation import Explanation, MatchEnd
 
 _MAX_EXPLANATIONS = 4096
 _EXPLAINED_TOKENS = 64
-"""Tokens of a prompt that tell whether another namespace has its first block, also one with larger blocks."""
+"""Tokens of a prompt that show whether another namespace has its first block, even one with larger blocks."""
 
 
 class Explanations:
-    """Those of one engine. Each is told to `note`, too."""
+    """The explanations of one engine. Each is also passed to `note`."""
 
     def __init__(
-        self, model: str, namespace: Namespace, block_tokens: int, note: Callable[[Explanation], None]
+        self,
+        model: str,
+        namespace: Namespace,
+        block_tokens: int,
+        note: Callable[[Explanation], None],
+        partings: Partings,
+        retentions: Retentions,
     ) -> None:
         self._model = model
         self._namespace = namespace
         self._block_tokens = block_tokens
         self._note = note
+        self._partings = partings
+        self._retentions = retentions
         self._known: OrderedDict[str, Explanation] = OrderedDict()
 
     def of(self, request_id: str) -> Explanation:
-        """Of one of the last few thousand. Raises `InvalidParameter` for others."""
+        """The explanation of one of the last few thousand requests. Raises `InvalidParameter` for others."""
         known = self._known.get(request_id)
         if known is None:
-            raise InvalidParameter(f"no request with the id {request_id} has ended lately")
+            raise InvalidParameter(f"no request with the id {request_id} has ended recently")
         return known
 
     def add(self, request: Request) -> None:
@@ -44,7 +54,7 @@ class Explanations:
             return
         block_tokens = self._block_tokens
         detail, num_first = ending.detail, min(request.prompt_tokens, max(block_tokens, _EXPLAINED_TOKENS))
-        if request.salt:  # where it is cached without the salt, or with another, says nothing about this one
+        if request.salt:  # whether it is cached without the salt, or with another, says nothing about this request
             num_first = 0
             if ending.reason is MatchEnd.NEVER_STORED:
                 detail = "the request has a cache_salt of its own"
@@ -60,6 +70,9 @@ class Explanations:
             tier=ending.tier,
             detail=detail,
             first_tokens=tuple(request.tokens[:num_first]),
+            parting=self._partings.noted(request.group),
+            asked_at=self._partings.asked_at,
+            retention=tuple(self._retentions.noted(request.group)) or msgspec.UNSET,
         )
         self._known[request.id] = explanation
         if request.index == 0:
@@ -67,5 +80,5 @@ class Explanations:
         while len(self._known) > _MAX_EXPLANATIONS:
             self._known.popitem(last=False)
         self._note(explanation)
-        if request.index == 0 and request.id != request.group:  # by the id that the caller knows, too
+        if request.index == 0 and request.id != request.group:  # also by the id that the caller knows
             self._note(msgspec.structs.replace(explanation, request_id=request.group))

@@ -1,4 +1,4 @@
-"""Python's collector at a time that suits the engine: while the device computes, not when tokens are due."""
+"""Python's garbage collector, run when it suits the engine: while the device computes, not when tokens are due."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 
 def collect_young() -> None:
-    """Collect new objects now if Python would do so before long: of a fourth as many it takes a fourth of the time.
+    """Collect when generation 0 is a quarter full: each pause is a quarter as long.
 
-    Those that stay count as old, so that there is nothing between young and old for Python to look through.
+    Survivors become old objects, so Python has no middle generation to scan.
     """
     threshold = gc.get_threshold()[0]
     if gc.isenabled() and threshold and 4 * gc.get_count()[0] >= threshold:
@@ -19,7 +19,7 @@ def collect_young() -> None:
 
 @contextlib.contextmanager
 def keeping_all() -> Iterator[None]:
-    """The collector does not look at what is there now, which is to stay; in the end it may, else that would leak."""
+    """Exempt all current objects, which are to stay, from collection until the end of the scope."""
     gc.collect()
     gc.freeze()
     try:

@@ -21,22 +21,22 @@ from kvtier.tiers.explanation import Explanation
 Prompt = str | Sequence[int]
 
 _WORTH_BEGINNING_S = 0.01
-"""The first step begins before all prompts are taken in if the others take as long as this, or about two short steps:
-one that has few rows, of prompts that are cached, costs as much."""
+"""The first step begins before all prompts are taken in if the others would take this long, or about two short steps: a
+step that has few rows, of prompts that are cached, costs as much."""
 
 
 class LLM:
     """A model, ready to generate. Use it as a context manager, or `close` it."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        """`settings` are those of `EngineConfig`. Raises `ConfigError` with one sentence when this cannot work."""
+        """`settings` are those of `EngineConfig`. Raises `ConfigError` with one sentence if the model cannot be run."""
         try:
             config = EngineConfig(model=model, **settings)
         except TypeError as error:
             known = EngineConfig.__struct_fields__
             unknown = sorted(settings.keys() - set(known))
             close = [match for name in unknown for match in difflib.get_close_matches(name, known, 1)]
-            hint = f"; did you mean {', '.join(close)}?" if close else "; see EngineConfig for those there are"
+            hint = f"; did you mean {', '.join(close)}?" if close else "; EngineConfig lists all settings"
             raise ConfigError(f"unknown settings: {', '.join(unknown) or error}{hint}") from error
         self.engine = Engine(config)
         self._lock = threading.Lock()
@@ -52,8 +52,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to `prompts`, texts or lists of token ids, in order. Other threads wait: see `EngineClient`.
 
-        A prompt that cannot be served has its `error` set; the others are served all the same. What is cached is
-        shared with calls of the same `cache_salt` only.
+        If a prompt cannot be served, its `error` is set; the others are served nevertheless. Cached blocks are shared
+        only with calls of the same `cache_salt`.
         """
         if "engine" not in self.__dict__:
             raise ConfigError("this LLM is closed")
@@ -72,7 +72,7 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def explain(self, request_id: str) -> Explanation:
-        """Why no more of a prompt was cached, of one of the last few thousand. Raises `InvalidParameter` for others.
+        """Why no more of a prompt was cached, for one of the last few thousand. Raises `InvalidParameter` for others.
 
         Only an engine with tiers below the device knows.
         """
@@ -81,7 +81,7 @@ class LLM:
         return self.engine.explain(request_id)
 
     def close(self) -> None:
-        """Give the device's memory back, and what it holds of other tiers."""
+        """Give back the device's memory, and what it holds of other tiers."""
         engine = self.__dict__.pop("engine", None)
         if engine is not None:
             engine.close()
@@ -104,7 +104,7 @@ class LLM:
     ) -> None:
         engine = self.engine
         places: dict[str, int] = {}
-        left: dict[str, list[Completion]] = {}  # of prompts under way, the answers that are complete
+        left: dict[str, list[Completion]] = {}  # for prompts in progress: the answers that are complete
 
         def step() -> None:
             for request, piece in engine.step():
@@ -119,7 +119,7 @@ class LLM:
                     advance(1)
 
         num_tokens, started_at = 0, time.perf_counter()
-        has_begun = engine.transfer.has_tiers  # a step would wait for what the tiers have of the first prompts
+        has_begun = engine.transfer.has_tiers  # a step would wait for the tiers' answer about the first prompts
         try:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 request_id = f"request-{next(self._numbers)}"
@@ -136,11 +136,11 @@ class LLM:
                 if not has_begun and num_tokens >= engine.config.max_num_batched_tokens:
                     prompt_s = (time.perf_counter() - started_at) / (place + 1)
                     if prompt_s * (len(prompts) - place - 1) > _WORTH_BEGINNING_S:
-                        has_begun = True  # with a whole step, on which the device works meanwhile
+                        has_begun = True  # with a whole step, which keeps the device busy meanwhile
                         step()
             while left:
                 step()
-        except BaseException:  # an interrupt too: the next call must find an idle engine
+        except BaseException:  # including an interrupt: the next call must find an idle engine
             for request_id in left:
                 engine.abort(request_id)
                 engine.forget(request_id)

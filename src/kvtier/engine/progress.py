@@ -1,4 +1,4 @@
-"""A bar over prompts, for people at a terminal. Without rich, or without a terminal, nothing is shown."""
+"""A progress bar over prompts, for terminals. Without rich, or without a terminal, nothing is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError:
 
 @contextlib.contextmanager
 def prompt_progress(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A scope with a function that is told how many prompts more are done."""
+    """A scope with a function to call with the number of prompts that were finished."""
     if not is_shown or not _HAS_RICH or not sys.stderr.isatty():
         yield lambda count: None
         return

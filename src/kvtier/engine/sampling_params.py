@@ -1,30 +1,39 @@
-"""What a request asks of the sampler, checked once. No torch: the API and the scheduler read it too.
+"""A request's sampling parameters, checked once. No torch: the API and the scheduler use them too.
 
-A `SamplingParams` that exists is valid: every way of making one, by hand or decoded from JSON, passes the same checks.
+A `SamplingParams` that exists is valid: however it is made, in code or decoded from JSON, it passes the same checks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import msgspec
 
+from kvtier.engine.grammar import Grammar
 from kvtier.errors import InvalidParameter
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this pick the likeliest token: dividing by them would only overflow."""
+"""Temperatures below this pick the likeliest token: dividing by them would only overflow."""
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+"""Limits on the tokens of one request whose logits are changed, and on the change."""
+
+MAX_BIAS = 100.0
+MAX_PROMPT_SCORES = 1 << 19
+"""Limit on the log-probabilities of one prompt: for each token, its own and its alternatives."""
+
 MAX_CHOICES = 128
 MAX_TOKENS = (1 << 31) - 1
-"""The largest `max_tokens`, `min_tokens` and `top_k`, and the largest id of a token: what 32 bits hold."""
+"""The largest `max_tokens`, `min_tokens` and `top_k`, and the largest token id: what 32 bits hold."""
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
-"""Of one stop string: the end of an answer is searched for all of them after each token."""
+"""Length limit of one stop string: after each token, the end of an answer is searched for all of them."""
 
 MAX_STOP_TOKEN_IDS = 256
+MAX_KEPT_SPECIAL_TOKENS = 16
 _SHOWN_CHARACTERS = 60
 _STRINGS = "a string or a list of strings, none of them empty"
 _UINT64 = 1 << 64
@@ -34,8 +43,9 @@ _CHOICE_STEP = 0x9E37_79B9_7F4A_7C15
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen, and when they end.
 
-    `stop` may be given as one string and is a tuple afterwards, which `stop_strings` returns with its type.
-    Raises `InvalidParameter` with the name of the first parameter that cannot work.
+    `stop` may be given as one string but is always stored as a tuple, which `stop_strings` returns with its type.
+    Special tokens in `kept_special_tokens` stay in the text even if others are skipped, for a program that reads the
+    answer. Raises `InvalidParameter` with the name of the first invalid parameter.
     """
 
     max_tokens: int | None = 16
@@ -54,6 +64,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of tokens, by id: with -100 a token never comes, with 100 no other does."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report with the log-probability of each prompt token. Such a prompt is always computed whole.
+
+    Only with this may `max_tokens` be 0, to request nothing but the prompt.
+    """
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -62,6 +81,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_ends()
         _check_whole("seed", self.seed, low=-_UINT64 // 2, high=_UINT64 - 1, optional=True)
         _check_whole("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        _check_whole("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        self._check_bias()
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidParameter(f"grammar must be a Grammar, not {_shown(self.grammar)}")
+        _check_count("kept_special_tokens", self.kept_special_tokens, MAX_KEPT_SPECIAL_TOKENS)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(f"{name} must be true or false, not {_shown(getattr(self, name))}")
@@ -79,14 +103,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
     def choice(self, index: int) -> SamplingParams:
-        """The parameters of one of the `n` answers: a seed of its own, the request's for the first."""
+        """The parameters of one of the `n` answers: with its own seed, which for the first is the request's."""
         if self.n == 1 and index == 0:
             return self
         seed = None if self.seed is None else (self.seed + index * _CHOICE_STEP) % _UINT64
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def _check_lengths(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, low=1, high=MAX_TOKENS, optional=True)
+        least = 1 if self.prompt_logprobs is None else 0
+        _check_whole("max_tokens", self.max_tokens, low=least, high=MAX_TOKENS, optional=True)
         _check_whole("min_tokens", self.min_tokens, low=0, high=MAX_TOKENS)
         _check_whole("n", self.n, low=1, high=MAX_CHOICES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -104,6 +129,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, low=0.001, high=1000.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+
+    def _check_bias(self) -> None:
+        bias: object = self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise InvalidParameter(f"logit_bias must be a number for each of some token ids, not {_shown(bias)}")
+        _check_count("logit_bias", bias, MAX_LOGIT_BIAS)
+        for token_id, value in bias.items():
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKENS:
+                raise InvalidParameter(f"logit_bias must map token ids, but {_shown(token_id)} is not one")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
+                sentence = f"logit_bias must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, but that of the token {token_id}"
+                raise InvalidParameter(f"{sentence} is {_shown(value)}")
 
     def _check_ends(self) -> None:
         strings: object = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -146,19 +184,19 @@ def _check_number(name: str, value: object, *, low: float, high: float, above_lo
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float comes near
+    except OverflowError:  # a whole number beyond the range of floats
         return False
 
 
-def _check_count(name: str, values: Sequence[object], most: int) -> None:
+def _check_count(name: str, values: Sized, most: int) -> None:
     if len(values) > most:
         raise InvalidParameter(f"{name} must not be more than {most}, but is {len(values)}")
 
 
 def _shown(value: object) -> str:
-    """A value as a sentence quotes it, cut where it is long."""
+    """A value as quoted in an error, truncated if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # a whole number with thousands of digits
         return "a number that is too large"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

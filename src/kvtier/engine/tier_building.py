@@ -1,4 +1,4 @@
-"""From settings to the tiers below the device: host memory, a cache server, a pool, a cluster, objects."""
+"""Builds the tiers below the device from settings: host memory, a cache server, a pool, a cluster, objects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from kvtier.tiers.tier import Tier
 
 _MIN_STAGING_BYTES = 256 << 20
 _MAX_STAGING_BYTES = 4 << 30
-"""Host memory for what goes over TCP, when the engine has none of its own: as much as the device's, within these."""
+"""Limits on the host memory for blocks over TCP if the engine has none of its own; otherwise as much as the
+device's."""
 
 _MIN_STAGED_BLOCKS = 64
 
 
 def has_tiers(config: EngineConfig) -> bool:
-    """There is something below the device."""
+    """Whether there is anything below the device."""
     below = (config.cache_server, config.swap_space, config.mooncake, config.cluster, config.objects)
     return any(below)
 
@@ -32,10 +33,9 @@ def has_tiers(config: EngineConfig) -> bool:
 def make_hierarchy(
     config: EngineConfig, layout: KvLayout, fields: NamespaceFields, name: str, *, device_bytes: int
 ) -> Hierarchy | None:
-    """None without any tier. A cache server need not answer now: it is used once it does.
+    """None if there are no tiers. A cache server need not answer now: it is used once it does.
 
-    `device_bytes` is what the device has for blocks.
-
+    `device_bytes` is the device's memory for blocks.
     Raises `ConfigError` or `TierRefused` with one sentence for settings that cannot work.
     """
     metrics = TierMetrics()
@@ -56,7 +56,8 @@ def make_hierarchy(
         if swap_space:
             if swap_space < layout.slot_bytes:
                 raise ConfigError(f"swap_space {swap_space} holds no block of {layout.slot_bytes} bytes")
-            tiers.insert(0, HostTier(layout, swap_space))
+            is_last = all(tier.is_local for tier in tiers)  # else the others are fed from what it stores
+            tiers.insert(0, HostTier(layout, swap_space, eviction=config.eviction, declines=is_last))
         return Hierarchy(tiers, metrics=metrics) if tiers else None
     except BaseException:
         for tier in tiers:
@@ -80,5 +81,6 @@ def _server_tier(
         timeout_s=config.cache_server_timeout_s,
         metrics=metrics,
         must_answer=False,
+        takes_declines=True,
     )
     return RemoteTier(client)

@@ -1,6 +1,6 @@
-"""Which of several requests makes a step fail: each is run alone, as a copy of which its owner sees nothing.
+"""Finds which of several requests makes a step fail: each is run alone, as a copy that its owner does not see.
 
-The engine's thread calls it after a failure, with a scheduler in which nothing else is.
+The engine's thread calls it after a failure, with an otherwise empty scheduler.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ logger = logging.getLogger(__name__)
 
 
 class Trial:
-    """Runs requests to their next token. After each run, whatever its end, scheduler and runner know nothing of it."""
+    """Runs requests to their next token. After each run, even a failed one, scheduler and runner have forgotten it."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
 
     def culprit(self, suspects: Iterable[Request]) -> Request | None:
-        """The first of `suspects` that cannot be run alone; None when each of them can."""
+        """The first of `suspects` that cannot be run alone; None if each of them can."""
         return next((request for request in suspects if not self._runs(_copy(request))), None)
 
     def is_device_well(self) -> bool:
-        """Whether anything at all can be run: a prompt of one token, of which the likeliest next one is taken."""
+        """Whether anything at all can be run: a prompt of one token, with greedy sampling."""
         return self._runs(Request("trial", [0], SamplingParams(temperature=0.0, max_tokens=1), max_tokens=1))
 
     def _runs(self, request: Request) -> bool:
         try:
-            # Without the tiers: a prompt that is looked for there would wait.
+            # Without the tiers: a prompt that is matched there would wait.
             self._scheduler.waiting.join(request)
             is_sampled = False
             while not is_sampled:
@@ -53,9 +53,15 @@ class Trial:
 
 
 def _copy(request: Request) -> Request:
-    """At the same position of its answer, without blocks."""
+    """A copy at the same position of its answer, without blocks."""
     copy = Request(
-        "trial", request.tokens, request.params, max_tokens=request.num_outputs + 1, salt=request.salt, arrived_at=0.0
+        "trial",
+        request.tokens,
+        request.params,
+        max_tokens=request.num_outputs + 1,
+        index=request.index,
+        salt=request.salt,
+        arrived_at=0.0,
     )
     copy.prompt_tokens = request.prompt_tokens
     return copy

@@ -15,9 +15,10 @@ _JOIN_WARPS = 4
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """As `reference.best_tokens`, but that NaN counts as infinity, of which the first wins; there it counts as more.
+    """Like `reference.best_tokens`, except that NaN ties with infinity, and the first wins; there it counts as more.
 
-    One multiprocessor takes 14 us for a row of 152,064: many look at a piece each, and the best of those is found.
+    One multiprocessor takes 14 us for a row of 152,064: so many search a piece each, and then the best of those is
+    found.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous(), "rows must be dense"
@@ -43,7 +44,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _piece_kernel(logits_ptr, bests_ptr, places_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr):
-    """The best of some columns of a row, and the first of them that has it."""
+    """The largest of some columns of a row, and the first column that has it."""
     row, piece = tl.program_id(0), tl.program_id(1)
     columns = piece * COLUMNS + tl.arange(0, COLUMNS)
     logits_ptrs = logits_ptr + row.to(tl.int64) * VOCAB + columns
@@ -59,7 +60,7 @@ def _piece_kernel(logits_ptr, bests_ptr, places_ptr, VOCAB: tl.constexpr, COLUMN
 def _best_kernel(
     bests_ptr, places_ptr, token_ids_ptr, VOCAB: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One row, of whose pieces the best is known."""
+    """One row, from the best of each of its pieces."""
     row = tl.program_id(0)
     pieces = tl.arange(0, COLUMNS)
     is_piece = pieces < PIECES

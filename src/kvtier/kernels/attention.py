@@ -28,11 +28,11 @@ def attend(
     rotation: Rotation | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write `key` and `value` of the batch's tokens into a layer's `cache`, then attend; `out`, or one as `query`.
+    """Write `key` and `value` of the batch's tokens into a layer's `cache`, then attend; into `out`, or a new tensor.
 
     `query` is `(tokens, heads, head_dim)`, `key` and `value` are `(tokens, kv_heads, head_dim)`; each may be a part
     of a larger tensor as long as its last dimension is dense. With a `rotation`, query and key are rotated first, and
-    what was in `query` may be gone. Waits for nothing on a GPU, so a graph can hold it.
+    what was in `query` may be gone. On a GPU it never waits, so a graph can contain it.
     """
     if rotation is None:
         write_kv_of(batch.backend)(key, value, cache, batch.slots)
@@ -88,7 +88,7 @@ def _attend_rows(
     shares: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
-    """Some of the rows; their starts still count from the first token of the batch."""
+    """A slice of the rows; their starts still count from the first token of the batch."""
     paged_attention_of(batch.backend)(
         query,
         cache,

@@ -40,7 +40,7 @@ class WriteKv(Protocol):
 
 
 class RotateAndWrite(Protocol):
-    """The same of keys that are rotated on the way, as queries are; see `reference.rotate_and_write`."""
+    """Like `write_kv` for keys that are rotated on the way, as queries are; see `reference.rotate_and_write`."""
 
     def __call__(
         self,
@@ -191,31 +191,43 @@ class BestTokens(Protocol):
     def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
 
 
+class Forbid(Protocol):
+    """Forbids tokens in rows of logits; see `reference.forbid`."""
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None: ...
+
+
 def elementwise_for(tensor: torch.Tensor) -> Elementwise | None:
-    """The fused operations for tensors like this one; none where plain torch has to do."""
+    """The fused operations for tensors like this one; None if plain torch has to do."""
     return cast("Elementwise | None", _triton_kernels("elementwise")) if tensor.is_cuda else None
 
 
 def plain_product_for(tensor: torch.Tensor) -> PlainProduct | None:
-    """The same for products of a few tokens in 16 bits."""
+    """The kernels for products of a few tokens in 16 bits; None as above."""
     is_used = tuning.HAS_FEW_TOKEN_PRODUCTS and tensor.is_cuda
     return cast("PlainProduct | None", _triton_kernels("plain_product")) if is_used else None
 
 
 def fp8_product_for(tensor: torch.Tensor) -> Fp8Product | None:
-    """The same for products of a few tokens in 8 bits."""
+    """The kernels for products of a few tokens in 8 bits; None as above."""
     return cast("Fp8Product | None", _quantized_products("fp8_product", tensor))
 
 
 def int4_product_for(tensor: torch.Tensor) -> Int4Product | None:
-    """The same for products of a few tokens in 4 bits."""
+    """The kernels for products of a few tokens in 4 bits; None as above."""
     return cast("Int4Product | None", _quantized_products("int4_product", tensor))
 
 
 def best_tokens_for(tensor: torch.Tensor) -> BestTokens:
-    """That of logits like this one."""
+    """The kernel for logits like these."""
     kernels = _triton_kernels("argmax") if tensor.is_cuda else None
     return reference.best_tokens if kernels is None else cast(BestTokens, kernels.best_tokens)
+
+
+def forbid_for(tensor: torch.Tensor) -> Forbid:
+    """The kernel for logits like these."""
+    kernels = _triton_kernels("token_mask") if tensor.is_cuda else None
+    return reference.forbid if kernels is None else cast(Forbid, kernels.forbid)
 
 
 def _quantized_products(name: str, tensor: torch.Tensor) -> ModuleType | None:
@@ -224,7 +236,7 @@ def _quantized_products(name: str, tensor: torch.Tensor) -> ModuleType | None:
 
 @functools.cache
 def _triton_kernels(name: str) -> ModuleType | None:
-    """The module of that name, None where there is no Triton."""
+    """The module of that name, None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module(f"kvtier.kernels.{name}")

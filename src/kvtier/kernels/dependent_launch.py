@@ -1,8 +1,8 @@
-"""Kernels that start while the one before them in the stream ends, and may then fetch what no kernel writes: weights.
+"""Kernels that start while the one before them in the stream ends, and may fetch data that no kernel writes: weights.
 
-The law: whoever was launched so waits before it reads or writes anything else. `wait` returns when the kernel before
-has ended, and that one has waited itself, so nothing that was launched earlier runs any more. Attention may look up
-what the step was given, too: the kernel before it lets it start when it has waited itself.
+The rule: a kernel launched this way waits before it reads or writes anything else. `wait` returns when the previous
+kernel has ended, which has waited itself, so no earlier kernel is still running. Attention may also read the step's
+inputs: the kernel before it releases it only after its own wait.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """As GPUs of the Hopper generation and later can."""
+    """Whether the GPU supports this: Hopper and later."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
@@ -31,13 +31,13 @@ def launch_options(device: torch.device, *, is_wanted: bool) -> dict[str, bool]:
 
 @triton.jit
 def let_next_start(OVERLAPS: tl.constexpr):
-    """From now on the next kernel may start, if it was launched so."""
+    """Let the next kernel start, if it is a dependent launch."""
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(OVERLAPS: tl.constexpr):
-    """Wait until the kernel before has ended."""
+    """Wait until the previous kernel has ended."""
     if OVERLAPS:
         gdc_wait()

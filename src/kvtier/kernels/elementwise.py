@@ -25,7 +25,7 @@ _QUANTIZED_COLUMNS = 4096
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `operations.rms_norm`, of rows `(T, size)` that may lie apart."""
+    """Like `operations.rms_norm`, for rows `(T, size)` that may lie apart."""
     normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _norm(hidden, None, weight, eps, normed, None)
     return normed
@@ -34,7 +34,7 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `operations.add_rms_norm`."""
+    """Like `operations.add_rms_norm`."""
     normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     total = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _norm(hidden, residual, weight, eps, normed, total)
@@ -50,7 +50,7 @@ def quantized_rms_norm(
     max_value: float,
     min_scale: float,
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """`quantize_rows` of what `add_rms_norm` returns, bit for bit, and the sum: `hidden` if there is no residual."""
+    """`quantize_rows` of the result of `add_rms_norm`, bit for bit, and the sum (`hidden` without a residual)."""
     values, scales = _make_quantized(hidden)
     total = hidden if residual is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _norm(hidden, residual, weight, eps, values, total, scales, max_value, min_scale)
@@ -58,7 +58,7 @@ def quantized_rms_norm(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `operations.silu_mul`."""
+    """Like `operations.silu_mul`."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "rows must be dense"
     gated = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -76,7 +76,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """As `operations.linear_silu_mul`, for a few tokens; None for more, and for sizes that it was not made for."""
+    """Like `operations.linear_silu_mul`, for a few tokens; None for more, and for unsupported sizes."""
     num_tokens, inputs = hidden.shape
     size = weight.shape[0] // 2
     if num_tokens > _FEW_TOKENS or size % _FEW_COLUMNS or inputs % _FEW_INPUTS or hidden.element_size() != 2:
@@ -104,7 +104,7 @@ def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor 
 
 
 def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fp8.quantize_rows`, but for the last digit of a few numbers: it multiplies with the scale's inverse."""
+    """Like `fp8.quantize_rows`, except the last digit of a few numbers: it multiplies by the scale's inverse."""
     num_rows, size = rows.shape
     assert rows.stride(1) == 1, "rows must be dense"
     values, scales = _make_quantized(rows)
@@ -132,7 +132,7 @@ def _make_quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _norm(hidden, residual, weight, eps, normed, total, scales=None, max_value=0.0, min_scale=0.0) -> None:
-    """Into `normed`, which is quantised where there are `scales`, and `total`, where there is a residual."""
+    """Fills `normed`, quantised if there are `scales`, and `total`, if there is a residual."""
     num_tokens, size = hidden.shape
     assert all(one is None or one.stride(1) == 1 for one in (hidden, residual)), "rows must be dense"
     if num_tokens:
@@ -185,7 +185,7 @@ def _norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)  # nobody writes it, and it comes from memory
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)  # no kernel writes it, and it comes from memory
     dependent_launch.wait(OVERLAPS)
     dtype = hidden_ptr.dtype.element_ty
     hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -201,7 +201,7 @@ def _norm_kernel(
         row_scale = _row_scale(tl.max(tl.abs(wide), 0), max_value, min_scale)
         tl.store(scales_ptr + token, row_scale)
         normed = _in_eight_bits(wide, tl.div_rn(1.0, row_scale), max_value, normed_ptr.dtype.element_ty)
-        # Written in pieces as they are read: longer ones would change which thread has what, and so the sum's order.
+        # Written in pieces as they are read: longer ones would change each thread's share, and so the sum's order.
         columns = tl.max_contiguous(tl.arange(0, COLUMNS), 128 // dtype.primitive_bitwidth)
     tl.store(normed_ptr + token * SIZE + columns, normed, mask=is_column)
 
@@ -238,7 +238,7 @@ def _linear_gate_kernel(
     OPERAND: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some columns of gate and of up, and their product: a stream of weights, each read once."""
+    """A tile of columns of gate and up, and their product: a stream of weights, each read once."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tokens = tl.arange(0, TOKENS)
     inputs = tl.arange(0, STEP)
@@ -273,7 +273,7 @@ def _quantize_kernel(
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One row, in parts: once for its largest number, and once more, from the cache, to be divided by the scale."""
+    """One row, in parts: once for its largest number, and once more, from the cache, to divide by the scale."""
     dependent_launch.let_next_start(OVERLAPS)
     dependent_launch.wait(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)

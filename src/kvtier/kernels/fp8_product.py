@@ -24,7 +24,7 @@ from kvtier.kernels.split_product import joined, make_counters, make_parts
 __all__ = ["linear", "linear_silu_mul", "make_counters"]
 
 _EXACT_INPUTS = tl.constexpr(128)
-"""Tensor cores sum up products of 8-bit floats in fewer than 32 bits; after so many, the sum is added in 32."""
+"""Tensor cores accumulate products of 8-bit floats in fewer than 32 bits; after this many, the sum is added in 32."""
 
 
 def linear(
@@ -41,8 +41,8 @@ def linear(
 ) -> torch.Tensor | None:
     """`hidden` (T, K), quantised by row, times `weight` (N, K) with `scales` (N, 1); None for more than a few tokens.
 
-    `peaks` (T, P), if they are known: the largest number of each row of `hidden` is the largest of the row of these.
-    `tile` is chosen by `tuning` unless told.
+    `peaks` (T, P), if known: the largest number of each row of `hidden` is the largest of its row here.
+    By default, `tuning` chooses `tile`.
     """
     if not _takes(hidden):
         return None
@@ -65,7 +65,7 @@ def linear_silu_mul(
     min_scale: float,
     tile: tuning.ProductTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`operations.silu_mul` of `linear`'s product, and `peaks` of that; None for more than a few tokens."""
+    """`operations.silu_mul` of `linear`'s product, and its `peaks`; None for more than a few tokens."""
     if not _takes(hidden):
         return None
     hidden = _quantized_if_large(hidden, max_value, min_scale)
@@ -85,7 +85,7 @@ def _takes(hidden: torch.Tensor | QuantizedRows) -> bool:
 def _quantized_if_large(
     hidden: torch.Tensor | QuantizedRows, max_value: float, min_scale: float
 ) -> torch.Tensor | QuantizedRows:
-    """`hidden`, in 8 bits if every program looking for its largest numbers would be more work."""
+    """`hidden`, quantised first if finding the row maxima in every program would be more work."""
     if isinstance(hidden, QuantizedRows) or hidden.numel() <= tuning.MAX_OWN_PEAKS:
         return hidden
     values, scales = elementwise.quantize_rows(hidden, max_value=max_value, min_scale=min_scale)
@@ -199,7 +199,7 @@ def _product_kernel(
     begin = split * SHARE
     dependent_launch.let_next_start(OVERLAPS)
     dependent_launch.wait(OVERLAPS)
-    # Here, before they are needed: after the loop every program would wait for memory once more.
+    # Here, before they are needed: after the loop, every program would wait for memory once more.
     weight_scales = tl.load(scales_ptr + weight_rows)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + weight_rows)
@@ -224,7 +224,7 @@ def _product_kernel(
             weight = tl.load(weight_ptrs + start, mask=is_input, other=0.0)
             hidden = tl.load(hidden_ptrs + start, mask=is_copied & is_input, other=0.0)
         if not IS_QUANTIZED:
-            if start == begin:  # not before the loop: here, weights of several steps are on their way already
+            if start == begin:  # not before the loop: here, weights of several steps are already in flight
                 peaks = _row_peaks(peaks_ptr, peaks_stride, num_tokens, PEAKS, PEAK_ROWS, PEAK_COLUMNS, TOKENS)
                 token_scales = tl.maximum(tl.div_rn(peaks, max_value), min_scale)
                 inverses = tl.where(is_token, tl.div_rn(1.0, token_scales), 0.0)
@@ -255,7 +255,7 @@ def _product_kernel(
 
 @triton.jit
 def _repeated(rows, COPIED: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr):
-    """All rows again and again, until there are TOKENS of them."""
+    """All rows, repeated until there are TOKENS of them."""
     return tl.broadcast_to(rows[None, :, :], (TOKENS // COPIED, COPIED, STEP)).reshape(TOKENS, STEP)
 
 

@@ -2,7 +2,7 @@
 
 Every tile of queries reads the same keys again, so one more copy of them costs next to nothing, and what lies in one
 piece is loaded by the GPU's bulk copies (tensor descriptors) instead of address by address. The twin is
-`reference.paged_attention`. What is copied lives for one call.
+`reference.paged_attention`. The copy lives for one call.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -33,7 +33,7 @@ def gathered_attention(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """As `reference.paged_attention` without a window, for a `scale` above 0 and heads of a power of two, into `out`.
+    """Like `reference.paged_attention` without a window, for a `scale` above 0 and heads of a power of two, into `out`.
 
     The rows may be some of a batch's: `query_starts` then begins at their first token, and only theirs are written.
     Row r's keys are copied to places `gather_starts[r]` and on, which are multiples of `tuning.GATHER_TOKENS`, as is
@@ -111,7 +111,7 @@ def _gather_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Some tokens of one row and one KV head. Past the row's end are zeros: what no query sees must not be NaN."""
+    """Some tokens of one row and one KV head. Zeros follow the row's end: unseen tokens must not be NaN."""
     start = tl.program_id(0) * TOKENS
     kv_head = tl.program_id(1).to(tl.int64)
     low = start * 0
@@ -149,7 +149,7 @@ def _attend_keys(
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """As in `paged_attention`: fold keys `first_key:end_key`, of which every query sees all unless masked."""
+    """As in `paged_attention`: fold keys `first_key:end_key`; without a mask, every query sees all of them."""
     for start in range(first_key, end_key, TILE_KEYS):
         key = gathered.load([first_place + start, 0]).to(OPERAND)
         scores = tl.dot(query, key.T)
@@ -193,10 +193,10 @@ def _attend_kernel(
 ):
     """A tile of one row's queries, with all query heads of one KV head, over all keys they see.
 
-    Each query sees the row's first key in the first tile, so the largest score is never that of nothing.
+    Each query sees the row's first key in the first tile, so the largest score is always of a real key.
     """
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last ones see most keys, and must not be left to the end
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, and must not be left to the end
     kv_head = tl.program_id(1)
     row, first_tile = row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES, False)
     start = tl.load(starts_ptr + row)
@@ -254,6 +254,6 @@ def _attend_kernel(
         TILE_KEYS,
         True,
     )
-    attended = values / tl.where(total == 0.0, 1.0, total)[:, None]  # a row of no KV gets zeros
+    attended = values / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without KV gets zeros
     out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
     tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=is_kept)

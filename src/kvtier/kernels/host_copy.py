@@ -1,6 +1,6 @@
 """Copies a few kilobytes between the device and pinned host memory by a kernel, which reads and writes it itself.
 
-The device's copy engines take one copy after the other, also of different streams: behind the blocks of a tier a copy
+The device's copy engines take one copy after another, even from different streams: behind a tier's blocks, a copy
 of a few numbers would wait for milliseconds, and the step that needs them with it. A kernel waits for its own stream
 alone.
 """
@@ -18,7 +18,7 @@ _WORDS = 2048
 _TOKENS = 128
 _WARPS = 8
 _QUAD = 4
-"""So many words are read at once."""
+"""Words per read."""
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
 def place_words(
     source: torch.Tensor, num_tokens: int, target: torch.Tensor, table: torch.Tensor, last_tokens: torch.Tensor
 ) -> None:
-    """As `reference.place_words`; `source` may be pinned memory, of which the law of `copy_words` holds.
+    """Like `reference.place_words`; `source` may be pinned memory, under the same rule as for `copy_words`.
 
     The tokens, what is left of `target`, and the table begin at multiples of 16 bytes in `source`, as `upload.pack` has
     it, and it is as long as a multiple of that.
@@ -75,7 +75,7 @@ def place_words(
 def hand_out(tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor, target: torch.Tensor) -> None:
     """Put token r into `last_tokens[slots[r]]` and into `target[r]`, which may be pinned memory as for `copy_words`.
 
-    All are dense and int64. No slot is there twice.
+    All are dense and int64. No slot occurs twice.
     """
     num_tokens = tokens.numel()
     for one in (tokens, slots, last_tokens, target):
@@ -90,9 +90,9 @@ def hand_out(tokens: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tenso
 @triton.jit(do_not_specialize=["num_quads", "num_words"])
 def _copy_kernel(source_ptr, target_ptr, num_quads, num_words, WORDS: tl.constexpr, QUAD: tl.constexpr):
     places = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    # Whole quads are read at once: of this memory no cache keeps what the next word would be read from.
+    # Whole quads are read at once: this memory is not cached, so the next word would be read again.
     is_there = places < num_quads * QUAD
-    # The host writes this memory between two launches: no cache may answer for it.
+    # The host writes this memory between two launches: caches must not be used.
     words = tl.load(source_ptr + places, mask=is_there, cache_modifier=".cv")
     tl.store(target_ptr + places, words, mask=is_there)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -118,12 +118,12 @@ def _place_kernel(
     WORDS: tl.constexpr,
     QUAD: tl.constexpr,
 ):
-    """Words, then the cells of the table, and by the first programs the tokens."""
+    """Copies words, then the cells of the table; the first programs also copy the tokens."""
     places = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     num_words = num_quads * QUAD
     is_there = places < num_words + tl.cdiv(num_cells, QUAD) * QUAD
     is_token = places < num_tokens
-    # All is asked for before anything is waited for. See `_copy_kernel`.
+    # All reads are issued before any is waited for. See `_copy_kernel`.
     words = tl.load(words_ptr + places, mask=is_there, cache_modifier=".cv")
     tokens = tl.load(tokens_ptr + places, mask=is_token, other=0, cache_modifier=".cv")
     tl.store(placed_words_ptr + places, words, mask=places < num_words)

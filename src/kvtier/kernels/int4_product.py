@@ -22,7 +22,7 @@ from kvtier.kernels.split_product import joined, make_counters, make_parts
 __all__ = ["can_pack", "dequantize", "linear", "make_counters", "pack"]
 
 BLOCK_INPUTS = 128
-"""Inputs are packed in blocks of so many."""
+"""Inputs per packed block."""
 
 _PER_WORD = 8
 _WORDS = BLOCK_INPUTS // _PER_WORD
@@ -38,7 +38,8 @@ def can_pack(*, inputs: int, group_size: int) -> bool:
 def pack(qweight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The words of a checkpoint (K / 8, N) in this module's order: (K / 128, N, 16), as many as before.
 
-    `order` (K,) lists the inputs such that those of a group are neighbours; the kernels take their inputs so, too.
+    `order` (K,) lists the inputs so that those of a group are neighbours; the kernels take their inputs in this order,
+    too.
     """
     order = order.view(-1, _PER_WORD, _WORDS)
     packed = torch.zeros((order.shape[0], _WORDS, qweight.shape[1]), dtype=torch.int32, device=qweight.device)
@@ -59,9 +60,9 @@ def linear(
     *,
     tile: tuning.ProductTile | None = None,
 ) -> torch.Tensor | None:
-    """`hidden` (T, K) times the weight that `words` of `pack` hold; None for more than a few tokens.
+    """`hidden` (T, K) times the weight in `words` of `pack`; None for more than a few tokens.
 
-    `tile` is chosen by `tuning` unless told.
+    By default, `tuning` chooses `tile`.
     """
     num_tokens, inputs = hidden.shape
     if num_tokens > tuning.MAX_FEW_TOKENS or hidden.element_size() != 2:
@@ -207,7 +208,7 @@ def _dequantize_kernel(
 def _group(zeros_ptr, scales_ptr, group, rows, OUTPUTS: tl.constexpr):
     """Zero points, each 2**23 more than it is, and scales of one group, as float32.
 
-    Two scales of 16 bits are read as a word, for only whole words are copied ahead of their use.
+    Two scales of 16 bits are read as a word, since only whole words are copied ahead of their use.
     """
     zeros = (tl.load(zeros_ptr + group * (OUTPUTS // 8) + rows // 8) >> (rows % 8 * 4)) & 0xF
     scales = tl.load(scales_ptr + group * (OUTPUTS // 2) + rows // 2) >> (rows % 2 * 16)
@@ -222,5 +223,5 @@ def _weights(words, number: tl.constexpr, zeros, scales):
 
 @triton.jit
 def _above_2_to_23(levels):
-    """2**23 more than `levels`, as float32: these are its last bits. Faster than converting, and exact."""
+    """2**23 plus `levels`, as float32: these are its last bits. Faster than converting, and exact."""
     return (levels | 0x4B000000).to(tl.float32, bitcast=True)

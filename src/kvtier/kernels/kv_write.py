@@ -17,7 +17,7 @@ _HEADS_AT_ONCE = 8
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """As `reference.write_kv`. Waits for nothing; two tokens of one slot leave either of them, so give none twice."""
+    """Like `reference.write_kv`. Never waits; of two tokens in one slot either may win, so give none twice."""
     _write(None, key, value, cache, slots, None)
 
 
@@ -29,7 +29,7 @@ def rotate_and_write(
     slots: torch.Tensor,
     rotation: Rotation,
 ) -> torch.Tensor:
-    """As `reference.rotate_and_write`, and as `write_kv`. `query` itself is returned, rotated."""
+    """Like `reference.rotate_and_write` and `write_kv`. `query` itself is returned, rotated."""
     rotary_dim, head_dim = rotation.cos_sin.shape[1], query.shape[2]
     assert query.stride(-1) == rotation.cos_sin.stride(-1) == 1, "the last dimension must be dense"
     assert rotation.norms is None or rotary_dim == head_dim, "heads that are normalised rotate whole"
@@ -89,7 +89,7 @@ def _write(query, key, value, cache, slots, rotation) -> None:
 
 @triton.jit
 def _pair_places(PAIRS: tl.constexpr, COLUMNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Where the firsts and the seconds of all pairs of a head lie."""
+    """Offsets of the first and the second numbers of all pairs of a head."""
     pairs = tl.arange(0, COLUMNS)[None, :]
     if IS_INTERLEAVED:
         return 2 * pairs, 2 * pairs + 1
@@ -109,7 +109,7 @@ def _rotated(
     IS_INTERLEAVED: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """The firsts and the seconds of all pairs of some heads of one token, normalised and rotated."""
+    """The first and the second numbers of all pairs of some heads of one token, normalised and rotated."""
     dtype = head_ptrs.dtype.element_ty
     pairs = tl.arange(0, COLUMNS)[None, :]
     is_pair = pairs < PAIRS
@@ -160,7 +160,7 @@ def _write_kernel(
     BLOCK_TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Some heads of one token: of the query, which rotate in place, or of key and value, which go into the cache.
+    """Some heads of one token: of the query, rotated in place, or of key and value, written to the cache.
 
     A thread loads both numbers of a pair and stores both, so it can work in place. The arena exceeds 2**31 elements:
     every address is summed in 64 bits.
@@ -170,7 +170,7 @@ def _write_kernel(
     group = tl.program_id(1)
     if OVERLAPS:
         gdc_wait()
-        gdc_launch_dependents()  # not before: whoever starts then may read all that was written before this kernel
+        gdc_launch_dependents()  # not earlier: the next kernel may read everything written before this one
     if QUERY_GROUPS > 0:
         cos_sin_ptr += token * cos_sin_stride
         is_pair = tl.arange(0, COLUMNS)[None, :] < PAIRS

@@ -1,9 +1,9 @@
-"""Attention over paged KV in Triton: one kernel for prefills, decodes and what is between, and one that joins parts.
+"""Attention over paged KV in Triton: one kernel for prefills, decodes and anything between, and one that joins parts.
 
-`reference.paged_attention` is the twin and says what holds. The query heads that share a KV head are rows of one
+`reference.paged_attention` is the twin and the definition. The query heads that share a KV head are rows of one
 tile, so K and V are read once for all of them. Where tiles are too few to fill the GPU, as for a few queries behind a
-long cached prefix, the keys of each tile are split among several programs. A few small parts are joined, in their
-order, by the program of the tile that is the last to bring one; many by the second kernel, which does so in parallel.
+long cached prefix, the keys of each tile are split among several programs. The last
+program of a tile to finish joins a few small parts, in order; the second kernel joins many parts, in parallel.
 The rows of a decode may be cut by `shares`, so that a long one among short ones has many programs.
 Grids come from shapes alone: nothing waits for the device, and a CUDA graph can hold a launch. Addresses in the cache
 are summed in 64 bits, for an arena exceeds 2**31 elements.
@@ -44,7 +44,7 @@ def paged_attention(
     shares: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.paged_attention`, for a `scale` above 0. Rows of more than `max_query_tokens` are computed wrongly.
+    """Like `reference.paged_attention`, for a `scale` above 0. Rows over `max_query_tokens` are computed wrongly.
 
     The rows may be some of a batch's: `query_starts` then begins at their first token, and only theirs are written.
     `counters` are int32 zeros, left at zero, which no other launch may use meanwhile: `tuning.MAX_SPLIT_TILES`, and
@@ -89,7 +89,7 @@ def operand(dtype: torch.dtype) -> tl.dtype:
 
 @functools.cache
 def shared_bytes_of(device: torch.device) -> int:
-    """The shared memory that one program may take; without end where Triton interprets."""
+    """The shared memory that one program may take; unlimited if Triton interprets."""
     if device.type != "cuda":
         return sys.maxsize
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
@@ -120,7 +120,7 @@ def _attend(
     ).fitted(head_dim=sizes["DIM"], itemsize=query.element_size(), shared_bytes=shared_bytes_of(query.device))
     tile_queries = tiles.rows // sizes["GROUP"]
     has_row_tiles = max_query_tokens <= tile_queries
-    # Each row has at most one tile that is not full, so this many are enough however the tokens are spread.
+    # Each row has at most one partial tile, so this many are enough however the tokens are distributed.
     num_tiles = num_rows if has_row_tiles else query.shape[0] // tile_queries + num_rows
     max_kv_tokens = max_blocks * block_tokens
     if window:
@@ -129,7 +129,7 @@ def _attend(
     if has_shares:
         assert has_row_tiles, "only rows of one query are cut by their lengths"
         splits, is_split, joins_last = 1, True, True
-        grid = (kv_heads, shares.shape[0], 1)  # all heads of one share first: what is no share comes last
+        grid = (kv_heads, shares.shape[0], 1)  # all heads of one share first: empty shares come last
     else:
         splits = tuning.splits(
             num_programs=num_tiles * kv_heads, max_query_tokens=max_query_tokens, max_kv_tokens=max_kv_tokens
@@ -168,7 +168,7 @@ def _attend(
         **sizes,
         BLOCK_TOKENS=block_tokens,
         WINDOW=window,
-        # Tensor cores round float32 to 10 bits unless told not to.
+        # By default, tensor cores round float32 to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         OPERAND=operand(query.dtype),
         HAS_ROW_TILES=has_row_tiles,
@@ -230,7 +230,7 @@ def _attend_keys(
 ):
     """Fold keys `first_key:end_key` into (weighted values, largest score, sum of weights), scores in powers of two.
 
-    Unless masked, every query sees all of these keys, a whole number of tiles. What is not a visible key of any query
+    Unless masked, every query sees all of these keys, a whole number of tiles. A key that no query sees
     is not loaded: it may be NaN, which no weight of zero would remove.
     """
     dims = tl.arange(0, DIM)
@@ -264,7 +264,7 @@ def _attend_keys(
         new_best = tl.maximum(best, tl.max(scores, 1) * log2_scale)
         shift = new_best
         if IS_MASKED:
-            # A query that has seen nothing yet: -inf less -inf would be NaN.
+            # A query that has seen no keys yet: -inf less -inf would be NaN.
             shift = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores * log2_scale - shift[:, None])
         decay = tl.exp2(best - shift)
@@ -277,7 +277,7 @@ def _attend_keys(
 
 @triton.jit
 def row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES: tl.constexpr, HAS_ROW_TILES: tl.constexpr):
-    """The row a tile belongs to, and the row's first tile: rows begin at tile `start // TILE_QUERIES + row`."""
+    """The row of a tile, and the row's first tile: rows begin at tile `start // TILE_QUERIES + row`."""
     low = tile * 0
     if HAS_ROW_TILES:
         low = tile
@@ -341,7 +341,7 @@ def _attend_kernel(
     split = tl.program_id(2)
     is_over = False
     if HAS_SHARES:
-        # All of it from one place: whatever is read after it waits for it.
+        # All of it from one place: every later read waits for it.
         kv_head, kv_heads = tile.to(tl.int64), tl.num_programs(0)
         share = tl.program_id(1)
         share_ptr = shares_ptr + 4 * share
@@ -355,7 +355,7 @@ def _attend_kernel(
     else:
         kv_head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
         if not HAS_ROW_TILES:
-            tile = tl.num_programs(0) - 1 - tile  # the last ones see most keys, and must not be left to the end
+            tile = tl.num_programs(0) - 1 - tile  # the last tiles see most keys, and must not be left to the end
         row, first_tile = row_of_tile(tile, starts_ptr, num_rows, TILE_QUERIES, HAS_ROW_TILES)
         start = tl.load(starts_ptr + row)
         num_queries = tl.load(starts_ptr + row + 1) - start
@@ -378,7 +378,7 @@ def _attend_kernel(
     next_ids = 0
     if LOOKS_AHEAD:
         next_keys = first_key + tl.arange(0, TILE_KEYS)
-        is_next = (next_keys >= 0) & (next_keys < end_key)  # what is no share may begin anywhere
+        is_next = (next_keys >= 0) & (next_keys < end_key)  # an empty share may begin anywhere
         next_ids = tl.load(table_ptr + next_keys // BLOCK_TOKENS, mask=is_next, other=0)
     if OVERLAPS:
         gdc_wait()
@@ -456,7 +456,7 @@ def _attend_kernel(
     out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
     if IS_SPLIT:
         tile_number = tile.to(tl.int64) * kv_heads + kv_head
-        if HAS_SHARES:  # those of a row lie one after the other
+        if HAS_SHARES:  # the shares of a row are consecutive
             first_place = (kv_head * tl.num_programs(1) + share - split) * TILE_ROWS
         else:
             first_place = tile_number * splits * TILE_ROWS
@@ -491,7 +491,7 @@ def _joined(
     DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """The weighted values and the sum of weights of a tile, of `num_parts` that lie one after the other."""
+    """The weighted values and the sum of weights of a tile, over `num_parts` consecutive parts."""
     AT_ONCE: tl.constexpr = max(16384 // (TILE_ROWS * DIM), 1)  # as many as registers are free for
     dims = tl.arange(0, DIM)[None, :]
     is_dim = dims < HEAD_DIM
@@ -502,7 +502,7 @@ def _joined(
         for other in tl.static_range(AT_ONCE):
             is_read = tl.where(first + other < num_parts, is_row, False)
             places = first_place + (first + other) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-            # Past the first cache, which may hold what was there before another multiprocessor wrote it.
+            # Bypass the first-level cache, which may hold data from before another multiprocessor wrote it.
             part_best = tl.load(best_ptr + places, mask=is_read, other=float("-inf"), cache_modifier=".cg")
             part_total = tl.load(total_ptr + places, mask=is_read, other=0.0, cache_modifier=".cg")
             part_ptrs = parts_ptr + places[:, None] * HEAD_DIM + dims

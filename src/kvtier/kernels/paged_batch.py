@@ -27,7 +27,7 @@ _SPARE_SHARES = 4
 class PagedRow(NamedTuple):
     """A request's part of a step: its last `query_tokens` of `kv_tokens` are computed, the rest is in its blocks.
 
-    `block_ids` holds at least enough ids for `kv_tokens`. Of long contexts pass an int32 array, not a list. Unless it
+    `block_ids` holds at least enough ids for `kv_tokens`. For long contexts, pass an int32 array, not a list. Unless it
     `writes`, the KV of what is computed is in its blocks already.
     """
 
@@ -65,7 +65,7 @@ class PagedArrays:
     ) -> PagedArrays:
         """Lay out `rows`, in order, then padding rows of one query each that reads and writes nothing.
 
-        Then rows without a query, and tokens that belong to no row: what attention leaves for those is undefined.
+        Then rows without a query, and tokens that belong to no row, for which attention's result is undefined.
         """
         num_rows = len(rows) + num_padding_rows + num_empty_rows
         counts = np.ones(num_rows, np.int64)
@@ -116,7 +116,7 @@ class PagedArrays:
         return len(self.slots)
 
     def upload(self, device: torch.device, backend: Backend | None = None) -> PagedBatch:
-        """The batch, in memory of its own. `backend` is the device's unless told."""
+        """The batch, in memory of its own. `backend` is by default the device's."""
         counters = np.zeros(MAX_SPLIT_TILES, np.int32)
         on_device = upload(
             [
@@ -158,11 +158,11 @@ class PagedBatch:
     kv_lengths: torch.Tensor
     """`(rows,)` int32: tokens of context, this step's included."""
     slots: torch.Tensor
-    """`(tokens,)` int64: where each token's KV goes; negative where it is not written."""
+    """`(tokens,)` int64: where each token's KV goes; negative if it is not written."""
     positions: torch.Tensor
     """`(tokens,)` int64: each token's place in its context."""
     counters: torch.Tensor
-    """Zeros of int32 with which kernels find out who ends last, and which they leave at zero."""
+    """Counters (int32, zero) by which kernels find the program that ends last. They are left at zero."""
     max_query_tokens: int
     num_decodes: int
     """How many leading rows have at most one query."""
@@ -174,7 +174,7 @@ class PagedBatch:
     block_tokens: int
     backend: Backend
     shares: torch.Tensor | None = None
-    """How the keys of decodes are cut, see `cut`. Without, each row is in as many parts as the next."""
+    """How the keys of decodes are cut, see `cut`. Without it, each row has the same number of parts."""
     _plans: dict[int | None, reference.RowPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -215,11 +215,11 @@ def cut(kv_lengths: npt.NDArray[np.int32], num_shares: int) -> npt.NDArray[np.in
 
 @functools.lru_cache(maxsize=4)
 def _num_shares(tiles_of_rows: bytes, num_shares: int) -> npt.NDArray[np.int32]:
-    """How many each row has, of so many tiles as int32. From step to step that seldom changes."""
+    """Shares per row, from the rows' numbers of tiles (int32). Seldom changes from step to step."""
     tiles = np.frombuffer(tiles_of_rows, np.int32)
     most = max(num_shares, int(np.count_nonzero(tiles)) + num_shares // _SPARE_SHARES)
     low, high = max(-(-int(tiles.sum()) // most), 1), max(int(tiles.max(initial=1)), 1)
-    while low < high:  # as few tiles to a share as that allows
+    while low < high:  # as few tiles per share as possible
         middle = (low + high) // 2
         if int((-(-tiles // middle)).sum()) <= most:
             high = middle
@@ -232,7 +232,7 @@ def _num_shares(tiles_of_rows: bytes, num_shares: int) -> npt.NDArray[np.int32]:
 class _Buffers:
     """A step's tokens and its batch, with room for the largest, at fixed addresses. The runner's thread owns them.
 
-    Where the numbers of a batch begin depends on how many tokens and rows it has, and on nothing else.
+    Where the numbers of a batch begin depends only on how many tokens and rows it has.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class _Buffers:
         last_tokens: torch.Tensor,
         num_counters: int = MAX_SPLIT_TILES,
     ) -> None:
-        """A token `~s` stands for `last_tokens[s]`, as it is when the device gets there."""
+        """A token `~s` stands for `last_tokens[s]`, with its value when the device reads it."""
         device = last_tokens.device
         self._block_tokens = block_tokens
         self._last_tokens = last_tokens
@@ -255,7 +255,7 @@ class _Buffers:
         self._backend = Backend.of(device)
 
     def tokens(self, num_tokens: int) -> torch.Tensor:
-        """The token ids of a step of so many, padding included. It reads whatever was filled in last."""
+        """The token ids of a step of this many tokens, including padding, as they were last filled in."""
         return self._numbers[: num_tokens * 8].view(torch.int64)
 
     def _batch(self, *, num_tokens: int, num_rows: int, max_query_tokens: int, num_decodes: int) -> PagedBatch:
@@ -279,7 +279,7 @@ class _Buffers:
         )
 
     def fill(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> None:
-        """Bring a step into place, in the current stream's order. The tokens of padding may be left out."""
+        """Bring a step into place, in the current stream's order. Tokens of padding may be left out."""
         padded = np.zeros(arrays.num_tokens, np.int64)
         padded[: len(tokens)] = tokens
         upload_into(
@@ -291,14 +291,14 @@ class _Buffers:
         )
 
     def _like(self, num_tokens: int, num_rows: int) -> list[npt.NDArray[np.generic]]:
-        """Arrays with the dtypes and shapes of those of such a step."""
+        """Arrays with the dtypes and shapes of such a step."""
         padding = PagedArrays.lay_out(
             [], block_tokens=self._block_tokens, num_empty_rows=num_rows, num_padding_tokens=num_tokens
         )
         return self._numbers_of(np.zeros(num_tokens, np.int64), padding)
 
     def _numbers_of(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> list[npt.NDArray[np.generic]]:
-        """What is held of a step besides the block tables; the tokens first."""
+        """The step's contents except the block tables; the tokens first."""
         shares = self._shares(arrays.kv_lengths)
         return [tokens, arrays.slots, arrays.positions, arrays.query_starts, arrays.kv_lengths, shares]
 
@@ -327,11 +327,11 @@ class DecodeBuffers(_Buffers):
         )
 
     def batch(self, num_rows: int) -> PagedBatch:
-        """The first rows as a batch of one query each. It reads whatever was filled in last."""
+        """The first rows as a batch of one query each, as they were last filled in."""
         return self._batch(num_tokens=num_rows, num_rows=num_rows, max_query_tokens=1, num_decodes=num_rows)
 
     def fill(self, tokens: npt.NDArray[np.int64], arrays: PagedArrays) -> None:
-        """As for any batch; here each row has one query."""
+        """As for any batch; here, each row has one query."""
         assert arrays.num_tokens == arrays.num_rows == arrays.num_decodes
         super().fill(tokens, arrays)
 
@@ -349,5 +349,5 @@ class ChunkBuffers(_Buffers):
     """
 
     def batch(self, num_tokens: int, num_rows: int) -> PagedBatch:
-        """Rows of any number of queries. It reads whatever was filled in last."""
+        """Rows of any number of queries, as they were last filled in."""
         return self._batch(num_tokens=num_tokens, num_rows=num_rows, max_query_tokens=num_tokens, num_decodes=0)

@@ -1,7 +1,7 @@
 """Pinned host memory that kernels read and write, taken and given back without waiting for the device.
 
 torch's own pool knows of copies that use its memory, not of kernels. Here each slot has an event, recorded behind what
-used it last, and is handed out again when that is over. Thread-safe.
+used it last, and is handed out again once that is over. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 _MIN_SLOT_BYTES = 16 << 10
 _CHUNK_BYTES = 32 << 20
-"""So much is asked of the system at a time. CUDA may let a call for pinned memory wait until the device is idle, with
-all other calls behind it, so none should come between steps: this is enough for those of a thousand rows."""
+"""Pinned memory is allocated in pieces of this size. CUDA may hold such a call, and every call behind it, until the
+device is idle, so none should come between steps: one piece is enough for steps of a thousand rows."""
 
 
 class Event(Protocol):
-    """As much of a `torch.cuda.Event` as slots need."""
+    """The part of a `torch.cuda.Event` that slots need."""
 
     def record(self) -> None: ...
 
@@ -43,15 +43,15 @@ class Slot:
 
 
 class PinnedPool:
-    """Slots of one device, of sizes that are powers of two, cut from large pieces. None goes back to the system."""
+    """Slots of one device, of sizes that are powers of two, cut from large pieces. None is returned to the system."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], make_event: Callable[[], Event]) -> None:
-        """`allocate` makes int32 tensors of so many words in pinned memory."""
+        """`allocate` makes an int32 tensor of a number of words in pinned memory."""
         self._allocate = allocate
         self._make_event = make_event
         self._lock = threading.Lock()
         self._given_back: defaultdict[int, deque[Slot]] = defaultdict(deque)
-        self._slots: list[Slot] = []  # those that were never given back stay pinned too: the device may write them yet
+        self._slots: list[Slot] = []  # slots never given back stay pinned, too: the device may still write them
         self._unused = allocate(0)
 
     @property
@@ -59,7 +59,7 @@ class PinnedPool:
         return len(self._slots)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes` that nobody uses; the device neither."""
+        """A slot of at least `nbytes` that neither host nor device uses."""
         size = max(_MIN_SLOT_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_SLOT_BYTES
         with self._lock:
             waiting = self._given_back[size]
@@ -73,7 +73,7 @@ class PinnedPool:
             return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Once its event is recorded: it is handed out again when that is over."""
+        """Give it back once its event is recorded: it is handed out again when the event is over."""
         with self._lock:
             self._given_back[slot.data.nbytes].append(slot)
 

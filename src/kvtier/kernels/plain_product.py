@@ -30,7 +30,7 @@ def linear(
 ) -> torch.Tensor | None:
     """`hidden` (T, K) times `weight` (N, K); None for more than a few tokens, for many outputs, and for other dtypes.
 
-    `tile` is chosen by `tuning` unless told.
+    By default, `tuning` chooses `tile`.
     """
     num_tokens, inputs = hidden.shape
     outputs = weight.shape[0]

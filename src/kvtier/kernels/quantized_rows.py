@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Float8 `values` (T, N) and float32 `scales` (T, 1), whose product the rows are, nearly.
+    """Float8 `values` (T, N) and float32 `scales` (T, 1); their product is nearly the rows.
 
-    `dtype` is that of the rows before, and of what is computed of them.
+    `dtype` is that of the original rows, and of results computed from them.
     """
 
     values: torch.Tensor

@@ -20,7 +20,7 @@ class RowGroup:
     """Rows of equal shape that are attended by one call."""
 
     tokens: torch.Tensor
-    """`(rows * queries,)`: where their queries stand in the batch."""
+    """`(rows * queries,)`: the positions of their queries in the batch."""
     blocks: torch.Tensor
     """`(rows, blocks)`: block ids that cover `keys`; a shorter row repeats one of its own."""
     keys: slice
@@ -29,9 +29,9 @@ class RowGroup:
     is_causal: bool
     """Queries and keys are the same tokens: no mask is needed."""
     mask: torch.Tensor | None
-    """Where a query sees a key, to broadcast over `(rows, heads, queries, keys)`."""
+    """Whether a query sees a key, to broadcast over `(rows, heads, queries, keys)`."""
     unseen: tuple[torch.Tensor, torch.Tensor] | None
-    """Rows and keys of gathered slots that no query sees. They may hold anything, NaN too, and 0 * NaN is NaN."""
+    """Rows and keys of gathered slots that no query sees. They may contain anything, even NaN, and 0 * NaN is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def rotate_and_write(
     slots: torch.Tensor,
     rotation: Rotation,
 ) -> torch.Tensor:
-    """The query, rotated; `write_kv` of `value` and of the key, rotated too. What was in `query` may be gone."""
+    """The rotated query; also `write_kv` of `value` and of the rotated key. `query` may be overwritten."""
     query, key = rotate(query, key, rotation)
     write_kv(key, value, cache, slots)
     return query
@@ -101,11 +101,11 @@ def paged_attention(
     max_query_tokens: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every row's queries over its own blocks; `(tokens, heads, head_dim)`, as `query`.
+    """Causal attention of every row's queries over its own blocks; `(tokens, heads, head_dim)`, like `query`.
 
     Row r asks `query[query_starts[r] : query_starts[r + 1]]`, the last tokens of a context of `kv_lengths[r]` tokens
     whose KV lies in the blocks of `block_tables[r]`. With a `window`, the query at position i sees the key at j when
-    `i - j < window`. A query that sees nothing, in a row of no KV, gets zeros. Query heads share KV heads in order.
+    `i - j < window`. A query that sees no keys, in a row without KV, gets zeros. Query heads share KV heads in order.
     """
     plan = plan_rows(block_tables, query_starts, kv_lengths, block_tokens=cache.shape[2], window=window)
     return attend_groups(query, cache, plan, scale=scale, out=out)
@@ -119,7 +119,7 @@ def plan_rows(
     block_tokens: int,
     window: int | None,
 ) -> RowPlan:
-    """Sort a batch's rows into groups. Depends on the batch and the window only, not on the layer."""
+    """Sort a batch's rows into groups. Depends only on the batch and the window, not on the layer."""
     starts: list[int] = query_starts.tolist()
     shapes: dict[tuple[int, int, int], list[_Row]] = defaultdict(list)
     blind: list[int] = []
@@ -143,7 +143,7 @@ def plan_rows(
 def attend_groups(
     query: torch.Tensor, cache: torch.Tensor, plan: RowPlan, *, scale: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attend a planned batch over one layer's cache; `paged_attention` says what comes out."""
+    """Attend a planned batch over one layer's cache; the result is as in `paged_attention`."""
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.groups:
@@ -215,7 +215,7 @@ class _Planner:
         )
 
     def _origin(self, row: _Row) -> int:
-        """The position of the first token that is gathered: a block is gathered whole."""
+        """The position of the first gathered token: blocks are gathered whole."""
         return row.first_key // self.block_tokens * self.block_tokens
 
     def _keys(self, row: _Row, kv_tokens: int) -> slice:
@@ -257,13 +257,24 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return gathered.view(kv_heads, len(blocks), -1, kv_dim).transpose(0, 1)
 
 
+def forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Make, in place, the logits of forbidden tokens -inf: in row `rows[i]`, tokens whose bit in `words[i]` is 0.
+
+    Bit `t % 32` of word `t // 32` is token t's. No row occurs twice; rows that are not listed stay unchanged.
+    """
+    vocab_size = logits.shape[-1]
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    is_allowed = (words[:, :, None] >> bits & 1).bool().view(len(rows), -1)[:, :vocab_size]
+    logits[rows] = logits[rows].masked_fill_(~is_allowed, float("-inf"))
+
+
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The ids, int64, of the largest of each row of `logits` (rows, tokens); of equal ones the lowest."""
     return logits.argmax(-1)
 
 
 def fed(tokens: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-    """The token ids, of which `~s` stands for `last_tokens[s]`."""
+    """The token ids; `~s` is replaced by `last_tokens[s]`."""
     return torch.where(tokens < 0, last_tokens[(~tokens).clamp_(min=0)], tokens)
 
 

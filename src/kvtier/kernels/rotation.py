@@ -1,4 +1,4 @@
-"""How a layer's queries and keys are turned to their positions; in plain torch here, in `kv_write` on a GPU."""
+"""How a layer's queries and keys are rotated to their positions; in plain torch here, in `kv_write` on a GPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the products of a few tokens share: parts of a sum, added up by the program that is the last to bring one.
+"""Common to products of a few tokens: parts of a sum, added up by the program that finishes last.
 
-A product of few tokens is a stream of weights, and fills the GPU only where there are several programs for each
+A product of few tokens is a stream of weights, and fills the GPU only if there are several programs for each
 multiprocessor. Layers with few outputs have too few tiles for that, so their inputs are split among programs. The last
-one of a tile to finish adds the parts up in their order, whoever brought them: a result does not depend on timing, as
-it would with atomic additions, and no second kernel has to be started, which costs more than the adding.
+one of a tile to finish adds the parts up in a fixed order: the result does not depend on timing, as it would with
+atomic additions, and no second kernel has to be launched, which costs more than the additions.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 _MIN_COLUMNS = 32
-"""No tile has fewer outputs."""
+"""The minimum number of outputs of a tile."""
 
 
 def make_counters(outputs: int, device: torch.device) -> torch.Tensor:
     """One for each tile of a layer, at zero, where every kernel leaves them. Belongs to one layer.
 
-    To be made outside of a graph's capture, and not to be used by two kernels at a time.
+    Make it outside of a graph's capture, and do not use it in two kernels at a time.
     """
     return torch.zeros(triton.cdiv(outputs, _MIN_COLUMNS), dtype=torch.int32, device=device)
 
@@ -44,7 +44,7 @@ def joined(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The sum of all parts (ROWS, TOKENS) of `tile`, and of how many tokens this program has it: of all or of none."""
+    """The sum of all parts (ROWS, TOKENS) of `tile`, and the tokens this program owns: all or none."""
     if SPLITS == 1:
         return part, num_tokens
     else:
@@ -59,7 +59,7 @@ def joined(
         for first in range(0, SPLITS, AT_ONCE):
             for other in tl.static_range(AT_ONCE):
                 num_read = tl.where(first + other < SPLITS, num_joined, 0)
-                # Past the first cache, which may hold what was there before another multiprocessor wrote it.
+                # Bypass the first-level cache, which may hold data from before another multiprocessor wrote it.
                 total += tl.load(
                     parts_ptr + (first + other) * (ROWS * TOKENS) + places,
                     mask=tokens < num_read,

@@ -15,46 +15,46 @@ MIN_DOT_ROWS = 16
 """The fewest rows of a matrix product on tensor cores."""
 
 FULL_PROGRAMS = 1056
-"""Tiles are split into about this many programs when there are fewer: eight for each of an H200's 132 SMs."""
+"""Fewer tiles than this are split into about this many programs: eight for each of an H200's 132 SMs."""
 
 FULL_DECODE_PROGRAMS = 264
 """The same for decodes, whose programs are larger: two for each SM, so that all run at once."""
 
 MANY_DECODES = 128
-"""From so many rows of one query times KV heads on, their programs have eight warps, not four."""
+"""From this many rows of one query times KV heads on, programs have eight warps instead of four."""
 
 MIN_SPLIT_TOKENS = 128
-"""A split shorter than this costs more in the joining than it gains."""
+"""A shorter split costs more in the joining than it gains."""
 
 MAX_SPLITS = 64
 FEW_SPLITS = 16
 
 MAX_SPLIT_TILES = FULL_PROGRAMS // 2
-"""No more tiles than these are split."""
+"""Limit on the number of tiles that are split."""
 
 MAX_LAST_SPLITS = 20
-"""Up to so many parts are joined by the program that ends last, which reads them alone; more by a kernel. 0: all."""
+"""Up to this many parts are joined by the last program to end, alone; more by a kernel; with 0, always by a kernel."""
 
 NEXT_KINDS = (2, FEW_SPLITS + 1, MAX_LAST_SPLITS + 1)
-"""From so many parts on other kernels cut, or join."""
+"""From this many parts on, other kernels cut or join."""
 
 MAX_ROW_SHARES = 32
-"""No row of a decode has more shares: who ends last joins them alone."""
+"""Most shares of a decode row: the last program to end joins them alone."""
 
 MAX_LAST_ROWS = 32
-"""The same of tiles of up to so many rows, whose parts are small."""
+"""The same for tiles of up to this many rows, whose parts are small."""
 
 OVERLAPS_ATTENTION = True
-"""Whether attention, and what writes the KV for it, may start while the kernel before ends."""
+"""Whether attention, and the writing of its KV, may start while the previous kernel ends."""
 
 GATHER_TOKENS = 128
-"""What is copied out of its blocks begins at a multiple of this: no tile of keys is longer."""
+"""Copied KV begins at a multiple of this: no tile of keys is longer."""
 
 MAX_GATHERED_BYTES = 256 << 20
 """No more is copied in one call. Less than a step of a few thousand tokens takes for its widest layer."""
 
 MIN_GATHER_QUERIES = 192
-"""How many queries must read each key, on average, for the copy to pay."""
+"""Average number of queries that must read each key for the copy to pay."""
 
 JOIN_WARPS = 4
 
@@ -65,41 +65,41 @@ WRITE_WARPS = 4
 FUSE_MULTIPLY_ADD = True
 
 HAS_QUANTIZED_PRODUCTS = True
-"""Whether models multiply with quantised weights by kernels of ours."""
+"""Whether models use kernels of ours for products with quantised weights."""
 
 HAS_FEW_TOKEN_PRODUCTS = True
-"""Whether models multiply a few tokens with weights in 16 bits by a kernel of ours."""
+"""Whether models use a kernel of ours for products of a few tokens with weights in 16 bits."""
 
 OVERLAPS_LAUNCHES = True
-"""Whether norms, gates and what quantises start while the kernel before them ends, and let the next one start early.
+"""Whether norms, gates and quantisation start while the kernel before them ends, and let the next one start early.
 
-Which products do so, their tiles say."""
+For products, their tiles say so."""
 
 NORMS_QUANTIZE = True
-"""Whether norms before layers with weights in 8 bits write rows in 8 bits, with their scales, and in no other way."""
+"""Whether norms before layers with weights in 8 bits write only rows in 8 bits, with their scales."""
 
 MAX_FEW_TOKENS = 64
-"""Products of up to so many tokens with quantised weights read each weight once, in a kernel of ours."""
+"""Products of up to this many tokens with quantised weights read each weight once, in our own kernel."""
 
 MAX_OWN_PEAKS = 4 * 4096
-"""Up to so many inputs, every program looks for the largest of each row. More are quantised by a kernel before."""
+"""Up to this many inputs, every program finds the maximum of each row itself. More are quantised by a kernel first."""
 
 PEAKS_AT_ONCE = 2048
-"""More would take registers of which the others have need: gate and up have five programs on a multiprocessor."""
+"""More would take registers from other programs: gate and up run five programs per multiprocessor."""
 
 MULTIPROCESSORS = 132
 
 SHARED_BYTES = 228 << 10
-"""Of a multiprocessor. Each program takes a KB besides its own."""
+"""Shared memory of a multiprocessor. Each program takes a KB on top of its own."""
 
 FP8_PROGRAMS = 4 * MULTIPROCESSORS
-"""Into about so many programs a product with weights in 8 bits is split, if all of them run at once."""
+"""A product with weights in 8 bits is split into about this many programs, if all of them run at once."""
 
 PLAIN_PROGRAMS = 3 * MULTIPROCESSORS
 """The same for 16 bits."""
 
 MAX_PLAIN_TOKENS = 16
-"""Products of up to so many tokens with weights in 16 bits are a kernel of ours."""
+"""Products of up to this many tokens with weights in 16 bits use our own kernel."""
 
 INT4_PROGRAMS = 5 * MULTIPROCESSORS
 """The same for 4 bits. These are bound by their instructions, so they have to be spread more evenly."""
@@ -119,12 +119,12 @@ class Tiles:
     num_warps: int
     num_stages: int
     num_split_stages: int = 2
-    """For a part of the keys, which is short."""
+    """Stages for a part of the keys, which is short."""
     looks_ahead: bool = False
     """Whether the blocks of the next keys are looked up while these are computed, so that all stages hold KV."""
 
     def fitted(self, *, head_dim: int, itemsize: int, shared_bytes: int) -> Tiles:
-        """These, or fewer stages and keys, such that queries and all stages of keys and values fit."""
+        """This tile, or one with fewer stages and keys, so that queries and all stages of keys and values fit."""
         tiles = self
         while tiles.shared_bytes(head_dim, itemsize) > shared_bytes:
             if max(tiles.num_stages, tiles.num_split_stages) > _MIN_STAGES:
@@ -140,7 +140,7 @@ class Tiles:
         return tiles
 
     def shared_bytes(self, head_dim: int, itemsize: int) -> int:
-        """What a program holds at once, or some more."""
+        """An upper bound of what a program holds at once."""
         stages = max(self.num_stages, self.num_split_stages)
         return (self.rows + 2 * self.keys * stages) * head_dim * itemsize
 
@@ -148,7 +148,7 @@ class Tiles:
 def attention_tiles(*, group: int, head_dim: int, itemsize: int, max_query_tokens: int, num_rows: int) -> Tiles:
     """Tiles for rows of up to `max_query_tokens` queries; `group` query heads share a KV head.
 
-    `num_rows` counts each row once for every KV head. There are few kinds, since each is compiled: for one query of few
+    `num_rows` counts each row once for every KV head. There are few kinds, since each is compiled: for one query in few
     or of many rows, for a few queries, for many.
     """
     one = max(_power_of_two(group), MIN_DOT_ROWS)
@@ -183,37 +183,37 @@ def gathers(*, head_dim: int, itemsize: int, gathered_bytes: int, queries_per_ke
 
 
 def splits(*, num_programs: int, max_query_tokens: int, max_kv_tokens: int) -> int:
-    """Into how many parts the keys of each tile are split so that `num_programs` tiles fill the GPU."""
+    """The number of parts of each tile's keys, so that `num_programs` tiles fill the GPU."""
     full = FULL_DECODE_PROGRAMS if max_query_tokens == 1 else FULL_PROGRAMS
     useful = max_kv_tokens // MIN_SPLIT_TOKENS
     return max(min(full // max(num_programs, 1), useful, MAX_SPLITS), 1)
 
 
 def decode_shares(kv_heads: int) -> int:
-    """In how many shares the keys of a decode's rows are computed, each for all KV heads."""
+    """The number of shares of the keys of a decode's rows, each for all KV heads."""
     return max(FULL_DECODE_PROGRAMS // kv_heads, 1)
 
 
 def has_shares(*, num_rows: int, kv_heads: int) -> bool:
     """Whether the rows of a decode are cut by their lengths.
 
-    The shares of very few would be so many that a kernel joins them faster than who ends last.
+    Very few rows would have so many shares that a kernel joins them faster than the last program to end.
     """
     return num_rows * MAX_LAST_SPLITS >= decode_shares(kv_heads)
 
 
 def joins_last(*, splits: int, rows: int) -> bool:
-    """Whether the program of a tile of `rows` that ends last joins its parts, of which there are up to `splits`."""
+    """Whether the last program of a tile of `rows` to end joins its parts, of which there are up to `splits`."""
     return splits <= MAX_LAST_SPLITS and rows <= MAX_LAST_ROWS
 
 
 def kind_of_splits(count: int) -> int:
-    """Which kernels cut keys into up to `count` parts, and join them: those of all counts with the same number."""
+    """A number for the kernels that cut keys into up to `count` parts, and join them: equal for equal kernels."""
     return sum(count >= least for least in NEXT_KINDS)
 
 
 def joined_splits(count: int) -> int:
-    """For how many splits the kernel that joins `count` of them is compiled: one of two."""
+    """The number of splits for which the kernel that joins `count` of them is compiled: one of two."""
     return _power_of_two(FEW_SPLITS if count <= FEW_SPLITS else MAX_SPLITS)
 
 
@@ -227,26 +227,26 @@ class ProductTile:
     num_warps: int
     num_stages: int
     overlaps: bool = False
-    """Whether the kernel may start while the one before it ends."""
+    """Whether the kernel may start while the previous one ends."""
 
     def fitted(self, *, stage_bytes: int, shared_bytes: int) -> ProductTile:
-        """This, or one with fewer stages, such that all stages and one more, for what is computed, fit."""
+        """This tile, or one with fewer stages, so that all stages and one more, for the computation, fit."""
         stages = min(self.num_stages, shared_bytes // stage_bytes - 1)
         return replace(self, num_stages=max(stages, _MIN_STAGES))
 
 
 def few_tokens(num_tokens: int) -> int:
-    """For how many tokens a product of `num_tokens` is compiled."""
+    """The number of tokens for which a product of `num_tokens` is compiled."""
     return max(_power_of_two(num_tokens), MIN_DOT_ROWS)
 
 
 def copied_tokens(num_tokens: int) -> int:
-    """Of how many tokens a product copies the inputs ahead of their use. Fewer than four are not copied so."""
+    """The number of tokens whose inputs a product copies ahead of their use. Fewer than four are not copied so."""
     return 4 if num_tokens <= 4 else few_tokens(num_tokens)
 
 
 def peak_rows(num_tokens: int) -> int:
-    """For how many rows looking for the largest numbers is compiled."""
+    """The number of rows for which the search for the largest numbers is compiled."""
     return 1 if num_tokens == 1 else 4 if num_tokens <= 4 else few_tokens(num_tokens)
 
 
@@ -258,7 +258,7 @@ def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) ->
     num_tiles = _ceil_div(outputs, rows)
     num_programs = min(FP8_PROGRAMS, programs_at_once(3 * stage_bytes))
     splits = product_splits(num_tiles, _ceil_div(inputs, step), num_programs)
-    # Programs that are left over run after the others, alone: 64 of them cost 15 us.
+    # Leftover programs run after the others, alone: 64 of them cost 15 us.
     fitting = (stages for stages in (6, 5, 4) if num_tiles * splits <= programs_at_once(stages * stage_bytes))
     num_stages = next(fitting, 3)
     return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, overlaps=True)
@@ -267,7 +267,7 @@ def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) ->
 def plain_tile(*, inputs: int, outputs: int) -> ProductTile | None:
     """The tile of a product of a few tokens with a weight (outputs, inputs) in 16 bits.
 
-    None where there are tiles enough without splitting them: libraries stream such a weight as fast as memory allows.
+    None if there are enough tiles without splitting: libraries stream such a weight as fast as memory allows.
     """
     rows, step = 64, 128
     num_tiles = _ceil_div(outputs, rows)
@@ -285,7 +285,7 @@ def int4_tile(*, inputs: int, outputs: int) -> ProductTile:
 
 
 def programs_at_once(program_bytes: int) -> int:
-    """How many programs with so much shared memory a GPU runs at the same time."""
+    """How many programs with this much shared memory a GPU runs at the same time."""
     return MULTIPROCESSORS * (SHARED_BYTES // (program_bytes + 1024))
 
 

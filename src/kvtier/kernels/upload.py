@@ -1,4 +1,4 @@
-"""Many small host arrays to the device, and a step's few results back, beside whatever else is being copied."""
+"""Uploads of many small host arrays to the device, and a step's few results back, beside other copies."""
 
 from __future__ import annotations
 
@@ -80,17 +80,17 @@ def upload_into(
 
 
 class LastTokens(NamedTuple):
-    """Where the tokens of a step are kept for the next ones: token r goes to `tokens[slots[r]]`. Both are int64."""
+    """Where the tokens of a step are stored for the next ones: token r in `tokens[slots[r]]`. Both are int64."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
 
 
 class Download:
-    """Tensors on their way to the host. On the CPU they are there."""
+    """Tensors on their way to the host. On the CPU they have arrived already."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], kept: LastTokens | None = None) -> None:
-        """Nothing waits. The tensors, of four or eight bytes a number, may be overwritten by what comes after.
+        """Never waits. The tensors, of four or eight bytes a number, may be overwritten by later work.
 
         The first one, if it is to be kept, is so by the kernel that brings it to the host.
         """
@@ -115,14 +115,14 @@ class Download:
 
     @property
     def is_done(self) -> bool:
-        """They are on the host."""
+        """Whether they are on the host."""
         return self._slot is None or self._slot.event.query()
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors, on the host. Call it once."""
         if self._slot is None:
             return self._tensors
-        if not self._slot.event.query():  # which keeps the interpreter
+        if not self._slot.event.query():  # `query` keeps the GIL
             self._slot.event.synchronize()
         found = []
         start = 0
@@ -134,14 +134,14 @@ class Download:
         return found
 
     def close(self) -> None:
-        """Nobody wants them any more."""
+        """Drop them: they are no longer wanted."""
         if self._slot is not None:
             pinned_pool(self._device).give_back(self._slot)
             self._slot = None
 
 
 def pack(arrays: Sequence[npt.NDArray[np.generic]], staging: npt.NDArray[np.uint8]) -> None:
-    """Put the arrays' bytes one after the other, each where any dtype may begin."""
+    """Put the arrays' bytes one after another, each at an offset where any dtype may begin."""
     start = 0
     for array in arrays:
         staging[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""AES-256-GCM of the `cryptography` package, which those who encrypt nothing neither need nor load."""
+"""AES-256-GCM of the `cryptography` package, which is loaded only if something is encrypted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TAG_BYTES = 16
 
 
 class InvalidTag(Exception):
-    """What was to be decrypted was not encrypted with this key, or was changed."""
+    """The data to decrypt was not encrypted with this key, or was changed."""
 
 
 class Aead:
-    """One key of 32 bytes. Whoever has it never uses a nonce twice. Raises `ConfigError` without the package."""
+    """One key of 32 bytes. A nonce must never be used twice. Raises `ConfigError` without the package."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = _aesgcm()(key)
@@ -40,7 +40,7 @@ class Aead:
 
 
 def require_aead() -> None:
-    """Raises `ConfigError` where the package is missing, or too old."""
+    """Raises `ConfigError` if the package is missing, or too old."""
     _aesgcm()
 
 

@@ -9,14 +9,14 @@ from kvtier.blocks.namespace import Namespace
 
 
 def start_checksum(namespace: Namespace, block_hash: BlockHash) -> xxhash.xxh3_64:
-    """A digest that wants the payload, in pieces of any size."""
+    """A digest that takes the payload, in pieces of any size."""
     digest = xxhash.xxh3_64(namespace)
     digest.update(block_hash)
     return digest
 
 
 def checksum_of(namespace: Namespace, block_hash: BlockHash, payload: memoryview) -> int:
-    """64 bits. Releases the GIL for a payload of any size that matters."""
+    """64 bits. Releases the GIL for all but tiny payloads."""
     digest = start_checksum(namespace, block_hash)
     digest.update(payload)
     return digest.intdigest()

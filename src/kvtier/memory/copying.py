@@ -13,7 +13,7 @@ from typing import TypeAlias
 from kvtier.errors import ConfigError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""What callers pass: anything that offers C-contiguous bytes (arrays of numpy and torch's numpy views too)."""
+"""Buffers of callers: anything with C-contiguous bytes (arrays of numpy and torch's numpy views, too)."""
 
 _MAX_MOVE_BYTES = 256 << 20
 

@@ -1,8 +1,8 @@
 """CUDA's runtime by ctypes: many copies in one call, and arenas whose pages are locked so that the device reads and
 writes them itself.
 
-Uses the runtime that something else in this process, such as torch, has loaded. Streams come as raw handles. Every call
-releases the GIL and may come from any thread that has its device set.
+Uses the runtime that another library of this process, such as torch, has loaded. Streams come as raw handles. Every
+call releases the GIL and may come from any thread that has its device set.
 
 While a thread captures a CUDA graph, calls of other threads that CUDA calls potentially unsafe (registering memory is
 one) fail, and the capture with them, unless their thread is in relaxed mode: `Cudart.relaxed`. Nothing that is done in
@@ -30,7 +30,7 @@ from kvtier.sizes import format_size
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""While a piece is registered, every other call of CUDA waits: for 4 ms with this, for 47 ms with a GiB."""
+"""While a piece is registered, every other CUDA call waits: for 4 ms with this size, for 47 ms with a GiB."""
 
 _MAJORS = (13, 12)
 _FIRST_WITHOUT_FAIL_INDEX = 13000
@@ -43,7 +43,7 @@ _SOURCE_ANY_TIME = 3
 
 
 class Direction(enum.Enum):
-    """Which way copies go. The value is CUDA's `cudaMemcpyKind`."""
+    """The direction of copies. The value is CUDA's `cudaMemcpyKind`."""
 
     TO_DEVICE = 1
     TO_HOST = 2
@@ -105,7 +105,7 @@ def load_cudart(majors: Sequence[int] = _MAJORS) -> Cudart:
 
 
 class Cudart:
-    """The calls that copies need. Each raises `TierUnavailable`, with CUDA's own words, when it fails."""
+    """The CUDA calls that copies need. Each raises `TierUnavailable`, with CUDA's own words, if it fails."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -140,7 +140,7 @@ class Cudart:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Calls of this thread neither fail nor do harm while another thread captures a graph. It captures none."""
+        """In this scope, calls of this thread can neither fail nor disturb another thread's graph capture."""
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._exchange_capture_mode(mode)
         try:
@@ -149,7 +149,7 @@ class Cudart:
             self._exchange_capture_mode(mode)
 
     def set_device(self, device: int) -> None:
-        """For the calling thread, from now on."""
+        """Set it for the calling thread, from now on."""
         with self.relaxed():
             self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
 
@@ -160,7 +160,7 @@ class Cudart:
         self.copy_each(copies, direction, stream)
 
     def copy_each(self, copies: Copies, direction: Direction, stream: int) -> None:
-        """As `copy`, a call per entry. Takes any memory: with some that is not registered a call waits for its copy."""
+        """Like `copy`, with a call per entry. Takes any memory: if it is not registered, a call waits for its copy."""
         copy_one, kind = self._library.cudaMemcpyAsync, direction.value
         sides = (copies.device, copies.host) if direction is Direction.TO_DEVICE else (copies.host, copies.device)
         for destination, source, nbytes in zip(*sides, copies.sizes, strict=True):
@@ -186,7 +186,7 @@ class Cudart:
             self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
 
     def _copy_batch(self, copies: Copies, direction: Direction, stream: int) -> bool:
-        """False when the runtime refuses. What it has begun may be done again: the bytes are the same."""
+        """False if the runtime refuses. Copies that it has begun may be repeated: the bytes are the same."""
         device, host = copies.device.buffer_info()[0], copies.host.buffer_info()[0]
         sizes, count = copies.sizes.buffer_info()
         failed_at = ctypes.c_size_t()
@@ -204,11 +204,11 @@ class Cudart:
         message = self._take_error(status)
         if status in (_NOT_SUPPORTED, _NEEDS_NEWER_DRIVER):
             self._can_batch = False
-            logger.warning("copies go one by one: CUDA cannot batch them here: %s", message)
+            logger.warning("copies are made one by one: CUDA cannot batch them here: %s", message)
         return False
 
     def _exchange_capture_mode(self, mode: ctypes.c_int) -> None:
-        """The calling thread's mode is what `mode` says, which then says what it was before."""
+        """Sets the calling thread's mode to `mode`, which then holds the previous one."""
         status = self._library.cudaThreadExchangeStreamCaptureMode(ctypes.pointer(mode))
         self._check(status, "cannot change how this thread meets captures")
 
@@ -217,14 +217,14 @@ class Cudart:
             raise TierUnavailable(f"{what}: {self._take_error(status)}")
 
     def _take_error(self, status: int) -> str:
-        """CUDA's words for `status`. Torch would find the error at its next call, so it is taken back."""
+        """CUDA's words for `status`. The error is cleared, or torch would find it at its next call."""
         self._library.cudaGetLastError()
         text: bytes = self._library.cudaGetErrorString(status)
         return f"{text.decode()} ({status})"
 
 
 def cut(device: Sequence[int], offsets: Sequence[int], nbytes: int, piece_bytes: int) -> list[tuple[int, int, int]]:
-    """`nbytes` at each device address and offset, as (address, offset, size), none of which straddles two pieces."""
+    """`nbytes` at each device address and offset, as (address, offset, size), none of which crosses two pieces."""
     entries = []
     for address, offset in zip(device, offsets, strict=True):
         for part_offset, part_bytes in pieces_of(offset, nbytes, piece_bytes):
@@ -247,12 +247,12 @@ class Registration:
     """An arena that is being registered with CUDA, piece after piece, by a thread of its own.
 
     A copy may touch one piece only, whether it is registered yet or not. The arena stays mapped until `close`: its own
-    `close` raises `LeaseError`. It is not kept from being forgotten: whoever adopts it watches for that.
-    A piece that cannot be registered is logged, and it and those after it are left as they are.
+    `close` raises `LeaseError`. It is held by a weak reference only: the adopter watches for its end.
+    A piece that cannot be registered is logged, and it and those after it stay unregistered.
     """
 
     def __init__(self, arena: MappedArena, cudart: Cudart, device: int, piece_bytes: int = PIECE_BYTES) -> None:
-        """Raises `LeaseError` when the arena is closed."""
+        """Raises `LeaseError` if the arena is closed."""
         assert piece_bytes % os.sysconf("SC_PAGESIZE") == 0, "a page has one registration"
         self.piece_bytes = piece_bytes
         with arena.in_use():
@@ -280,18 +280,18 @@ class Registration:
         return self._is_registered.find(0, first, last + 1) < 0
 
     def pieces_of(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """The range as (offset, size) of parts that one copy each may touch."""
+        """The range as (offset, size) of parts that a single copy each may touch."""
         return pieces_of(offset, nbytes, self.piece_bytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until the thread is through with the arena. Whether all of it is registered."""
+        """Wait until the thread is done with the arena. Returns whether all of it is registered."""
         self._thread.join(timeout_s)
         return self.is_complete
 
     def close(self) -> None:
         """Unregister what is registered, after the piece under way, and let the mapping go. Safe to call twice.
 
-        No copy may be under way, and none begun. The calling thread has its device set.
+        No copy may be in flight, and none may begin. The calling thread has its device set.
         """
         self._is_stopping = True
         self._thread.join()
@@ -314,7 +314,7 @@ class Registration:
                 mapped = arena()
                 if self._is_stopping or mapped is None:
                     return
-                # Without this the pages are found and cleared inside the call, and the device's other callers wait.
+                # Without this, the pages are found and cleared inside the call, while the device's other callers wait.
                 mapped.populate(start, length)
                 del mapped
                 self._cudart.register(self._address + start, length)

@@ -1,4 +1,4 @@
-"""The C library's heap, told to give large buffers back."""
+"""Makes the C library's heap give large buffers back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _LARGE_BYTES = 1 << 20
 
 
 def give_back_large_buffers() -> None:
-    """Buffers of a MiB and more go back to the system when they are freed, for the rest of this process.
+    """Buffers of a MiB or more go back to the system when they are freed, for the rest of this process.
 
-    glibc takes a freed buffer's size for what is usual, and keeps as much as twice that for each thread: after a few
+    glibc assumes that a freed buffer's size is usual, and keeps as much as twice that for each thread: after a few
     clients that sent the largest frames, hundreds of MiB. Elsewhere nothing happens.
     """
     with contextlib.suppress(AttributeError, OSError):

@@ -3,7 +3,7 @@
 Memory that became resident page by page, by several threads or after other programs have come and gone, lies scattered
 over the machine. A disk then moves each 4 KiB of a direct read by itself, and that is 40% slower than into memory that
 lies together. `MADV_COLLAPSE` (Linux 6.1) puts 2 MiB together; it asks for no permission, but for a mapping that is
-aligned as the file is. No bytes change, whoever reads or writes them meanwhile.
+aligned as the file is. No bytes change, even if they are read or written meanwhile.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HugePages:
-    """A mapping of a memfd of `nbytes` beside the one that is used, for nothing but this.
+    """A mapping of a memfd of `nbytes` beside the one in use, only for joining pages.
 
     It holds no page: what it maps for a moment counts as memory of this process once, not twice. Several threads may
     join different pieces, but not while one closes it.
     """
 
     def __init__(self, fd: int, nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `OSError` when there is no room in the address space, or little by a limit: others need that."""
+        """Raises `OSError` if there is no room in the address space, or a limit leaves little for others."""
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             raise OSError(errno.ENOMEM, "the address space is limited")
         self._clock = clock
@@ -58,16 +58,16 @@ class HugePages:
                 _map(self._address, self._nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd)
                 _libc.madvise(self._address, self._nbytes, mmap.MADV_DONTDUMP)
             except OSError:
-                self._unmap.detach()  # the range may be somebody else's by now
+                self._unmap.detach()  # another mapping may have the range by now
                 raise
 
     def close(self) -> None:
-        """Give up the address space. Nothing is joined any more."""
+        """Give up the address space. Nothing is joined from now on."""
         self._can_join = False
         self._unmap()
 
     def join(self, first: int, nbytes: int) -> None:
-        """Let each 2 MiB of a range lie in one piece, resident or not so far. A hint: what is in use stays as it is.
+        """Let each 2 MiB of a range lie in one piece, resident or not so far. A hint: pages in use stay as they are.
 
         The range begins at a whole number of them; what is left over at its end stays as it is, too.
         """
@@ -76,7 +76,7 @@ class HugePages:
         if not self._can_join or nbytes <= 0 or self._clock() < self._rests_until:
             return
         start = self._address + first
-        for page in range(start, start + nbytes, HUGE_BYTES):  # the kernel joins nothing with nothing
+        for page in range(start, start + nbytes, HUGE_BYTES):  # the kernel does not join empty pages
             if _libc.madvise(page, mmap.PAGESIZE, MADV_POPULATE_WRITE) != 0:
                 self._can_join = ctypes.get_errno() != errno.EINVAL
                 return
@@ -84,7 +84,7 @@ class HugePages:
             number = ctypes.get_errno()
             if number == errno.EINVAL:  # an older kernel, or one without
                 self._can_join = False
-            elif number != errno.EAGAIN:  # unless it is in use just now: memory of that size is not to be had
+            elif number != errno.EAGAIN:  # otherwise it was just in use: memory of that size is not available
                 self._rests_until = self._clock() + _REST_S
         _libc.madvise(start, nbytes, mmap.MADV_DONTNEED)
 

@@ -28,6 +28,10 @@ _Export: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
 _WAIT_BLOCKS = 8
 
+DISK = "disk"
+CLUSTER = "cluster"
+"""Where a cache server has blocks that it still has to read."""
+
 _IN_USE = "views of these blocks are still in use, by an array or another view: drop those first"
 
 
@@ -39,9 +43,9 @@ _IDLE = _references([(ctypes.c_ubyte * 1)()], 0)
 
 
 class Lease(Protocol):
-    """The longest cached prefix of what was asked, safe from eviction until `release`.
+    """The longest cached prefix of the requested blocks, safe from eviction until `release`.
 
-    `ended` says what the next block was.
+    `ended` says why the match ended there.
     """
 
     @property
@@ -52,7 +56,12 @@ class Lease(Protocol):
 
     @property
     def num_stored(self) -> int:
-        """After a lazy match: how many blocks follow that could be read from disk. `ended` is what comes then."""
+        """After a lazy match: how many blocks follow that could be read from disk. `ended` applies behind them."""
+        ...
+
+    @property
+    def stored_in(self) -> str:
+        """Where most of those blocks are: "disk" or "cluster"."""
         ...
 
     @property
@@ -62,12 +71,12 @@ class Lease(Protocol):
 
     @property
     def arena(self) -> MappedArena | None:
-        """What `offsets` are places in, if the blocks lie in one memory of this host."""
+        """The arena of `offsets`, if the blocks lie in one memory of this host."""
         ...
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Without an `arena` they mean nothing."""
+        """Meaningless without an `arena`."""
         ...
 
     @property
@@ -76,7 +85,7 @@ class Lease(Protocol):
         ...
 
     def wait(self, count: int | None = None) -> int:
-        """Wait until the first `count` blocks (all by default) are here, from disk say. Returns how many are.
+        """Wait until the first `count` blocks (all by default) are here, for example from disk. Returns how many are.
 
         If fewer, the others are lost and `num_blocks` is less from now on.
         """
@@ -87,7 +96,7 @@ class Lease(Protocol):
         ...
 
     def fetch(self, into: Sequence[Buffer], first: int = 0) -> int:
-        """Copy blocks from `first` on into the caller's buffers. Returns how many leading ones of them arrived."""
+        """Copy blocks from `first` on into the caller's buffers. Returns how many leading ones arrived."""
         ...
 
     def release(self) -> None: ...
@@ -100,9 +109,10 @@ class Lease(Protocol):
 
 
 class _Scope:
-    """The shared half of leases and reservations: views over an arena, one end.
+    """The common half of leases and reservations: views over an arena, one end.
 
-    `forget` stands in for `end` when the collector finds a scope that nobody ended: it must not block or lock.
+    `forget` stands in for `end` when the garbage collector finds a scope that was never ended: it must not block or
+    lock.
     """
 
     _is_over = True  # until construction is complete
@@ -150,7 +160,7 @@ class _Scope:
             logger.warning("views are still in use after an error; their blocks stay leased")
 
     def __del__(self) -> None:
-        """Nobody ended it: end it late, unless its views live on; then only the process's end gives it back."""
+        """It was never ended: end it now, unless its views are alive; then only the process's end gives it back."""
         if self._is_over:
             return
         warnings.warn(f"a {type(self).__name__} was never ended; use `with`", ResourceWarning, stacklevel=2)
@@ -189,7 +199,7 @@ class _Scope:
 
     def _end_views(self) -> None:
         for view in self._views.values():
-            with contextlib.suppress(BufferError):  # an array holds it, which the count below tells too
+            with contextlib.suppress(BufferError):  # an array holds it, which the count below also shows
                 view.release()
         self._views = {}
         # A view made from one of ours survives its release, but keeps the export alive.
@@ -223,10 +233,12 @@ class BlockLease(_Scope):
         end: Callable[[], None],
         forget: Callable[[], None],
         num_stored: int = 0,
+        stored_in: str = DISK,
     ) -> None:
         super().__init__(arena, offsets, block_bytes, end, forget)
         self.ended = ended
         self.num_stored = num_stored
+        self.stored_in = stored_in
         self._hashes = hashes
         self._pull = pull
         self._arrive = arrive
@@ -258,7 +270,7 @@ class BlockLease(_Scope):
         targets = [address_of(buffer) for buffer in buffers]
         position, last = first, first + count
         while position < last:
-            # What is there is copied while the rest is on its way.
+            # Blocks that have arrived are copied while the rest is in flight.
             end = min(self._num_ready, last) if self._num_ready > position else min(position + _WAIT_BLOCKS, last)
             end = min(end, self.wait(end))
             if end <= position:
@@ -270,7 +282,7 @@ class BlockLease(_Scope):
         return position - first
 
     def release(self) -> None:
-        """End the lease; a second call does nothing. Raises `LeaseError` while views are in use, and holds on then."""
+        """End the lease; a second call does nothing. Raises `LeaseError`, and keeps it, while views are in use."""
         self._finish()
 
 
@@ -280,7 +292,7 @@ def weak_lease(
     ended: MatchEnd,
     pull: Callable[[Sequence[BlockHash], Sequence[memoryview]], int],
 ) -> BlockLease:
-    """Of a tier that keeps nothing for whoever matched it: `pull` brings what is still there."""
+    """A lease of a tier that holds nothing for a match: `pull` brings what is still present."""
     return BlockLease(
         None,
         range(len(hashes)),
@@ -299,8 +311,8 @@ class Reservation(_Scope):
     """Slots to write in place, in an arena of this host. Not thread-safe.
 
     Slot `i` is for the hash at `positions[i]` of what was asked for; the others are cached already (`num_ready`),
-    being written by somebody else (`num_pending`) or found no room (`num_refused`). What is not committed when it is
-    closed is given back.
+    being written by another client (`num_pending`) or found no room (`num_refused`). Slots uncommitted when it is
+    closed are given back.
     """
 
     def __init__(
@@ -326,7 +338,7 @@ class Reservation(_Scope):
     def fill(self, blocks: Sequence[Buffer], first: int = 0, count: int | None = None) -> None:
         """Copy `blocks[i]` into slot `first + i`, for `count` slots (all that follow by default).
 
-        Raises `ConfigError`, before a byte is copied, for blocks that do not fit.
+        Raises `ConfigError`, before a byte is copied, for blocks of another size.
         """
         self._check()
         assert self._arena is not None
@@ -340,12 +352,12 @@ class Reservation(_Scope):
             copy_blocks(self._addresses()[first : first + count], sources, self._block_bytes)
 
     def commit(self, first: int = 0, count: int | None = None) -> int:
-        """Slots `first..first+count` (all by default) hold their bytes: show them to everyone. Returns how many."""
+        """Slots `first..first+count` (all by default) have their bytes: make them visible to all. Returns how many."""
         self._check()
         return self._commit(first, self.num_blocks - first if count is None else count)
 
     def close(self) -> None:
-        """Give back what was not committed; a second call does nothing. Raises `LeaseError` while views are in use."""
+        """Give back uncommitted slots; a second call does nothing. Raises `LeaseError` while views are in use."""
         self._finish()
 
 
@@ -358,9 +370,10 @@ class EmptyLease:
     offsets = ()
     has_views = True
 
-    def __init__(self, ended: MatchEnd, num_stored: int = 0) -> None:
+    def __init__(self, ended: MatchEnd, num_stored: int = 0, stored_in: str = DISK) -> None:
         self.ended = ended
         self.num_stored = num_stored
+        self.stored_in = stored_in
 
     def wait(self, count: int | None = None) -> int:
         return 0

@@ -1,6 +1,6 @@
 """A mapped arena: one range of memory behind a memfd that several processes can map.
 
-The owner creates it, passes its descriptor on, and everyone who maps it reads and writes the same pages. Pages cost
+The owner creates it, passes its descriptor on, and all processes that map it read and write the same pages. Pages cost
 nothing until they are touched. The size is sealed, and the seals are, so that no process can shrink it under another's
 feet or keep others from mapping it. A core dump has none of it: it is as secret as the prompts.
 """
@@ -24,7 +24,7 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
 _POPULATE_STEP_BYTES = HUGE_BYTES
 _NUM_POPULATE_LOCKS = 16
-"""A piece has one of these, so that who needs one need not wait for a thread that makes all of the arena resident."""
+"""One lock per piece, so that a caller does not wait for a thread that makes the whole arena resident."""
 _NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +34,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class MappedArena:
     """`nbytes` of shared memory. Thread-safe. Views keep it mapped: `close` with views in use raises `LeaseError`.
 
-    `inode` is the same in every process that maps it, and another for every other arena of this host.
+    `inode` is the same in every process that maps it, and differs from every other arena of this host.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -73,7 +73,7 @@ class MappedArena:
                 self._idle.notify_all()
 
     def stop_use(self, timeout_s: float) -> bool:
-        """Allow no more copies and wait for those under way. False when some are not done in time."""
+        """Allow no more copies and wait for those in flight. False if some are not done in time."""
         with self._idle:
             self._is_closed = True
             return self._idle.wait_for(lambda: not self._num_copies, timeout_s)
@@ -97,7 +97,7 @@ class MappedArena:
     def attach(cls, fd: int, nbytes: int) -> MappedArena:
         """Map another process's arena from its descriptor, which this takes over and closes.
 
-        Raises `RemoteProtocolError` when the descriptor is not an arena of `nbytes` whose size is sealed.
+        Raises `RemoteProtocolError` unless the descriptor is an arena of `nbytes` whose size is sealed.
         """
         try:
             if nbytes <= 0:
@@ -120,14 +120,14 @@ class MappedArena:
         return self._view[offset : offset + nbytes]
 
     def exports(self, offsets: Sequence[int], nbytes: int) -> list[ctypes.Array[ctypes.c_ubyte]]:
-        """`nbytes` at each offset as an object of its own: every view of it keeps it alive, and it the mapping."""
+        """`nbytes` at each offset as a separate object: its views keep it alive, and it keeps the mapping."""
         kind = ctypes.c_ubyte * nbytes
         return [kind.from_buffer(self._map, offset) for offset in offsets]
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Make the pages of a range present and writable in this process, in one call instead of a fault a page.
 
-        Each 2 MiB lies in one piece then, if the kernel has one: disks read and write that faster.
+        Each 2 MiB is then contiguous, if the kernel has such a piece: disks read and write that faster.
         A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one, and
         so they do for pages that another process joins after that.
         """
@@ -150,7 +150,7 @@ class MappedArena:
         return True
 
     def close(self) -> None:
-        """Give up the descriptor and unmap. The mapping stays, and `LeaseError` is raised, while views are in use."""
+        """Give up the descriptor and unmap. While views are in use, raises `LeaseError`, and the mapping stays."""
         if self.fd != _NO_FD:
             os.close(self.fd)
             self.fd = _NO_FD

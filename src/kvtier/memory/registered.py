@@ -15,7 +15,7 @@ from kvtier.memory.mapped import MappedArena
 
 
 class RegisteredArenas:
-    """Thread-safe. An arena is let go when nobody else refers to it, or when this closes."""
+    """Thread-safe. An arena is released with its last other reference, or when this closes."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class RegisteredArenas:
         forgotten: Callable[[Registration], object],
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`forgotten` is told by the collector: it may only leave a note for a thread that then calls `end`."""
+        """The garbage collector calls `forgotten`: it may only leave a note for a thread that then calls `end`."""
         self._cudart = cudart
         self._device = device
-        # Slots of this size then straddle no pieces, where they lie side by side.
+        # Adjacent slots of this size then cross no pieces.
         self.piece_bytes = max(1, piece_bytes // slot_bytes) * slot_bytes
         self._forgotten = forgotten
         self._lock = threading.Lock()
@@ -44,11 +44,11 @@ class RegisteredArenas:
             registration = Registration(arena, self._cudart, self._device, self.piece_bytes)
             self._adopted[arena] = registration
             self._registrations.add(registration)
-        # Who copies refers to the arena: when nobody does, no copy is under way.
+        # Every copy refers to its arena: without references no copy is in flight.
         weakref.finalize(arena, self._forgotten, registration).atexit = False
 
     def registration(self, arena: MappedArena) -> Registration | None:
-        """What `adopt` has begun."""
+        """The registration that `adopt` began."""
         with self._lock:
             return self._adopted.get(arena)
 
@@ -58,13 +58,13 @@ class RegisteredArenas:
             return registration in self._registrations
 
     def end(self, registration: Registration) -> None:
-        """Of an arena that is forgotten."""
+        """End the registration of an arena that is forgotten."""
         registration.close()
         with self._lock:
             self._registrations.discard(registration)
 
     def close(self) -> None:
-        """No copy may be under way, and none begun."""
+        """No copy may be in flight, and none may begin."""
         with self._lock:
             self._is_closed = True
             registrations, self._registrations = self._registrations, set()
@@ -80,9 +80,9 @@ class RegisteredArenas:
         direction: Direction,
         stream: int,
     ) -> None:
-        """Begin to copy `nbytes` at each device address and offset. With memory that is not registered this waits.
+        """Begin to copy `nbytes` at each device address and offset. If the memory is not registered, this waits.
 
-        The caller keeps the arena in use until the stream is through. Raises `TierUnavailable`.
+        The caller keeps the arena in use until the stream is done. Raises `TierUnavailable`.
         """
         fast, slow = by_speed(device, offsets, nbytes, arena.address, self.piece_bytes, self.registration(arena))
         if fast.sizes:
@@ -102,7 +102,7 @@ class RegisteredArenas:
         direction: Direction,
         stream: int,
     ) -> None:
-        """As `copy`, of rows that are dense at each device address and `rows.pitch_bytes` apart at each offset."""
+        """Like `copy`, for rows that are dense at each device address and `rows.pitch_bytes` apart at each offset."""
         registration = self.registration(arena)
         for address, offset, count in _joined(device, offsets, rows, self.piece_bytes):
             nbytes = (count - 1) * rows.pitch_bytes + rows.nbytes

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 
 class Scattered:
-    """Pieces of equal size, one after the other. Neighbours in memory move together.
+    """Pieces of equal size, one after another. Neighbours in memory move together.
 
-    Owns no memory: whoever makes one keeps the pieces alive while it is in use. Copies release the GIL. Thread-safe.
+    Owns no memory: its maker keeps the pieces alive while it is in use. Copies release the GIL. Thread-safe.
     """
 
     __slots__ = ("_addresses", "_starts", "nbytes")
@@ -20,7 +20,7 @@ class Scattered:
         self._starts: list[int] = []
         self._addresses: list[int] = []
         if addresses and addresses == list(range(addresses[0], addresses[0] + self.nbytes, piece_bytes)):
-            self._starts.append(0)  # all in one place, found without a loop of Python's
+            self._starts.append(0)  # all in one place, found without a Python loop
             self._addresses.append(addresses[0])
             return
         expected = -1
@@ -43,18 +43,18 @@ class Scattered:
             ctypes.memmove(own, address + offset, nbytes)
 
     def views(self, start: int, end: int) -> list[memoryview]:
-        """Bytes `start` to `end` where they lie, as few views as the addresses allow."""
+        """Bytes `start` to `end` in place, in as few views as the addresses allow."""
         return [_view(own, nbytes) for own, _, nbytes in self._runs(start, end)]
 
     def has_aligned(self, start: int, end: int, unit: int, max_runs: int) -> bool:
-        """Bytes `start` to `end` lie in at most `max_runs` places, each of whole units at a multiple of `unit`."""
+        """Whether bytes `start` to `end` lie in at most `max_runs` places, each of whole, aligned units of `unit`."""
         for number, (own, _, nbytes) in enumerate(self._runs(start, end)):
             if own % unit or nbytes % unit or number == max_runs:
                 return False
         return True
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Address, offset from `start` and size of what lies together between `start` and `end`."""
+        """Address, offset from `start` and size of the contiguous parts between `start` and `end`."""
         run = bisect_right(self._starts, start) - 1
         at = start
         while at < end:

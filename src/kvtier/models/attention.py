@@ -1,4 +1,4 @@
-"""What a model asks of attention. The engine implements it over its paged cache, a test over a dense one."""
+"""The attention that a model calls. The engine implements it over its paged cache, a test over a dense one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         """Store `key` and `value` (T, kv_heads, head_dim) of `layer`, and attend with `query` (T, heads, head_dim).
 
-        Query and key are rotated first; what was in them may be gone. Rows of all three may lie apart in memory; a
-        head's numbers are adjacent. Scores are scaled by head_dim ** -0.5. Returns (T, heads * head_dim).
+        Query and key are rotated first, possibly in place. Rows of all three may lie apart in memory; a head's numbers
+        are adjacent. Scores are scaled by head_dim ** -0.5. Returns (T, heads * head_dim).
         """
         ...

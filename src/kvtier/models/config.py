@@ -1,7 +1,7 @@
-"""What a model is, read from the config.json of its checkpoint. Pure Python: reading a config imports no torch.
+"""A model's properties, read from the config.json of its checkpoint. Pure Python: reading a config imports no torch.
 
-Families differ in a few traits that their config.json does not say (Qwen2 has biases on query, key and value,
-Qwen3 normalises query and key); they are the table `_TRAITS`, and a `ModelConfig` has them filled in.
+Families differ in a few traits that their config.json does not contain (Qwen2 has biases on query, key and value, Qwen3
+normalises query and key); these are in the table `_TRAITS`, and a `ModelConfig` has them filled in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtier.blocks.layout import DTYPE_BYTES, KvLayout
 from kvtier.errors import ConfigError
+from kvtier.models.foreign_files import refuse_gguf_folder
 from kvtier.models.json_object import JsonObject, read_json_object
 from kvtier.models.quantization.config import GptqConfig, read_quantization
 from kvtier.models.rope_config import RopeConfig, read_rope
@@ -28,7 +29,7 @@ _MAX_WIDTH = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traits:
-    """What a family's config.json leaves unsaid. None for a bias: the config's `attention_bias` says it."""
+    """Properties that a family's config.json leaves out. None for a bias: the config's `attention_bias` decides."""
 
     qkv_bias: bool | None = False
     output_bias: bool | None = False
@@ -55,9 +56,9 @@ ARCHITECTURES = tuple(_TRAITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model. `windows[layer]` is how many tokens a query of that layer sees, itself among them; None is all.
+    """One model. `windows[layer]` is how many tokens a query of that layer sees, including itself; None is all.
 
-    `dtype` is what the checkpoint was saved in. `eos_token_ids` are all ids that end an answer, those of
+    `dtype` is that of the saved checkpoint. `eos_token_ids` are all ids that end an answer, those of
     generation_config.json first.
     """
 
@@ -84,7 +85,7 @@ class ModelConfig:
     quantization: GptqConfig | None = None
 
     def kv_layout(self, block_tokens: int = 16, dtype: str | None = None) -> KvLayout:
-        """The shape of a block of this model; `dtype` is that of the KV, the checkpoint's unless told."""
+        """The shape of a block of this model; `dtype` is that of the KV, by default the checkpoint's."""
         return KvLayout(
             layers=self.num_layers,
             kv_heads=self.num_kv_heads,
@@ -102,9 +103,9 @@ class ModelConfig:
 
 
 def read_config(source: Path | Mapping[str, Any]) -> ModelConfig:
-    """The config of a model folder (with generation_config.json, if it is there) or of a config.json's content.
+    """The config of a model folder (with generation_config.json, if present) or of a config.json's content.
 
-    Raises `ConfigError`, naming file and field, when something is missing, malformed or not known.
+    Raises `ConfigError`, naming file and field, if something is missing, malformed or unknown.
     """
     if isinstance(source, Mapping):
         return _parse(JsonObject(source, "the model config"), JsonObject({}, ""))
@@ -112,6 +113,7 @@ def read_config(source: Path | Mapping[str, Any]) -> ModelConfig:
     if not source.is_dir():
         raise ConfigError(f"there is no model folder {source}")
     if not path.is_file():
+        refuse_gguf_folder(source)
         raise ConfigError(f"{source} has no {CONFIG_FILE}")
     generation = source / GENERATION_CONFIG_FILE
     return _parse(
@@ -131,7 +133,7 @@ def _parse(fields: JsonObject, generation: JsonObject) -> ModelConfig:
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{fields.where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+            f"{fields.where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     head_dim = fields.count("head_dim", traits.head_dim or max(hidden_size // num_heads, 1), most=_MAX_WIDTH)
     num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
@@ -191,7 +193,7 @@ def _dtype(fields: JsonObject) -> str:
 def _windows(fields: JsonObject, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     is_qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
     has_windows = fields.flag("use_sliding_window", False) if is_qwen else architecture == "MistralForCausalLM"
-    # An absent window is the family's 4096; null says that there is none.
+    # An absent window means the family's 4096; null means none.
     if not has_windows or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
         return (None,) * num_layers
     window = fields.count("sliding_window", _DEFAULT_WINDOW)

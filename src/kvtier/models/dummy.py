@@ -25,12 +25,12 @@ def fill_with_dummy_weights(model: Model, *, dtype: torch.dtype, device: torch.d
     generator = torch.Generator(device)
     generator.manual_seed(seed)
     for slot in model.checkpoint_slots():
-        if slot.is_required and slot.kind is not SlotKind.GROUPS:  # groups are runs of inputs unless told
+        if slot.is_required and slot.kind is not SlotKind.GROUPS:  # by default, groups are runs of inputs
             slot.write(_make(slot, dtype, device, generator))
 
 
 def dummy_identity(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int) -> str:
-    """What `weights_identity` is for a checkpoint: equal exactly when the weights are."""
+    """The equivalent of `weights_identity` for a checkpoint: equal exactly if the weights are."""
     text = json.dumps(
         ["dummy", asdict(config), str(dtype), torch.device(device).type, torch.__version__, seed],
         sort_keys=True,

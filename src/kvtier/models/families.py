@@ -1,4 +1,4 @@
-"""The model families: each is the plain decoder of `models/model` but for what its class says."""
+"""The model families: each is the plain decoder of `models/model` apart from its class's changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LlamaForCausalLM(Model):
 
 
 class MistralForCausalLM(Model):
-    """The plain decoder; the windows of some versions are the attention's to apply and in its config."""
+    """The plain decoder; the windows of some versions are in its config, and applied by the attention."""
 
 
 class Qwen2ForCausalLM(Model):
@@ -24,7 +24,7 @@ class Qwen2ForCausalLM(Model):
 
 
 class Qwen3ForCausalLM(Model):
-    """Query and key heads are normalised before they are rotated, as its config says."""
+    """Query and key heads are normalised before rotation, as its config says."""
 
 
 class GlmDecoderLayer(DecoderLayer):
@@ -41,7 +41,7 @@ class GlmForCausalLM(Model):
 
 
 class Glm4DecoderLayer(GlmDecoderLayer):
-    """What attention and MLP return is normalised before it joins the residual stream."""
+    """The outputs of attention and MLP are normalised before they join the residual stream."""
 
     def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
         super().__init__(recipe, rope, layer)
@@ -58,7 +58,7 @@ class Glm4DecoderLayer(GlmDecoderLayer):
 
 
 class Glm4ForCausalLM(Model):
-    """GLM-4 of 2025 (0414): GLM with a norm after attention and after the MLP too."""
+    """GLM-4 of 2025 (0414): GLM with a further norm after attention and after the MLP."""
 
     decoder_layer = Glm4DecoderLayer
 
@@ -78,5 +78,5 @@ MODELS: dict[str, type[Model]] = {
 
 
 def make_model(recipe: Recipe) -> Model:
-    """A model on its device whose weights are still to come."""
+    """A model on its device, without its weights yet."""
     return MODELS[recipe.config.architecture](recipe)

@@ -1,7 +1,7 @@
 """The small operations between matrix products: fused kernels on a GPU, their twins in plain torch elsewhere.
 
-Normalisation computes in float32 and returns the dtype of what it was given. Nothing here waits for
-the device or has a shape that depends on values. `plain_...` are the twins, and what the kernels are tested against.
+Normalisation computes in float32 and returns its input's dtype. Nothing here waits for the device or has a shape that
+depends on values. The twins are `plain_...`; the kernels are tested against them.
 """
 
 from __future__ import annotations

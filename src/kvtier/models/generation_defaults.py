@@ -1,4 +1,4 @@
-"""How a model's makers want it to be sampled: what its generation_config.json says of sampling. No torch."""
+"""The makers' sampling defaults for a model: the sampling fields of its generation_config.json. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_generation_defaults(folder: Path | None) -> dict[str, float | int]:
-    """By the names of sampling parameters; empty when there is no such file, or none that can be read."""
+    """By the names of sampling parameters; empty if there is no readable file."""
     if folder is None:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""Typed reads from a JSON object, with one sentence for whatever is wrong in it.
+"""Typed reads from a JSON object, with one sentence for each error.
 
-Covers the shape of single fields; what a combination of fields means is for whoever reads them.
+Covers the type of single fields; combinations of fields are up to the caller.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.models.foreign_files import refuse_lfs_pointer
 from kvtier.observe.printable import printable
 
 _MAX_FILE_BYTES = 64 << 20
@@ -20,7 +21,7 @@ _MAX_TOKEN_IDS = 1024
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in the file at `path`. Raises `ConfigError` when it cannot be read or is no object."""
+    """The object in the file at `path`. Raises `ConfigError` if it cannot be read or is not an object."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
@@ -32,6 +33,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
+        refuse_lfs_pointer(path)
         raise ConfigError(f"{path} is not valid JSON: {printable(str(error))}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {_kind_of(value)}")
@@ -39,7 +41,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class JsonObject:
-    """One JSON object and where it came from. A field that is absent or null takes the default, if there is one."""
+    """One JSON object and where it came from. A field that is absent or null takes its default, if it has one."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -102,7 +104,7 @@ class JsonObject:
         return tuple(ids)
 
     def inner(self, name: str) -> JsonObject:
-        """The object in the field `name`, empty when absent."""
+        """The object in the field `name`, empty if absent."""
         value = self._get(name, {})
         if not isinstance(value, Mapping):
             raise self.wrong(name, "a JSON object", value)

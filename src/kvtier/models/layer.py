@@ -18,9 +18,9 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy
         return iter(())
 
     def settle(self) -> None:
-        """Called once, when all weights are there."""
+        """Called once, when all weights are loaded."""
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A parameter without gradient whose values are still to come."""
+    """A parameter without gradient, whose values are written later."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

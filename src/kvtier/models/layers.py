@@ -48,14 +48,14 @@ class RmsNorm(Layer):
         return rms_norm(hidden, self.weight, self.eps)
 
     def add(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The normalised sum and the sum; no residual yet means that `hidden` is the sum."""
+        """The normalised sum and the sum; without a residual, `hidden` is the sum."""
         if residual is None:
             return rms_norm(hidden, self.weight, self.eps), hidden
         return add_rms_norm(hidden, residual, self.weight, self.eps)
 
 
 class QuantizingNorm(RmsNorm):
-    """Before linear layers in 8-bit floats, which take its rows quantised and nothing else of them."""
+    """A norm before linear layers in 8-bit floats, which need only its quantised rows."""
 
     def add(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor | QuantizedRows, Tensor]:
         if not tuning.NORMS_QUANTIZE:
@@ -64,7 +64,7 @@ class QuantizingNorm(RmsNorm):
 
 
 class SelfAttention(Layer):
-    """Projections around the attention itself, which rotates as it is told here."""
+    """The projections around the attention, which applies the rotation given here."""
 
     def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GatedMlp(Layer):
 class DecoderLayer(Layer):
     """Attention, then MLP, each on a normalised copy of the residual stream.
 
-    Takes and returns `(hidden, residual)` whose sum is the stream: the sum is taken where the next norm needs it.
+    Takes and returns `(hidden, residual)` whose sum is the stream: the next norm computes the sum.
     """
 
     def __init__(self, recipe: Recipe, rope: Rope, layer: int) -> None:

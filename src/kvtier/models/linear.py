@@ -1,4 +1,4 @@
-"""Linear layers: what all of them share, and the plain one.
+"""Linear layers: their common base, and the plain one.
 
 One layer may hold several tensors of a checkpoint stacked along its outputs (query, key and value; gate and up), so
 that one matrix product serves them all. Kinds differ in how they keep the weight: see also `fp8` and `gptq`.
@@ -20,7 +20,7 @@ from kvtier.models.slot import Slot, SlotKind
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The outputs that come from one tensor: its name beside the layer's, and their number."""
+    """The outputs that come from one tensor: the tensor's name instead of the layer's, and their number."""
 
     name: str
     outputs: int
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """What a linear layer computes and where; `dtype` is that of its input and output."""
+    """The shape of a linear layer and its device; `dtype` is that of its input and output."""
 
     inputs: int
     parts: tuple[Part, ...]
@@ -65,7 +65,7 @@ class Linear(Layer):
                 yield Slot(f"{name}.bias", (part.outputs,), SlotKind.BIAS, self.bias[outputs].copy_)
 
     def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
-        """The slots of the weight of part `number`, `name` being the part's own name in the checkpoint."""
+        """The slots of the weight of part `number`; `name` is the part's own name in the checkpoint."""
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ LinearKind = Callable[[LinearShape], Linear]
 
 
 class PlainLinear(Linear):
-    """The weight as it is in the checkpoint, in the dtype of the computation."""
+    """The weight as in the checkpoint, in the dtype of the computation."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__(shape)

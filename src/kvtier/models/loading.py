@@ -1,7 +1,7 @@
 """From a folder, a hub name or a bare config to a model on its device.
 
-Tensors go one by one from mapped files into the (merged, cast or quantised) parameters, so the peak of memory is the
-model and one tensor.
+Tensors go one by one from mapped files into the (merged, cast or quantised) parameters, so peak memory is the model
+plus one tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.errors import ConfigError
-from kvtier.models.checkpoint import Checkpoint, StoredTensor
+from kvtier.models.checkpoint import Checkpoint
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.models.dummy import dummy_identity, fill_with_dummy_weights
 from kvtier.models.families import make_model
@@ -31,6 +31,7 @@ from kvtier.models.quantization.fp8 import Fp8Linear
 from kvtier.models.quantization.gptq import GptqLinear
 from kvtier.models.recipe import Recipe
 from kvtier.models.slot import Slot
+from kvtier.models.weight_files import StoredTensor
 
 DUMMY_SEED = 0
 
@@ -40,7 +41,7 @@ LoadProgress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to run. `folder` is None when it was made from a bare config."""
+    """A model that is ready to run. `folder` is None if it was made from a bare config."""
 
     model: Model
     config: ModelConfig
@@ -52,7 +53,7 @@ class LoadedModel:
     trust_remote_code: bool = False
 
     def namespace_fields(self, layout: KvLayout, *, salt: str = "") -> NamespaceFields:
-        """What sets the blocks of this model apart from all others, `layout` being that of its blocks."""
+        """Everything that distinguishes the blocks of this model from others; `layout` is that of its blocks."""
         return NamespaceFields(
             layout=layout,
             weights=self.weights_identity,
@@ -80,11 +81,11 @@ def load_model(
 ) -> LoadedModel:
     """Load `model`: a folder, a hub name, or (with dummy weights only) the content of a config.json.
 
-    `dtype` "auto" is the checkpoint's own; `max_model_len` bounds the positions, the config's maximum unless told.
-    `identity` is how the weights are told from others: by samples of every tensor, or by all bytes ("full").
-    With `load_format` "dummy" no weight file is needed or read, and `seed` picks the weights. No code of a checkpoint
-    is run here: `trust_remote_code` is handed on for whoever loads the tokenizer. Raises `ConfigError` with one
-    sentence when this cannot work.
+    `dtype` "auto" is the checkpoint's own; `max_model_len` limits the positions, by default to the config's maximum.
+    `identity` says how weights are identified: by samples of every tensor, or by all bytes ("full").
+    With `load_format` "dummy", no weight file is needed or read, and `seed` picks the weights. No code of a checkpoint
+    is run here: `trust_remote_code` is passed on to the tokenizer. Raises `ConfigError` with one sentence if the model
+    cannot be loaded.
     """
     _check_choices(load_format=load_format, quantization=quantization, max_model_len=max_model_len)
     is_dummy = load_format == "dummy"
@@ -110,7 +111,7 @@ def load_model(
             max_positions=max_model_len or config.max_position_embeddings,
         )
     )
-    if (max_model_len or 0) > config.max_position_embeddings:  # the model knew nothing worse of it
+    if (max_model_len or 0) > config.max_position_embeddings:  # the model was not trained for more
         raise ConfigError(
             f"max_model_len is {max_model_len}, but the model has {config.max_position_embeddings} positions"
         )
@@ -137,7 +138,7 @@ def load_model(
 def fill_from_checkpoint(model: Model, checkpoint: Checkpoint, progress: LoadProgress = terminal_progress) -> None:
     """Write every tensor of `checkpoint` into its slot.
 
-    Names and shapes are compared before the first byte is read; raises `ConfigError` when they do not agree.
+    Names and shapes are compared before the first byte is read; raises `ConfigError` if they do not agree.
     """
     slots = {slot.name: slot for slot in model.checkpoint_slots()}
     _compare(slots, checkpoint, model)

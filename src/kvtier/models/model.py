@@ -1,7 +1,7 @@
 """A decoder-only model: embedding, decoder layers, final norm, head.
 
-`forward` and `logits` run under inference mode, wait for nothing and have shapes that depend on shapes only, so a CUDA
-graph can capture them. The thread that runs the engine's steps calls both.
+`forward` and `logits` run under inference mode, never wait, and have shapes that depend only on shapes, so a CUDA graph
+can capture them. The thread that runs the engine's steps calls both.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class Model(Layer):
             return self.lm_head(hidden)
 
     def checkpoint_slots(self) -> Iterator[Slot]:
-        """Where each tensor of a checkpoint goes."""
+        """The place of each tensor of a checkpoint."""
         for name, module in self.named_modules():
             if isinstance(module, Layer):
                 yield from module.slots(name if name.startswith(_HEAD) else f"model.{name}")
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor `name` for which there is no use."""
+        """Whether a checkpoint may contain a tensor `name` that is not needed."""
         return name.endswith(".rotary_emb.inv_freq") or (self.lm_head is None and name.startswith(f"{_HEAD}."))
 
     def settle(self) -> None:
-        """Call once all weights are there."""
+        """Call once, after all weights are loaded."""
         for module in self.modules():
             if isinstance(module, Layer) and module is not self:
                 module.settle()
 
     def weights_bytes(self) -> int:
-        """What the parameters take on the device."""
+        """The size of the parameters on the device."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Progress over bytes while weights load: a bar when stderr is a terminal and rich is there, otherwise silence."""
+"""Progress over bytes while weights load: a bar if stderr is a terminal and rich is installed, otherwise nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ else:
     _HAS_RICH = True
 
 Advance = Callable[[int], object]
-"""Called with the number of bytes that are done since the last call."""
+"""Called with the number of bytes done since the last call."""
 
 
 @contextmanager
 def terminal_progress(title: str, total_bytes: int) -> Iterator[Advance]:
-    """A bar on stderr for the length of the scope; it leaves no trace when done."""
+    """A bar on stderr within the scope; it leaves no trace afterwards."""
     if not (_HAS_RICH and sys.stderr.isatty()):
         yield lambda nbytes: None
         return

@@ -1,4 +1,4 @@
-"""How one model is made: its config, and the dtype, device and kind of linear layer that its layers take."""
+"""How one model is made: its config, and the dtype, device and kind of linear layer for its layers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Rope(Layer):
         return int(self.table.shape[0])
 
     def grow(self, max_positions: int) -> None:
-        """Make room for more positions. The table moves, so captured graphs have to be captured anew."""
+        """Make room for more positions. The table moves, so captured graphs have to be captured again."""
         if max_positions > self.max_positions:
             self.table = _table(self.config, max_positions, self.table.device)
 
@@ -37,7 +37,7 @@ class Rope(Layer):
         return self.table[positions]
 
     def rotation(self, rows: Tensor, *, norms: tuple[Tensor, Tensor] | None, eps: float) -> Rotation:
-        """Rotates by `rows`, and normalises before where `norms` say with what."""
+        """Rotates by `rows`; normalises first, with `norms`, if given."""
         return Rotation(cos_sin=rows, is_interleaved=self.config.is_interleaved, norms=norms, eps=eps)
 
 
@@ -57,7 +57,7 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What cosines and sines are multiplied with."""
+    """The factor of cosines and sines."""
     if config.kind is not RopeKind.YARN:
         return 1.0
     if config.attention_factor is not None:
@@ -79,7 +79,7 @@ def _table(config: RopeConfig, max_positions: int, device: torch.device) -> Tens
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Slow pairs are stretched by `factor`, fast ones are kept, those between are blended by their wavelength."""
+    """Slow pairs are stretched by `factor`, fast ones kept, and those between blended by their wavelength."""
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
@@ -87,7 +87,7 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """As `_llama3`, but blended along a ramp over the pair's number."""
+    """Like `_llama3`, but blended along a ramp over the pair's number."""
     low = _pair_with_turns(config, config.beta_fast)
     high = _pair_with_turns(config, config.beta_slow)
     if config.is_truncated:

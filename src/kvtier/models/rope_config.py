@@ -1,7 +1,7 @@
 """The parameters of rotary positions, read from either generation of config.json keys.
 
-Older configs have `rope_theta` beside `rope_scaling`; transformers 5 writes both into `rope_parameters`. What is
-computed from them is in `kvtier.models.rope`.
+Older configs have `rope_theta` beside `rope_scaling`; transformers 5 writes both into `rope_parameters`. Their use is
+in `kvtier.models.rope`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RopeKind(enum.StrEnum):
 
     DEFAULT = "default"
     LINEAR = "linear"
-    DYNAMIC = "dynamic"  # as DEFAULT up to max_position_embeddings, undefined for a cache beyond
+    DYNAMIC = "dynamic"  # like DEFAULT up to max_position_embeddings, undefined for a cache beyond
     LLAMA3 = "llama3"
     YARN = "yarn"
 
@@ -52,7 +52,7 @@ class RopeConfig:
 
     @property
     def max_positions(self) -> int:
-        """How many positions the scaling reaches; 0 of a kind for which `max_position_embeddings` says it."""
+        """How many positions the scaling reaches; 0 for a kind that uses `max_position_embeddings`."""
         if self.kind is not RopeKind.YARN:
             return 0
         return int(min(self.original_max_positions * self.factor, _MAX_SCALED_POSITIONS))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SlotKind(enum.Enum):
-    """What a tensor is for; random weights are made by it."""
+    """The purpose of a tensor; random weights depend on it."""
 
     WEIGHT = enum.auto()  # (outputs, inputs)
     BIAS = enum.auto()
@@ -18,7 +18,7 @@ class SlotKind(enum.Enum):
     PACKED = enum.auto()  # 4-bit weights, eight to an int32
     ZEROS = enum.auto()  # 4-bit zero points, eight to an int32
     SCALES = enum.auto()
-    GROUPS = enum.auto()  # int32: which group an input is in
+    GROUPS = enum.auto()  # int32: the group of each input
 
     @property
     def is_integer(self) -> bool:

@@ -1,7 +1,7 @@
 """Text to token ids and back, with the tokenizer and the chat template of a model folder.
 
 A folder may have no tokenizer: its model then serves token ids, and text is refused. Importing this module imports
-transformers; who handles token ids only has no need to. One thread at a time uses a `TextStream`; any number of
+transformers; code that handles only token ids does not need it. One thread at a time uses a `TextStream`; any number of
 threads share a `Tokenizer`.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from kvtier.errors import ConfigError, InvalidParameter
+from kvtier.models.foreign_files import refuse_lfs_pointer
 from kvtier.observe.printable import printable
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -25,11 +26,15 @@ _NOT_FOR_TEMPLATES = {
     *("continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs", "kwargs"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
 }
+_NEUTRAL_VALUES = {"add_generation_prompt": True, "continue_final_message": False}
+"""What is so anyway: clients that always say it may."""
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
 _PROMPT_TOKENS = 8
-"""Of a prompt's end, for the text of what follows it: some of them may be special tokens, which have none."""
+"""Tokens of a prompt's end to decode with what follows it: some may be special tokens, which have no text."""
 _SPACE_MARK = "▁"
+_DATE_FUNCTION = "strftime_now"
+"""The name of transformers' function that tells templates the time."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,19 +42,21 @@ class Tokenizer:
     """The tokenizer of one model folder, or its absence: then text is refused with `InvalidParameter`."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        """Raises `ConfigError` when there are tokenizer files that cannot be used."""
+        """Raises `ConfigError` if there are tokenizer files that cannot be used."""
         self._inner: Any = None
         self._token_bytes: dict[int, bytes] = {}
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return
+        for path in (*sorted(folder.glob("*token*")), folder / "vocab.json", folder / "merges.txt"):
+            refuse_lfs_pointer(path)
         try:
             self._inner = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-            self._inner.model_max_length = sys.maxsize  # how long a prompt may be is the engine's to say
+            self._inner.model_max_length = sys.maxsize  # the engine decides how long a prompt may be
             # The first use turns a stored truncation off, which must not happen while another thread encodes.
             self._inner.encode("")
-        except Exception as error:  # its parsers raise whatever they like
+        except Exception as error:  # its parsers may raise anything
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {printable(reason)}") from error
 
@@ -63,22 +70,83 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """As the model's folder has it, of several the default one; empty when there is none."""
+        """The template in the model's folder, of several the default one; empty if there is none."""
         template = None if self.is_absent else self._inner.chat_template
         if isinstance(template, Mapping):
             template = template.get("default")
         return template or ""
 
     @property
+    def tool_template(self) -> str:
+        """The template for conversations with tools; empty if it is the same one."""
+        template = None if self.is_absent else self._inner.chat_template
+        return str(template.get("tool_use") or "") if isinstance(template, Mapping) else ""
+
+    @property
+    def stamps_date(self) -> bool:
+        """Whether the chat template may write the current date: prompts then diverge when it changes."""
+        return _DATE_FUNCTION in self._words_of_template
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own end of text, if it names one; a model config may know more of them."""
+        """The tokenizer's own end of text, if it has one; a model config may have more."""
         if self.is_absent or self._inner.eos_token_id is None:
             return ()
         return (self._inner.eos_token_id,)
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that are not text: ends, roles and the like."""
+        return (
+            frozenset() if self.is_absent else frozenset(self._inner.all_special_ids) | {*self.special_tokens.values()}
+        )
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of tokens that `decode` leaves out, by their texts."""
+        if self.is_absent:
+            return {}
+        left_out = set(self._inner.all_special_ids)
+        return {
+            text: token_id
+            for token_id, text in self._added_tokens.items()
+            if token_id in left_out or self._inner.added_tokens_decoder[token_id].special
+        }
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; the special tokens that some models start with are added unless told otherwise."""
+        """Token ids of `text`; by default with the special tokens that some models start with."""
         return list(self._present().encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Like `encode` for text that follows another: without the space that some tokenizers put before every text."""
+        if self._marks_spaces:
+            line, behind = (self.encode(one, add_special_tokens=False) for one in ("\n", f"\n{text}"))
+            if behind[: len(line)] == line:
+                return behind[len(line) :]
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def first_token_ids(self) -> list[int]:
+        """The token with which the tokenizer begins every text, if there is one."""
+        first = self._present().bos_token_id
+        return [first] if first is not None and self.encode("")[:1] == [first] else []
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of a token that was added to the vocabulary, and stands for its own text; None if there is none."""
+        return self._ids_of_added_tokens.get(text)
+
+    def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as in the vocabulary; empty for an invalid id."""
+        tokens = self._present().convert_ids_to_tokens(list(token_ids))
+        return [token.decode(errors="replace") if isinstance(token, bytes) else token or "" for token in tokens]
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]] | None:
+        """Token ids of `text` alone, and where in it each begins; None if the tokenizer does not support that."""
+        inner = self._present()
+        if not inner.is_fast:
+            return None
+        found = inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(
@@ -88,10 +156,10 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be part of a character; none for an id that is no token.
+        """The bytes of one token, which may be part of a character; none for an invalid id.
 
-        Of special tokens their text. The bytes of all tokens of a text are those of the text, but for a space that
-        some tokenizers begin every text with.
+        For a special token, the bytes of its text. The bytes of all tokens of a text are those of the text, apart from
+        a space that some tokenizers begin every text with.
         """
         known = self._token_bytes.get(token_id)
         if known is None:
@@ -101,7 +169,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; what is part of a character is shown as broken."""
+        """The text of one token; a part of a character is shown as a replacement character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
@@ -126,16 +194,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model's chat template makes of a conversation. It is given what it names of the values.
+        """A conversation as text, written by the model's chat template, which gets the values that it names.
 
-        Raises `InvalidParameter` when it does not take these messages, or one of `template_values` is not for it.
+        Raises `InvalidParameter` if it does not accept these messages, or if one of `template_values` is not for it.
         """
         inner = self._present()
         if not self.has_chat_template:
             raise InvalidParameter("the model has no chat template: give a prompt rather than messages")
         values: dict[str, Any] = {}
         for name, value in (template_values or {}).items():
-            if name in _NOT_FOR_TEMPLATES:  # it would reach the library's own parameters: another template, for one
+            if name in _NEUTRAL_VALUES and value is _NEUTRAL_VALUES[name]:
+                continue
+            if name in _NOT_FOR_TEMPLATES:  # it would reach the library's own parameters, such as another template
                 raise InvalidParameter(f"{name!r} is not for the model's chat template")
             if name in self._words_of_template:
                 values[name] = value
@@ -179,13 +249,17 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_tokens(self) -> dict[int, str]:
-        """They stand for their own text, in tokenizers of every kind."""
+        """Added tokens, which stand for their own text in tokenizers of every kind."""
         return {token_id: str(token) for token_id, token in self._inner.added_tokens_decoder.items()}
 
     @functools.cached_property
+    def _ids_of_added_tokens(self) -> dict[str, int]:
+        return {text: token_id for token_id, text in self._added_tokens.items()}
+
+    @functools.cached_property
     def _words_of_template(self) -> frozenset[str]:
-        """What a client names is looked up here: it is never searched for in the template."""
-        return frozenset(re.findall(r"\w+", self.chat_template))
+        """Words of the templates, to look up clients' names: these are never searched for in a template."""
+        return frozenset(re.findall(r"\w+", f"{self.chat_template} {self.tool_template}"))
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
@@ -200,7 +274,7 @@ class Tokenizer:
         return self._joined("x", _SPACE_MARK, "x") == "x x"
 
     def _joined(self, *tokens: str) -> str:
-        """What the tokenizer's decoder makes of tokens: how it writes bytes and spaces is told by nothing else."""
+        """The output of the tokenizer's decoder: the only way to find out how it writes bytes and spaces."""
         try:
             return str(self._inner.convert_tokens_to_string(list(tokens)))
         except (KeyError, TypeError, ValueError, UnicodeError):  # it has its own code, and no such token
@@ -213,18 +287,29 @@ class Tokenizer:
 
 
 class TextStream:
-    """Token ids in, text out: the pieces joined are the text of all ids, and no piece ends inside a character.
+    """Token ids in, text out: the joined pieces are the text of all ids, and no piece ends inside a character.
 
     Decodes a short window that ends with the newest token. Its start lies a piece back, because tokenizers treat the
     first token of a text differently (some drop its leading space): an answer's first token follows its prompt's last.
+
+    Special tokens with a text in `kept` stay in the text even if others are skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+        kept: Sequence[str] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        ids = tokenizer.special_tokens if skip_special_tokens and kept else {}
+        self._kept = {ids[text]: text for text in kept if text in ids}
         self._window = list(prompt[-_PROMPT_TOKENS:])
-        self._num_context = 0  # tokens at the window's start whose text is out already
-        self._num_out = 0  # characters of the window's text that are out already
+        self._num_context = 0  # tokens at the window's start whose text was returned already
+        self._num_out = 0  # characters of the window's text that were returned already
         for end in range(len(self._window), 0, -1):  # a prompt may end inside a character: its tokens come out again
             text = self._decode(self._window[:end])
             if not text.endswith(_REPLACEMENT):
@@ -232,21 +317,23 @@ class TextStream:
                 break
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` complete; what may be half a character waits for more."""
+        """The text that `token_ids` complete; a possible half character waits for more."""
         pieces = [self._push(token_id) for token_id in token_ids]
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was still waiting, now that no more tokens come; the stream starts anew."""
+        """The text still waiting, now that there are no more tokens; the stream starts again."""
         text = self._decode(self._window)[self._num_out :]
         self._window, self._num_context, self._num_out = [], 0, 0
         return text
 
     def _push(self, token_id: int) -> str:
+        if token_id in self._kept:
+            return self._flush() + self._kept[token_id]
         self._window.append(token_id)
         text = self._decode(self._window)
         whole = text.rstrip(_REPLACEMENT)
-        # A character has at most four bytes: what stays broken for longer is not the start of one.
+        # A character has at most four bytes: text broken for longer is not the start of one.
         is_old = len(self._window) - self._num_context > _MAX_HELD_TOKENS
         is_held = whole != text and not is_old
         piece = (whole if is_held else text)[self._num_out :]
@@ -258,13 +345,20 @@ class TextStream:
             self._num_out = len(self._decode(self._window))
         return piece
 
+    def _flush(self) -> str:
+        """The text still waiting, now that a token of another kind follows; the window stays as its context."""
+        text = self._decode(self._window)
+        piece = text[self._num_out :]
+        self._num_context, self._num_out = len(self._window), len(text)
+        return piece
+
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """The byte behind each printable character that byte-level BPE writes for it."""
+    """The byte for each printable character that byte-level BPE uses in its place."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""A limiter for log lines that repeat: a dead server must not write a line per request. Thread-safe."""
+"""A limiter for repeating log lines: a dead server must not write a line per request. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTERVAL_S = 60.0
 
 
 class LogLimit:
-    """Lets one line per `subject` through each minute and says how many it held back."""
+    """Lets one line per `subject` through each minute and reports how many were held back."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class LogLimit:
         self._logger.warning(message, *args)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For `Logger.addFilter`: warnings of code that is not ours, one for each of its messages."""
+        """For `Logger.addFilter`: warnings of code that is not ours, one for each message."""
         if record.levelno != logging.WARNING:
             return True
         held_back = self._held_back(str(record.msg))
@@ -43,7 +43,7 @@ class LogLimit:
         return held_back is not None
 
     def _held_back(self, subject: str) -> int | None:
-        """How many since the last line; None when it is not time for another."""
+        """How many since the last line; None if it is too early for another."""
         now = self._clock()
         with self._lock:
             last_at, held_back = self._seen.get(subject, (float("-inf"), 0))

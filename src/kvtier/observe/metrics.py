@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,6 +19,7 @@ SERVER_STORED_BLOCKS = "kvtier_server_stored_blocks"
 SERVER_SENT_BYTES = "kvtier_server_sent_bytes"
 SERVER_RECEIVED_BYTES = "kvtier_server_received_bytes"
 SERVER_DISK_LOSSES = "kvtier_server_disk_losses"
+SERVER_CLUSTER_LOSSES = "kvtier_server_cluster_losses"
 SERVER_LEVELS = "kvtier_server_"
 SERVER_TENANT_LEVELS = "kvtier_server_tenant_"
 
@@ -35,12 +37,17 @@ ENGINE_STEPS = "kvtier_engine_steps"
 ENGINE_PROMPT_TOKENS = "kvtier_engine_prompt_tokens"
 ENGINE_CACHED_TOKENS = "kvtier_engine_cached_tokens"
 ENGINE_OUTPUT_TOKENS = "kvtier_engine_output_tokens"
+ENGINE_SAVED_SECONDS = "kvtier_engine_saved_seconds"
 ENGINE_FINISHED_REQUESTS = "kvtier_engine_finished_requests"
 ENGINE_PREEMPTIONS = "kvtier_engine_preemptions"
 ENGINE_RUNNING_REQUESTS = "kvtier_engine_running_requests"
 ENGINE_WAITING_REQUESTS = "kvtier_engine_waiting_requests"
 ENGINE_USED_BLOCKS = "kvtier_engine_used_blocks"
 ENGINE_BLOCKS = "kvtier_engine_blocks"
+ENGINE_CANARY_CHECKS = "kvtier_engine_canary_checks"
+ENGINE_LOADING_OFF = "kvtier_engine_loading_off"
+ENGINE_COMPARED_PROMPTS = "kvtier_engine_compared_prompts"
+ENGINE_PARTED_HEADS = "kvtier_engine_parted_heads"
 
 API_REQUESTS = "kvtier_api_requests"
 API_TTFT_SECONDS = "kvtier_api_ttft_seconds"
@@ -67,16 +74,17 @@ _TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0)
 
 
 class ServerMetrics:
-    """What the cache server counts. Levels (bytes used, leases, ...) and losses by kind are read when scraped."""
+    """The cache server's counters. Levels (bytes used, leases, ...) and losses by kind are read when scraped."""
 
     def __init__(
         self,
         levels: Callable[[], Mapping[str, float]],
         losses: Callable[[], Mapping[str, int]] = dict,
         tenants: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
+        cluster_losses: Callable[[], Mapping[str, int]] = dict,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """`tenants` are levels by tenant, each of which becomes a label."""
+        """`tenants` are levels by tenant; each tenant becomes a label."""
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = Counter(SERVER_REQUESTS, "Requests by operation.", ["operation"], registry=self.registry)
         self.request_seconds = Histogram(
@@ -94,7 +102,7 @@ class ServerMetrics:
         self.received_bytes = Counter(
             SERVER_RECEIVED_BYTES, "Block bytes received over sockets.", registry=self.registry
         )
-        self.registry.register(_Levels(levels, losses, tenants))
+        self.registry.register(_Levels(levels, losses, tenants, cluster_losses))
 
 
 class _Levels(Collector):
@@ -103,16 +111,24 @@ class _Levels(Collector):
         levels: Callable[[], Mapping[str, float]],
         losses: Callable[[], Mapping[str, int]],
         tenants: Callable[[], Mapping[str, Mapping[str, float]]],
+        cluster_losses: Callable[[], Mapping[str, int]],
     ) -> None:
         self._levels = levels
         self._losses = losses
         self._tenants = tenants
+        self._cluster_losses = cluster_losses
 
     def collect(self) -> Iterator[Metric]:
         lost = CounterMetricFamily(
             SERVER_DISK_LOSSES, "Blocks lost on disk, and its failures, by kind.", labels=["kind"]
         )
         for kind, count in self._losses().items():
+            lost.add_metric([kind], count)
+        yield lost
+        lost = CounterMetricFamily(
+            SERVER_CLUSTER_LOSSES, "Blocks lost in the cluster, and its failures, by kind.", labels=["kind"]
+        )
+        for kind, count in self._cluster_losses().items():
             lost.add_metric([kind], count)
         yield lost
         for name, value in self._levels().items():
@@ -135,7 +151,7 @@ class _Levels(Collector):
 
 
 class TierMetrics:
-    """What a client of tiers counts, by tier. One per process is enough; a dead tier shows in `failures`."""
+    """The counters of a client of tiers, by tier. One per process is enough; a dead tier shows in `failures`."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -155,7 +171,7 @@ class TierMetrics:
         self.store_seconds = Counter(TIER_STORE_SECONDS, "Time that stores took.", ["tier"], registry=self.registry)
 
     def value(self, counter: Counter, **labels: str) -> float:
-        """A counter's value, for tests and for people at a prompt."""
+        """A counter's value, for tests and for interactive use."""
         wanted = {str(key): str(value) for key, value in labels.items()}
         return sum(
             sample.value
@@ -169,7 +185,7 @@ class TierMetrics:
 class EngineCounts:
     """What an engine has done, and how full it is: plain numbers, which cost its thread next to nothing.
 
-    The engine's thread adds, any thread reads. Prompts count once for each answer, when that ends.
+    The engine's thread adds, any thread reads. Prompts count once for each answer, when the answer ends.
     """
 
     num_steps: int = 0
@@ -177,6 +193,8 @@ class EngineCounts:
     cached_tokens: dict[str, int] = field(default_factory=dict)
     """By tier."""
     output_tokens: int = 0
+    saved_s: float = 0.0
+    """Time that computing the cached tokens would have taken, at the measured speed; 0 without tiers."""
     finished_requests: dict[str, int] = field(default_factory=dict)
     """By reason."""
     num_preemptions: int = 0
@@ -184,6 +202,12 @@ class EngineCounts:
     waiting_requests: int = 0
     used_blocks: int = 0
     num_blocks: int = 0
+    canary_checks: dict[str, int] = field(default_factory=dict)
+    """By result."""
+    is_loading_off: bool = False
+
+    def note_check(self, result: str) -> None:
+        self.canary_checks[result] = self.canary_checks.get(result, 0) + 1
 
     def note_end(self, reason: str, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
         self.finished_requests[reason] = self.finished_requests.get(reason, 0) + 1
@@ -209,6 +233,9 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(ENGINE_STEPS, "Steps handed to the device.", value=counts.num_steps)
         yield CounterMetricFamily(ENGINE_PROMPT_TOKENS, "Tokens of prompts.", value=counts.prompt_tokens)
         yield CounterMetricFamily(ENGINE_OUTPUT_TOKENS, "Tokens sampled for answers.", value=counts.output_tokens)
+        yield CounterMetricFamily(
+            ENGINE_SAVED_SECONDS, "Time that computing the cached tokens would have taken.", value=counts.saved_s
+        )
         yield CounterMetricFamily(ENGINE_PREEMPTIONS, "Requests that had to start over.", value=counts.num_preemptions)
         cached = CounterMetricFamily(
             ENGINE_CACHED_TOKENS, "Tokens of prompts that were not computed, by tier.", labels=["tier"]
@@ -226,13 +253,65 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(ENGINE_WAITING_REQUESTS, "Answers that wait.", value=counts.waiting_requests)
         yield GaugeMetricFamily(ENGINE_USED_BLOCKS, "KV blocks that are in use.", value=counts.used_blocks)
         yield GaugeMetricFamily(ENGINE_BLOCKS, "KV blocks there are.", value=counts.num_blocks)
+        checks = CounterMetricFamily(
+            ENGINE_CANARY_CHECKS, "Loaded blocks that were computed again in a row, by result.", labels=["result"]
+        )
+        for result, count in dict(counts.canary_checks).items():
+            checks.add_metric([result], count)
+        yield checks
+        yield GaugeMetricFamily(
+            ENGINE_LOADING_OFF,
+            "1 once the canary has found wrong KV: nothing is loaded from the tiers.",
+            value=float(counts.is_loading_off),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class PartingMetrics:
+    """How prompts compare with earlier ones. Any thread."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._lock = threading.Lock()
+        self._compared: dict[str, int] = {}
+        self._heads: dict[str, int] = {}
+        self.registry.register(_PartingCollector(self._compared, self._heads))
+
+    def note(self, how: str, causes_of_head: Sequence[str]) -> None:
+        """A prompt was compared; if it diverged near its head, for these causes."""
+        with self._lock:
+            self._compared[how] = self._compared.get(how, 0) + 1
+            for cause in causes_of_head:
+                self._heads[cause] = self._heads.get(cause, 0) + 1
+
+
+class _PartingCollector(Collector):
+    def __init__(self, compared: Mapping[str, int], heads: Mapping[str, int]) -> None:
+        self._compared = compared
+        self._heads = heads
+
+    def collect(self) -> Iterator[Metric]:
+        compared = CounterMetricFamily(
+            ENGINE_COMPARED_PROMPTS, "Prompts, by what they are to recorded ones.", labels=["how"]
+        )
+        for how, count in dict(self._compared).items():
+            compared.add_metric([how], count)
+        yield compared
+        heads = CounterMetricFamily(
+            ENGINE_PARTED_HEADS, "Prompts that parted from recorded ones near their head, by cause.", labels=["cause"]
+        )
+        for cause, count in dict(self._heads).items():
+            heads.add_metric([cause], count)
+        yield heads
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
 
 class ApiMetrics:
-    """What the HTTP server counts. Tokens and times are those of answers that were complete."""
+    """The HTTP server's counters. Tokens and times are those of complete answers."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry

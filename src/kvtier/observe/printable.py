@@ -1,4 +1,4 @@
-"""Text from elsewhere (a file, a client, a folder) as one line that a terminal only shows, and does not obey."""
+"""Text from elsewhere (a file, a client, a folder) as one line that is safe to show on a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import unicodedata
 
 _SHORT = 200
 _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Kinds of characters that move the cursor, change colours, reverse the line, break it, or are none."""
+"""Kinds of characters that move the cursor, change colours, reverse or break the line, or are unassigned."""
 
 
 def printable(text: str, limit: int = _SHORT) -> str:
-    """`text` with what is no plain character written as an escape, and cut after `limit` characters."""
+    """`text` with special characters written as escapes, and cut after `limit` characters."""
     cut = text if len(text) <= limit else f"{text[: limit - 1]}…"
     if cut.isascii() and cut.isprintable():
         return cut

@@ -1,1 +1,1 @@
-"""kvtier inside engines that people run already. Each file is imported only in its engine's process."""
+"""kvtier inside other inference engines. Each file is imported only in its engine's process."""

@@ -1,8 +1,7 @@
-"""A cache server that nobody has to run: started by the first process that wants it, shared, gone with the last.
+"""A cache server started by its first client and stopped after its last.
 
-The server is a `kvtier cache-server` of its own session and no child of ours, so it outlives whoever started it; it
-ends by itself when no client has been connected for some seconds. Any process of the same user that asks for the same
-one gets it.
+The server is a `kvtier cache-server` in a session of its own, not a child process, so it outlives the process that
+started it. It stops after some seconds without a client. Processes of one user that ask for the same server share it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,9 +37,9 @@ from kvtier.wire import messages as wire
 logger = logging.getLogger(__name__)
 
 _UNUSED_S = 10.0
-_START_S = 90.0  # more than a server that is just ending may take to write to its disk
+_START_S = 90.0  # longer than a stopping server may need to write to its disk
 _LEFT = "stopping"
-"""Last words of a server that waited for a client and left: this process was too late, and starts it again."""
+"""Last log line of a server that stopped for lack of clients: this process was too late, and starts it again."""
 _TRY_S = 2.0
 _LEAVING_S = 1.0
 _POLL_S = 0.02
@@ -49,7 +49,7 @@ _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0
 _MAX_LOG_BYTES = 1 << 20
 
-# Runs alone and at once: no child of ours may be left, for engines end all of their children when they end.
+# Runs by itself and exits at once: engines end all of their children, so the server must not be one.
 _DETACH = """
 import os, sys
 try:
@@ -71,28 +71,38 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedCluster:
+    """A Valkey cluster below the server: some of its `nodes`, and `options` of the command that name it."""
+
+    nodes: tuple[str, ...]
+    options: tuple[str, ...]
+
+
 class _Settings(msgspec.Struct, frozen=True):
-    """Of what a server says about itself."""
+    """The part of a server's description that is compared."""
 
     memory_bytes: int
     file_space_bytes: int | None
+    cluster: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         disk = "no disk" if self.file_space_bytes is None else f"disk {format_size(self.file_space_bytes)}"
-        return f"memory {format_size(self.memory_bytes)} and {disk}"
+        cluster = "" if self.cluster is None else f", above the cluster {self.cluster[0]}"
+        return f"memory {format_size(self.memory_bytes)} and {disk}{cluster}"
 
 
 class _Use(msgspec.Struct):
-    """Of what a server counts."""
+    """The part of a server's statistics that is read."""
 
     connections: int
 
 
 class EmbeddedServer:
-    """The cache server with these budgets. `ensure` makes sure that it runs, from then on until `close`.
+    """The cache server with these budgets, kept running from `ensure` to `close`.
 
-    With a `folder` it is the one server of that folder, whatever `name` says. Without one, nothing outlives it, and
-    processes share it if they give the same `name` and `memory`. Thread-safe.
+    With a `folder` it is the only server of that folder, whatever the `name`. Without one, its blocks are lost when it
+    stops, and processes share it if they give the same `name`, `memory` and `cluster`. Thread-safe.
     """
 
     def __init__(
@@ -101,20 +111,29 @@ class EmbeddedServer:
         folder: Path | None = None,
         disk: int | None = None,
         *,
+        cluster: EmbeddedCluster | None = None,
+        page: str | None = None,
         name: str = "shared",
         unused_s: float = _UNUSED_S,
         start_timeout_s: float = _START_S,
     ) -> None:
-        """`memory` and `disk` are bytes. The server ends `unused_s` after its last client has gone."""
+        """`memory` and `disk` are bytes. The server stops `unused_s` after its last client has disconnected.
+
+        It shows a page on `page` (`host:port`) if this process starts it; a running server is left unchanged.
+        """
         if (folder is None) != (disk is None):
             raise ConfigError("a disk needs both a folder and a bound: give `folder` and `disk`")
         self._memory = memory
         self._folder = None if folder is None else folder.expanduser().resolve()
         self._disk = disk
-        self._settings = _Settings(memory // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES, disk)
+        self._cluster = cluster
+        self._page = page
+        nodes = None if cluster is None else cluster.nodes
+        self._settings = _Settings(memory // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES, disk, nodes)
         self._unused_s = unused_s
         self._start_timeout_s = start_timeout_s
         identity = ["memory", name, str(memory)] if self._folder is None else ["folder", str(self._folder)]
+        identity += ["cluster", *cluster.options] if cluster is not None and self._folder is None else []
         self._place = server_folder(hashlib.sha256("\0".join(identity).encode()).hexdigest())
         self._address = UnixAddress(str(self._place.socket))
         self._log_start = 0
@@ -134,13 +153,13 @@ class EmbeddedServer:
 
     @property
     def log(self) -> Path:
-        """What the server says."""
+        """The server's log file."""
         return self._place.log
 
     def ensure(self) -> None:
-        """The server runs when this returns. It is held, and started again should it die, until `close`.
+        """Return when the server runs. It stays in use until `close`, and is restarted if it dies.
 
-        Raises `ConfigError` with one sentence when that cannot be, after a bounded time.
+        Raises `ConfigError` with one sentence, after a bounded time, if it cannot run.
         """
         with self._lock:
             if self._thread is not None:
@@ -151,7 +170,7 @@ class EmbeddedServer:
             self._thread.start()
 
     def close(self) -> None:
-        """Let go of the server. Safe to call twice, and without `ensure`."""
+        """Disconnect from the server. Safe to call twice, and without `ensure`."""
         self._is_closing.set()  # an `ensure` under way gives up
         with self._lock:
             self._is_closing.set()
@@ -163,7 +182,7 @@ class EmbeddedServer:
                 self._connection = None
 
     def forget_parent(self) -> None:
-        """In a forked child: the connection and the locks are the parent's, which alone may hold anything with them."""
+        """In a forked child: give up the parent's connection and locks."""
         if self._connection is not None:
             self._connection.close()
         for fd in self._lock_fds:
@@ -173,14 +192,14 @@ class EmbeddedServer:
     # --- keeping it alive ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """The thread: start the server again when it has died, at once at first, more patiently if it keeps dying."""
+        """The thread: restart a server that has died, at once at first, with growing pauses if it keeps dying."""
         reached_at = time.monotonic()
         pause_s = 0.0
         while not self._is_closing.wait(_LOOK_S):
             if self._connection is not None:
                 if not self._connection.has_ended():
                     continue
-                logger.warning("the embedded cache server has ended, it is started again address=%s", self.address)
+                logger.warning("the embedded cache server has stopped; restarting it address=%s", self.address)
                 self._connection.close()
                 self._connection = None
                 if time.monotonic() - reached_at > _STEADY_S:
@@ -193,14 +212,14 @@ class EmbeddedServer:
                 reached_at = time.monotonic()
             except KvtierError as error:
                 if not self._is_closing.is_set():
-                    logger.warning("no embedded cache server, it is tried again in %.1f s: %s", pause_s, error)
+                    logger.warning("no embedded cache server; trying again in %.1f s: %s", pause_s, error)
             except Exception:
-                logger.exception("no embedded cache server, by a bug of ours; it is tried again in %.1f s", pause_s)
+                logger.exception("no embedded cache server, because of a bug; trying again in %.1f s", pause_s)
 
     # --- finding or starting it --------------------------------------------------------------------------------------
 
     def _reach(self) -> ServerConnection:
-        """A connection to the server, which is started if need be. Raises `ConfigError`."""
+        """Connect to the server, starting it if necessary. Raises `ConfigError`."""
         try:
             return self._find_or_start()
         except OSError as error:
@@ -227,7 +246,7 @@ class EmbeddedServer:
 
     @contextlib.contextmanager
     def _start_lock(self, deadline: float) -> Iterator[None]:
-        """One process at a time looks for the server and starts it."""
+        """Lets one process at a time look for the server and start it."""
         while True:
             self._place.make()
             with contextlib.suppress(FileNotFoundError):  # the folder was removed as that of a dead server
@@ -257,9 +276,9 @@ class EmbeddedServer:
             )
 
     def _connect(self, deadline: float, is_patient: bool) -> ServerConnection | None:
-        """None while no server answers, or while one with other settings, which nobody uses, is ending.
+        """None while no server answers, or while an unused one with other settings is stopping.
 
-        With `is_patient`, also while somebody uses it: who has just gone may still be counted.
+        With `is_patient`, also while that one is in use: a client that has just left may still be counted.
         """
         deadline = min(deadline, time.monotonic() + _TRY_S)
         with contextlib.ExitStack() as stack:
@@ -284,12 +303,12 @@ class EmbeddedServer:
         elif not is_patient:
             raise ConfigError(
                 f"the embedded cache server of {self._folder} is in use with {found}: "
-                "give the same, or another folder, or end the engines that use it"
+                "give the same settings or another folder, or stop the engines that use it"
             )
         return None
 
     def _end_other(self) -> None:
-        """End the server that waits here for a next client, with settings that nobody wants any more."""
+        """Stop an idle server whose settings are no longer wanted."""
         with contextlib.suppress(OSError, TierRefused), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(self._address.path)
             _, pidfd = peer_process(sock)
@@ -299,13 +318,23 @@ class EmbeddedServer:
                 os.close(pidfd)
 
     def _start(self, life_fd: int) -> None:
-        """Start it, without waiting until it answers."""
+        """Start the server without waiting for it to answer."""
         self._check_folder()
-        command = [sys.executable, "-P", "-m", "kvtier", "cache-server"]  # -P: no module of the working folder is run
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "kvtier",
+            "cache-server",
+        ]  # -P: nothing is imported from the working folder
         command += ["--memory", str(self._memory), "--socket", self._address.path]
         command += ["--stop-when-unused", str(self._unused_s)]
         if self._folder is not None:
             command += ["--folder", str(self._folder), "--disk", str(self._disk)]
+        if self._cluster is not None:
+            command += self._cluster.options
+        if self._page is not None:
+            command += ["--page", self._page]
         try:
             with open(self._place.log, "ab") as log:
                 if log.tell() > _MAX_LOG_BYTES:
@@ -326,7 +355,7 @@ class EmbeddedServer:
             raise ConfigError(f"cannot start a cache server: {error.strerror or error}") from error
 
     def _check_folder(self) -> None:
-        """Raises `ConfigError` when the folder cannot be used, as when another kind of server has it."""
+        """Raises `ConfigError` if the folder cannot be used, for example because another kind of server owns it."""
         if self._folder is None:
             return
         try:
@@ -335,7 +364,7 @@ class EmbeddedServer:
             if not isinstance(error.__cause__, BlockingIOError):
                 raise
             raise ConfigError(
-                f"{self._folder} belongs to a cache server that was started otherwise: "
+                f"{self._folder} belongs to a cache server that was not started on demand: "
                 "give its address as `server`, or another folder"
             ) from error
 
@@ -349,7 +378,7 @@ class EmbeddedServer:
 
 
 def _processors() -> list[int]:
-    """Where any thread of this process may run: an engine may have bound the one that asks to a single processor."""
+    """The processors of all threads of this process: an engine may have bound the calling thread to a single one."""
     allowed: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
@@ -358,7 +387,7 @@ def _processors() -> list[int]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with paths that hold in another folder too."""
+    """This process's environment, with absolute paths in PYTHONPATH."""
     environment = dict(os.environ)
     if paths := environment.get("PYTHONPATH"):
         environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))

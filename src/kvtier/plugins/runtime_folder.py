@@ -1,6 +1,6 @@
-"""Where servers that nobody runs on purpose are found: a folder for each, in one that belongs to this user alone.
+"""Folders of embedded servers, one each, inside a folder that only this user can access.
 
-Locks are the kernel's (flock): they end with the process that holds them, however it ended.
+Locks are the kernel's (flock): they are released when their process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAX_SOCKET_BYTES = 107
 
 
 class ServerFolder:
-    """What belongs to one server, wherever its processes are.
+    """The files of one server.
 
-    Whoever looks for the server, and starts it where there is none, holds `start_lock` meanwhile. A server holds
-    `life_lock` from before its first instruction until its process is gone.
+    A process holds `start_lock` while it looks for the server and starts it if necessary. A server holds `life_lock`
+    from before its first instruction until its process has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +36,12 @@ class ServerFolder:
         self.life_lock = path / "life"
 
     def make(self) -> None:
-        """Raises `ConfigError` when it cannot be made, or is open to others."""
+        """Create the folder. Raises `ConfigError` if that fails, or if other users can access it."""
         for folder in (self.path.parent, self.path):
             make_private_folder(folder)
 
     def remove_if_dead(self) -> None:
-        """Remove it, unless a server lives here or somebody is about to start one."""
+        """Remove the folder, unless its server is running or about to be started."""
         with contextlib.ExitStack() as stack:
             for lock in (self.start_lock, self.life_lock):
                 fd = try_lock(lock)
@@ -52,7 +52,7 @@ class ServerFolder:
 
 
 def server_folder(key: str) -> ServerFolder:
-    """That of the server `key`, the same for all processes of this user. Raises `ConfigError` where there is none."""
+    """The folder of the server `key`, the same for all processes of a user. Raises `ConfigError` if there is none."""
     for root in _roots():
         folder = ServerFolder(root / key[:_KEY_CHARACTERS])
         if len(os.fsencode(folder.socket)) <= _MAX_SOCKET_BYTES:
@@ -61,7 +61,7 @@ def server_folder(key: str) -> ServerFolder:
 
 
 def remove_dead(root: Path) -> None:
-    """Remove what servers that are gone, and were not sought again, have left in `root`."""
+    """Remove the folders of servers in `root` that have stopped and are not being started again."""
     with contextlib.suppress(OSError):
         for path in root.iterdir():
             if len(path.name) == _KEY_CHARACTERS and (path / "start").exists():
@@ -70,13 +70,13 @@ def remove_dead(root: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock on the file, which is made if need be; None while somebody else holds it."""
+    """A descriptor that holds the lock on the file, created if missing; None while another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_ino == os.stat(path).st_ino:
             return fd
-    except (BlockingIOError, FileNotFoundError):  # somebody has it, or has just removed it
+    except (BlockingIOError, FileNotFoundError):  # another process holds it, or has just removed it
         pass
     except BaseException:
         os.close(fd)
@@ -86,7 +86,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def _roots() -> Iterator[Path]:
-    """From the best on. A XDG_RUNTIME_DIR that came along from another user, as with sudo, is none."""
+    """Candidates, best first. An XDG_RUNTIME_DIR of another user (kept by sudo, for example) is skipped."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and is_own_folder(Path(runtime)):
         yield Path(runtime) / "kvtier"

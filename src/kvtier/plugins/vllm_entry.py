@@ -1,4 +1,4 @@
-"""vLLM's entry point (`vllm.general_plugins`), called by each of its processes: makes the connector's name enough."""
+"""vLLM's entry point (`vllm.general_plugins`), called by each of its processes: registers the connector by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ NAME = "KvtierConnector"
 
 
 def register() -> None:
-    """`"kv_connector": "KvtierConnector"` is enough from now on. A second call does nothing."""
+    """Make `"kv_connector": "KvtierConnector"` work without a module path. A second call does nothing."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvtier.plugins.vllm", NAME)

@@ -1,1 +1,1 @@
-"""Durable key -> bytes. No sockets, no leases: who reads and when is decided above."""
+"""Durable key -> bytes. No sockets, no leases: the layers above decide what is read and when."""

@@ -1,9 +1,9 @@
-"""Blocks as ciphertext: AES-256-GCM under a key from a file. What is on disk can be neither read nor changed unseen.
+"""Blocks as ciphertext: AES-256-GCM under a key from a file. Data on disk can be neither read nor changed undetected.
 
-Each process draws a salt, from which and the key a key of its own is derived; its blocks count up. Salt and count are
-a block's nonce, so none is used twice, whatever is lost in a crash, and however often a folder is copied back.
-They lie in the block's record with the tag: a payload takes no more room than without. The tag also covers namespace,
-hash and size. Thread-safe; the work is done without the GIL.
+Each process draws a salt and derives a key of its own from it and the key in the file; its blocks are numbered. Salt
+and number form a block's nonce, so none is used twice, even after a crash, and even if a folder is copied back. They
+are kept in the block's record with the tag: a payload takes no more room than in plaintext. The tag also covers
+namespace, hash and size. Thread-safe; the work is done without the GIL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_SALTS = 1024
 
 
 class _Derived:
-    """What follows from the key and a salt."""
+    """The keys derived from the key and a salt."""
 
     def __init__(self, key: bytes, salt: bytes) -> None:
         def derived(use: bytes) -> bytes:
@@ -53,9 +53,9 @@ class BlockCipher:
             raise ConfigError(f"an encryption key has {_KEY_BYTES} bytes, not {len(key)}")
         self._key = key
         self.key_check = hmac.digest(key, b"kvtier disk 1 key check", "sha256")
-        """The same for the same key, and tells nothing of it."""
+        """Equal for equal keys, and reveals nothing about the key."""
         self._salt = os.urandom(12)
-        self._counts = itertools.count(1)  # a step is atomic
+        self._counts = itertools.count(1)  # `next` is atomic
         self._known: dict[bytes, _Derived] = {}
         self._staging: deque[mmap.mmap] = deque()
 
@@ -63,7 +63,7 @@ class BlockCipher:
     def staged(self, slot_bytes: int) -> Iterator[memoryview]:
         """Aligned memory of a slot's size, with room for a tag behind it."""
         try:
-            memory = self._staging.pop()  # the last that was used is in the processor's cache
+            memory = self._staging.pop()  # the last used is in the processor's cache
         except IndexError:
             memory = mmap.mmap(-1, slot_bytes + _PAGE_BYTES)
         if len(memory) < slot_bytes + _PAGE_BYTES:
@@ -73,7 +73,7 @@ class BlockCipher:
         self._staging.append(memory)
 
     def seal(self, about: bytes, payload: memoryview, staging: memoryview, slot_bytes: int) -> bytes:
-        """Ciphertext of `payload` into `staging`, zeros behind it up to a slot; returns what its record must keep."""
+        """Write the ciphertext of `payload` to `staging`, zero-padded to a slot; returns the seal for its record."""
         nbytes = len(payload)
         salt, count = self._salt, next(self._counts)
         self._derived(salt).aead.encrypt_into(_nonce(count), payload, about, staging[: nbytes + TAG_BYTES])
@@ -92,7 +92,7 @@ class BlockCipher:
             raise NotAuthentic("it was written with another key, or changed") from error
 
     def masked(self, checksum: int, seal: bytes) -> int:
-        """The checksum of a plaintext as a record has it, and back: it must not tell equal blocks from others."""
+        """The checksum of a plaintext as stored in a record, and back: it must not reveal which blocks are equal."""
         salt, count, _ = _SEAL.unpack(seal)
         mask = hashlib.blake2b(_nonce(count), digest_size=8, key=self._derived(salt).mask_key).digest()
         return checksum ^ int.from_bytes(mask, "little")
@@ -114,7 +114,7 @@ class SealingFiles(Files):
 
 
 def sealing_files(key_file: Path | None) -> Files | None:
-    """For a store under the key in a file; None without one. Raises `ConfigError`."""
+    """Files for a store under the key in a file; None without one. Raises `ConfigError`."""
     return None if key_file is None else SealingFiles(BlockCipher(read_key(key_file)))
 
 

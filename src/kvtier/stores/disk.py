@@ -1,11 +1,11 @@
 """Blocks on disk: crash-safe, checksummed, never more than a budget. Thread-safe.
 
-Payloads lie in one file, a space as an arena is: blocks of several models share it, the coldest leave first. Records
-lie in another. To write a block, the records of what it replaces are wiped, then its payload is written (direct I/O),
-then its record. So whatever instant the process dies, a record either names whole bytes or does not exist; and the
-checksum over key and payload is verified on every read, so that whatever else happens to the files, wrong bytes are
-never returned. The index in memory is rebuilt from the records. `_lock` guards index and accounts and is never held
-over I/O; `_meta_lock` orders the files' growth; `_wipe_lock` keeps wipes and updates of one record apart.
+Payloads lie in one file, a space like an arena: blocks of several models share it, and the coldest are evicted first.
+Records lie in another. To write a block, the records of those it replaces are wiped, then its payload is written
+(direct I/O), then its record. So whenever the process dies, a record either names whole bytes or does not exist. The
+checksum over key and payload is verified on every read, so that wrong bytes are never returned, whatever happens to the
+files. The index in memory is rebuilt from the records. `_lock` guards index and accounts and is never held over I/O;
+`_meta_lock` orders the files' growth; `_wipe_lock` keeps wipes and updates of one record apart.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import gc
 import itertools
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.fair_policy import FairPolicy
-from kvtier.blocks.ghosts import Ghosts
+from kvtier.blocks.ghosts import Ghosts, scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.blocks.namespace import Namespace
-from kvtier.blocks.policies import EvictionPolicy, LruPolicy
+from kvtier.blocks.policies import EvictionPolicy
 from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.retention import Retention
 from kvtier.blocks.share import Share
 from kvtier.errors import BlockCorrupt, ConfigError, TierRefused
 from kvtier.memory.checksum import checksum_of
@@ -50,20 +54,24 @@ _RECENCY_BATCH = 512
 _SPARE_RECORDS = 1024
 _MAX_SEALED_BYTES = 1 << 30
 _MAX_TRIED = 8
-_FAR_COUNT = 1 << 48  # nobody writes so many blocks; a record that says so must not bring the counts to their end
+_FAR_COUNT = 1 << 48  # no server writes this many blocks; a damaged record must not exhaust the counter
+
+
+_NEARLY_FULL = 8
+"""The store is nearly full if less than one in this many units is free."""
 
 
 class Written(enum.Enum):
-    """What became of a block that was to be written."""
+    """The outcome of writing a block."""
 
     NEW = enum.auto()
-    PRESENT = enum.auto()  # it was there, or somebody else is writing it
+    PRESENT = enum.auto()  # it was stored already, or another thread is writing it
     NO_ROOM = enum.auto()
-    DROPPED = enum.auto()  # somebody dropped it meanwhile
+    DROPPED = enum.auto()  # it was dropped meanwhile
 
 
 class StoredBlock(Block):
-    """A block's place in the file, and what its record says."""
+    """A block's place in the file, and the contents of its record."""
 
     __slots__ = ("checksum", "record", "seal", "sequence", "space", "used_at")
 
@@ -86,23 +94,23 @@ class StoreSpace:
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
         self.slot_bytes = slot_bytes_of(block_bytes)
-        self.index = PrefixIndex(self.slot_bytes // UNIT_BYTES, share, hash(namespace))
+        self.index = PrefixIndex(self.slot_bytes // UNIT_BYTES, share, scope_of(namespace))
 
     def about(self, block_hash: BlockHash) -> bytes:
-        """What a block's ciphertext belongs to."""
+        """The associated data that binds a ciphertext to its block."""
         return b"".join((self.namespace, block_hash, self.block_bytes.to_bytes(8, "little")))
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found on opening: blocks that are back, and what was lost, by kind."""
+    """The result of opening: recovered blocks, and losses by kind."""
 
     num_blocks: int
     losses: dict[str, int]
 
 
 class DiskStore:
-    """Owns `folder` (one process at a time) and two files in it. Blocks are ciphertext where `files` has a cipher."""
+    """Owns `folder` (one process at a time) and two files in it. Blocks are ciphertext if `files` has a cipher."""
 
     def __init__(
         self,
@@ -111,12 +119,14 @@ class DiskStore:
         *,
         files: Files | None = None,
         share_of: Callable[[str], Share] | None = None,
+        eviction: Eviction = "lru",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `share_of`, the name of a namespace says whose share of the room its blocks count towards.
+        """With `share_of`, the name of a namespace determines the share of the room that its blocks count towards.
 
-        Raises `ConfigError` when the folder cannot be used: not writable, in use, of an unknown format, too small.
+        Raises `ConfigError` if the folder cannot be used: not writable, in use, of an unknown format, too small.
 
-        Raises `OSError` when the device fails.
+        Raises `OSError` if the device fails.
         """
         if file_space < MIN_FILE_BYTES:
             raise ConfigError(f"file space must be at least {format_size(MIN_FILE_BYTES)}")
@@ -129,7 +139,8 @@ class DiskStore:
         self._wipe_lock = threading.Lock()
         self._ghosts = Ghosts()
         self._share_of = (lambda name: None) if share_of is None else share_of
-        policy: EvictionPolicy[Block] = LruPolicy() if share_of is None else FairPolicy(LruPolicy)
+        make_policy = functools.partial(eviction_policy, eviction, declines=False, clock=clock)
+        policy: EvictionPolicy[Block] = make_policy() if share_of is None else FairPolicy(make_policy)
         self._pool = BlockPool(0, policy, make=StoredBlock, on_evict=self._note_evicted)
         self._spaces: dict[Namespace, StoreSpace] = {}
         self._free_records: deque[int] = deque()
@@ -159,7 +170,7 @@ class DiskStore:
     # --- what is there ---------------------------------------------------------------------------------------------
 
     def open(self, namespace: Namespace, name: str, block_bytes: int, block_tokens: int) -> StoreSpace:
-        """The space of a namespace. Raises `TierRefused` for another block size than it has, or too large a one."""
+        """The space of a namespace. Raises `TierRefused` for another block size than its own, or too large a one."""
         if self._files.cipher is not None and block_bytes > _MAX_SEALED_BYTES:
             raise TierRefused(f"a block of {format_size(block_bytes)} is too large to encrypt")
         with self._lock:
@@ -174,13 +185,13 @@ class DiskStore:
         return space
 
     def find(self, namespace: Namespace) -> StoreSpace | None:
-        """The space of a namespace that is here already."""
+        """The space of a namespace that exists already; None otherwise."""
         with self._lock:
             return self._spaces.get(namespace)
 
     def was_evicted(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[bool]:
         """Which of these were evicted since the store was opened, as far as it remembers."""
-        scope = hash(namespace)
+        scope = scope_of(namespace)
         with self._lock:
             return [self._ghosts.has(block_hash, scope) for block_hash in hashes]
 
@@ -189,19 +200,19 @@ class DiskStore:
             return [space.index.presence(block_hash) is Presence.READY for block_hash in hashes]
 
     def match(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
-        """Reference the longest stored prefix of `hashes`; `free` each block once it was read."""
+        """Reference the longest stored prefix of `hashes`; `free` each block after reading it."""
         with self._lock:
             return self._pool.match(space.index, hashes).blocks  # type: ignore[return-value]
 
     def free(self, blocks: Sequence[StoredBlock]) -> None:
-        """Return references; the blocks were used now."""
+        """Return references; the blocks count as used now."""
         with self._lock:
             for block in reversed(blocks):
                 self._use(block)
             self._pool.free(blocks)
 
     def touch(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> None:
-        """What is stored of `hashes` was used now; the first of them is the last to go."""
+        """Mark stored blocks among `hashes` as used now; the first is evicted last."""
         with self._lock:
             found = [space.index.blocks.get(block_hash) for block_hash in hashes]
             blocks = [block for block in found if isinstance(block, StoredBlock) and block.is_ready]
@@ -218,10 +229,10 @@ class DiskStore:
         payloads: Sequence[memoryview],
         checksums: Sequence[int] | None = None,
     ) -> list[Written]:
-        """Store blocks. When it returns, those that are NEW survive the end of the process.
+        """Store blocks. On return, those that are NEW survive the end of the process.
 
-        A payload has `block_bytes`, or `slot_bytes` of page-aligned memory, which then is written without a copy.
-        Raises `OSError` when the device fails; nothing is stored then.
+        A payload has `block_bytes`, or `slot_bytes` of page-aligned memory, which is then written without a copy.
+        Raises `OSError` if the device fails; nothing is stored then.
         """
         if checksums is None:
             checksums = [
@@ -229,7 +240,7 @@ class DiskStore:
                 for block_hash, payload in zip(hashes, payloads, strict=True)
             ]
         outcomes: list[Written] = []
-        while len(outcomes) < len(hashes):  # more often than once only where records or room are short
+        while len(outcomes) < len(hashes):  # more than once only if records or room are short
             first = len(outcomes)
             numbers = self._take_records(space.index.block_units, len(hashes) - first, space.index.share)
             part = slice(first, first + max(1, len(numbers)))
@@ -237,7 +248,7 @@ class DiskStore:
         return outcomes
 
     def read(self, blocks: Sequence[StoredBlock], into: Sequence[memoryview]) -> list[BlockCorrupt | None]:
-        """Fill `into`, verified: None for each block that is what was written, or why it is not; that one is dropped.
+        """Fill `into`, verified: None for each intact block, or the reason why it is not; a corrupt block is dropped.
 
         The blocks are of one namespace, and the caller holds a reference on each; `into` is as for `write`.
         """
@@ -249,14 +260,14 @@ class DiskStore:
                 return [self._opened(block, view, self._files.cipher) for block, view in zip(blocks, into, strict=True)]
             self._payloads.read([block.start for block in blocks], into, space.block_bytes, space.slot_bytes)
         except OSError as error:
-            if len(blocks) > 1:  # find out which one it is
+            if len(blocks) > 1:  # find out which one failed
                 return [self.read([block], [view])[0] for block, view in zip(blocks, into, strict=True)]
             self._lose(blocks[0], "unreadable")
             return [BlockCorrupt(f"a block on disk cannot be read: {error.strerror or error}")]
         return [self._verified(block, view) for block, view in zip(blocks, into, strict=True)]
 
     def flush(self, *, fsync: bool) -> None:
-        """Everything written before survives the end of the process, and with `fsync` a power cut."""
+        """Everything written before survives the end of the process and, with `fsync`, a power cut."""
         self.save_recency()
         if fsync:
             self._payloads.sync()
@@ -264,10 +275,10 @@ class DiskStore:
             self._sync_folder()
 
     def save_recency(self) -> None:
-        """Write down which blocks were used since the last time."""
+        """Record which blocks were used since the last call."""
         while True:
             batch: list[StoredBlock] = []
-            with self._wipe_lock:  # a record that is being wiped must not be written again afterwards
+            with self._wipe_lock:  # a record being wiped must not be written again afterwards
                 with self._lock:
                     while self._touched and len(batch) < _RECENCY_BATCH:
                         block = next(iter(self._touched))
@@ -293,9 +304,9 @@ class DiskStore:
             wanted = list(space.index.blocks) if hashes is None else list(dict.fromkeys(hashes))
             gone = [block for block_hash in wanted if (block := space.index.blocks.get(block_hash)) is not None]
             ready = [block for block in gone if isinstance(block, StoredBlock) and block.is_ready]
-            # Referenced until their records are wiped: nobody may take their room before.
+            # Referenced until their records are wiped: their room must not be reused before.
             self._pool.reference(ready)
-            # Those being written too: whoever writes them wipes the record then.
+            # Including those being written: the writer then wipes the record.
             num_dropped = self._pool.drop(space.index, [block.hash for block in gone])
             for block_hash in wanted:
                 self._ghosts.discard(block_hash, space.index.scope)
@@ -304,7 +315,7 @@ class DiskStore:
                 self._wipe(ready)
         except BaseException:
             with self._lock:
-                self._to_wipe += ready  # before their room or their records are used again
+                self._to_wipe += ready  # before their room or their records are reused
             raise
         finally:
             with self._lock:
@@ -312,9 +323,9 @@ class DiskStore:
         return num_dropped
 
     def pin(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> int:
-        """Keep what is stored of `hashes` from eviction until `unpin` or `drop`, at most half of the budget.
+        """Keep the stored blocks of `hashes` from eviction until `unpin` or `drop`, at most half of the budget.
 
-        Written down with recency: over restarts too.
+        Saved with recency, so it survives restarts.
         """
         with self._lock:
             num_pinned = self._pool.pin(space.index, hashes, self._limit_bytes // UNIT_BYTES // 2)
@@ -327,15 +338,33 @@ class DiskStore:
             self._touch_all(space, hashes)
             return num_unpinned
 
+    def retain(self, space: StoreSpace, hashes: Sequence[BlockHash], retention: Retention) -> int:
+        """Keep these from eviction for a time, stored or not, as far as the owner's share allows.
+
+        Not saved: after a restart, they are ordinary blocks.
+        """
+        with self._lock:
+            limit = space.index.share.max_retained
+            max_units = self._limit_bytes // UNIT_BYTES // 4 if limit is None else limit
+            return self._pool.retain(space.index, hashes, retention, max_units)
+
+    def end_retention(self, space: StoreSpace, hashes: Sequence[BlockHash], account: str) -> int:
+        with self._lock:
+            return self._pool.end_retention(space.index, hashes, account)
+
+    def retained_bytes(self) -> int:
+        with self._lock:
+            return self._pool.retained_units() * UNIT_BYTES
+
     def blocks(self, space: StoreSpace) -> list[tuple[BlockHash, bool]]:
-        """Hashes of what is stored, and whether each is pinned."""
+        """The hashes of stored blocks, and whether each is pinned."""
         with self._lock:
             return [(block.hash, block.is_pinned) for block in space.index.blocks.values() if block.is_ready]
 
     def verify(self, space: StoreSpace, block_hash: BlockHash) -> bool:
-        """Read a block and compare its checksum; False if it is wrong: it is dropped then. Does not count as a use.
+        """Read a block and compare its checksum; False if it is wrong, and then dropped. Does not count as a use.
 
-        True also for a block that is not there, or not yet.
+        Also True for a block that is not stored, or not yet.
         """
         with self._lock:
             block = space.index.blocks.get(block_hash)
@@ -345,11 +374,28 @@ class DiskStore:
         try:
             into = memoryview(bytearray(space.block_bytes))
             return self.read([block], [into]) == [None]
-        except MemoryError:  # no machine has written a block of this size
+        except MemoryError:  # no machine can have written a block this large
             self._lose(block, "unreadable")
             return False
         finally:
             with self._lock:
+                self._pool.let_go(block)
+
+    def hold_leaving(self, count: int) -> list[StoredBlock]:
+        """The blocks that would be evicted next, if little room is left. They stay, unused, until `let_go`."""
+        with self._lock:
+            can_grow = not self._is_full and self._growable_units() > 0
+            if can_grow or self._pool.free_units * _NEARLY_FULL > self._pool.num_units:
+                return []
+            leaving = [block for block in self._pool.coldest(count) if isinstance(block, StoredBlock)]
+            for block in leaving:
+                self._pool.hold(block)
+            return leaving
+
+    def let_go(self, blocks: Sequence[StoredBlock]) -> None:
+        """Blocks of `hold_leaving` may be evicted again."""
+        with self._lock:
+            for block in blocks:
                 self._pool.let_go(block)
 
     # --- looking ---------------------------------------------------------------------------------------------------
@@ -369,9 +415,10 @@ class DiskStore:
             }
 
     def info(self, space: StoreSpace | None) -> dict[str, int]:
-        """What the log line of a recovery says of a namespace.
+        """Figures of a namespace for the log line of a recovery.
 
-        Without one, a block's size is not known: `block_size` is 0, and counts are of blocks of 4 KiB, the smallest.
+        Without a namespace, the block size is unknown: `block_size` is 0, and counts are of blocks of 4 KiB, the
+        smallest.
         """
         with self._lock:
             block_units = 1 if space is None else space.index.block_units
@@ -385,20 +432,20 @@ class DiskStore:
         }
 
     def is_in_place(self) -> bool:
-        """The files we write, and the lock, are still those in the folder."""
+        """Whether the open files, and the lock, are still those in the folder."""
         return self._payloads.is_in_place() and self._records.is_in_place() and is_lock_of(self._lock_fd, self.folder)
 
     @property
     def is_busy(self) -> bool:
-        """Blocks are being read or written: room that is not there now may be soon."""
+        """Blocks are being read or written: more room may soon be free."""
         return self._pool.referenced_units > 0
 
     def try_growing_again(self) -> None:
-        """A disk that was full may have room now."""
+        """A disk that was full may have room again."""
         self._is_full = False
 
     def close(self) -> None:
-        """Write down recency and let go of the folder."""
+        """Save recency and release the folder."""
         try:
             self.save_recency()
         except OSError as error:
@@ -445,10 +492,10 @@ class DiskStore:
         return Recovery(len(blocks), dict(self.losses))
 
     def _of_our_kind(self, found: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
-        """Ciphertext alone with a key, and none without one; the others are forgotten.
+        """Keep only ciphertext if there is a key, and only plaintext if there is none; forget the others.
 
-        Raises `ConfigError` when all is ciphertext and there is no key, or another than it was made with: that is a
-        mistake, and nothing is lost yet.
+        Raises `ConfigError` if everything is ciphertext and there is no key, or a different one: that is a mistake, and
+        nothing is lost yet.
         """
         is_sealing = self._files.cipher is not None
         self._check_key(found)
@@ -466,7 +513,7 @@ class DiskStore:
             if is_sealing:
                 logger.warning(
                     "disk store %s: %d blocks were written without a key and are forgotten; their bytes stay in %s "
-                    "until others are written over them: remove the folder to be rid of them",
+                    "until they are overwritten: remove the folder to get rid of them",
                     self.folder,
                     num_others,
                     PAYLOADS_NAME,
@@ -474,7 +521,7 @@ class DiskStore:
         return ours
 
     def _check_key(self, found: dict[int, BlockRecord]) -> None:
-        """Note in the header which key is in use, once that is certain: ciphertexts of before may be of another."""
+        """Record in the header which key is in use, once that is certain: earlier ciphertexts may have another."""
         cipher, records = self._files.cipher, self._records
         if cipher is None:
             if not any_sealed(found):
@@ -488,7 +535,7 @@ class DiskStore:
             )
 
     def _opens_any(self, found: dict[int, BlockRecord], cipher: BlockCipher) -> bool:
-        """Whether one of a few ciphertexts was made with our key."""
+        """Whether at least one of a few ciphertexts was made with our key."""
         end = self._payloads.nbytes // UNIT_BYTES
         sealed = (record for record in found.values() if record.seal and record.start + units_of(record) <= end)
         return any(self._opens(record, cipher) for record in itertools.islice(sealed, _MAX_TRIED))
@@ -505,7 +552,7 @@ class DiskStore:
         return True
 
     def _shrink(self, plan: Fit) -> dict[int, BlockRecord]:
-        """Carry out a plan, so that a crash at any instant loses at most what the plan drops."""
+        """Carry out a plan so that a crash at any moment loses at most what the plan drops."""
         if plan.dropped:
             self.losses["over the budget"] += len(plan.dropped)
             self._records.wipe(plan.dropped)
@@ -535,7 +582,7 @@ class DiskStore:
         return dict(sorted(kept.items(), key=lambda item: item[1].start))
 
     def _adopt(self, kept: dict[int, BlockRecord]) -> list[StoredBlock]:
-        """Blocks in the order of `kept`, which is that of their places."""
+        """Add the blocks of `kept`, which is ordered by place."""
         blocks = []
         for number, record in kept.items():
             space = self._spaces.get(record.namespace)
@@ -559,9 +606,9 @@ class DiskStore:
     # --- private: room ---------------------------------------------------------------------------------------------
 
     def _take_records(self, block_units: int, count: int, requester: Share) -> list[int]:
-        """Numbers for up to `count` records, once the files have grown as far as they may and need to. May do I/O.
+        """Numbers for up to `count` records, after growing the files as far as allowed and needed. May do I/O.
 
-        None at all only when everything is in use.
+        Empty only if everything is in use.
         """
         with self._lock:
             if len(self._free_records) >= count and not self._should_grow(count * block_units):
@@ -583,15 +630,15 @@ class DiskStore:
         return (self._limit_bytes - self._records.nbytes) // UNIT_BYTES - self._pool.num_units
 
     def _grow(self, units: int, block_units: int) -> None:
-        """Add a step to the file, `units` or more if it may, and records for it; a full disk is a smaller budget."""
+        """Extend the file by at least `units`, if allowed, with records for it; a full disk means a smaller budget."""
         with self._lock:
             if not self._should_grow(units):
                 return
         step = min(max(self._limit_bytes // 64, _MIN_GROWTH_BYTES), _MAX_GROWTH_BYTES)
         step = max(step // UNIT_BYTES, units)
-        # Records come first: once payloads have all the room, more records would cost the payloads at the file's end.
+        # Records come first: once payloads had all the room, more records would cost payloads at the file's end.
         needed = (self._pool.free_units + min(step, self._growable_units())) // block_units
-        needed += min(needed // 8, _SPARE_RECORDS)  # for what is under way while its victims' records are wiped
+        needed += min(needed // 8, _SPARE_RECORDS)  # for blocks in progress while their victims' records are wiped
         while (
             len(self._free_records) < needed
             and self._growable_units() > self._step_bytes // UNIT_BYTES
@@ -617,7 +664,7 @@ class DiskStore:
             self._pool.extend(step // UNIT_BYTES)
 
     def _add_records(self, block_units: int) -> bool:
-        """A step more of records; in the room of payloads at the file's end where blocks of this size lack records."""
+        """Add a step of records, in the room of payloads at the file's end if blocks of this size lack records."""
         with self._lock:
             missing = self._step_bytes // UNIT_BYTES - self._growable_units()
             if missing > 0 and self._records.num_records * block_units >= self._pool.num_units:
@@ -642,14 +689,14 @@ class DiskStore:
         if not self._is_full:
             self._is_full = True
             logger.warning(
-                "disk store %s: the disk is full; going on with %s of %s",
+                "disk store %s: the disk is full; continuing with %s of %s",
                 self.folder,
                 format_size(size),
                 format_size(self.file_space),
             )
 
     def _sync_folder(self) -> None:
-        """The files' names too, once."""
+        """Sync the files' names too, once."""
         if not self._is_folder_synced:
             fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -668,14 +715,14 @@ class DiskStore:
         checksums: Sequence[int],
         numbers: list[int],
     ) -> list[Written]:
-        """Write blocks for which there are records; `numbers` that are not used go back.
+        """Write blocks that have records; unused `numbers` go back.
 
-        Writes none, and returns nothing, when others took the room meanwhile and the file can grow: nothing must be
-        evicted then.
+        Writes none, and returns nothing, if others took the room meanwhile and the file can grow: then nothing must be
+        evicted.
         """
         outcomes = [Written.PRESENT] * len(hashes)
         blocks: list[StoredBlock] = []
-        unwritten: list[StoredBlock] = []  # their records are free afterwards; whoever drops a READY one frees its own
+        unwritten: list[StoredBlock] = []  # their records are free afterwards; dropping a READY block frees its own
         try:
             with self._lock:
                 if numbers and self._should_grow(len(numbers) * space.index.block_units):
@@ -742,7 +789,7 @@ class DiskStore:
         return self._verified(block, into)
 
     def _masked(self, checksum: int, seal: bytes) -> int:
-        """As the record of ciphertext has it, and back."""
+        """The checksum as in the record of a ciphertext, and back."""
         return self._files.cipher.masked(checksum, seal) if seal and self._files.cipher is not None else checksum
 
     def _record_of(self, block: StoredBlock) -> BlockRecord:
@@ -788,7 +835,7 @@ class DiskStore:
         self._ghosts.add(block.hash, block.index.scope)
 
     def _wipe_evicted(self) -> None:
-        """Wipe the records of all that was evicted so far, before anything is written where it was."""
+        """Wipe the records of all blocks evicted so far, before anything is written to their room."""
         with self._lock:
             self._num_wiping += 1
         try:
@@ -818,7 +865,7 @@ class DiskStore:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Hundreds of thousands of objects are made that all stay: looking for garbage among them takes longer."""
+    """Turn off the garbage collector: scanning hundreds of thousands of new objects that all stay takes longer."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The few file operations a store needs, behind one small class, so that tests can make any of them fail."""
+"""The few file operations a store needs, behind one small class, so that tests can make each of them fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 class BlockCipher(Protocol):
-    """See `stores/cipher`, which needs a library that others do without."""
+    """See `stores/cipher`, which needs a library that other parts do without."""
 
     key_check: bytes
 
@@ -27,13 +27,13 @@ class BlockCipher(Protocol):
 
 
 class NotAuthentic(Exception):
-    """A ciphertext that was made with another key, for another block, or not at all."""
+    """A ciphertext was made with another key, for another block, or not at all."""
 
 
 class Files:
     """The operating system's files. Every method raises `OSError`; reads and writes are whole or raise. Thread-safe.
 
-    `cipher` is what a store on them seals its blocks with.
+    A store on them seals its blocks with `cipher`.
     """
 
     cipher: BlockCipher | None = None
@@ -45,7 +45,7 @@ class Files:
         os.close(fd)
 
     def write(self, fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write `parts` one after the other from `offset` on."""
+        """Write `parts` one after another from `offset` on."""
         for first in range(0, len(parts), _MAX_PARTS):
             left: Sequence[memoryview | bytes] = parts[first : first + _MAX_PARTS]
             while left:
@@ -53,7 +53,7 @@ class Files:
                 left, offset = _without(left, written), offset + written
 
     def read_into(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        """Fill `parts` one after the other; returns how much there was, less only at the end of the file."""
+        """Fill `parts` one after another; returns the number of bytes read, less only at the end of the file."""
         total = 0
         for first in range(0, len(parts), _MAX_PARTS):
             left: Sequence[memoryview | bytes] = parts[first : first + _MAX_PARTS]
@@ -66,7 +66,7 @@ class Files:
         return total
 
     def next_data(self, fd: int, offset: int) -> int:
-        """The first offset from `offset` on that is in no hole; beyond the file where there is none."""
+        """The first offset from `offset` on that is not in a hole; beyond the file if there is none."""
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:
@@ -75,7 +75,7 @@ class Files:
             raise
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Make room on disk now, so that later writes into it cannot find the disk full."""
+        """Reserve room on disk now, so that later writes into it cannot find the disk full."""
         os.posix_fallocate(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
@@ -89,7 +89,7 @@ class Files:
 
 
 def is_file_of(fd: int, path: Path) -> bool:
-    """The open file is still what the path names."""
+    """Whether the open file is still the one at the path."""
     try:
         there, ours = os.stat(path), os.fstat(fd)
     except OSError:
@@ -98,7 +98,7 @@ def is_file_of(fd: int, path: Path) -> bool:
 
 
 def _without(parts: Sequence[memoryview | bytes], nbytes: int) -> Sequence[memoryview | bytes]:
-    """What is left of `parts` after their first `nbytes`."""
+    """The rest of `parts` after their first `nbytes`."""
     for position, part in enumerate(parts):
         if nbytes < len(part):
             return [memoryview(part)[nbytes:], *parts[position + 1 :]]

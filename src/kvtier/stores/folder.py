@@ -1,4 +1,4 @@
-"""A store's folder: one owner at a time, how much of the budget is its own, what an older kvtier left in it."""
+"""A store's folder: its single owner, its share of the budget, and files that an older kvtier left in it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MIN_FILE_BYTES = HEADER_BYTES + SMALL_STEP_BYTES + UNIT_BYTES + _LEAST_MAPS_BYTE
 
 
 def holds_store(folder: Path) -> bool:
-    """A store has written into `folder`."""
+    """Whether a store has written into `folder`."""
     return (folder / RECORDS_NAME).is_file()
 
 
 def take_folder(folder: Path) -> int:
     """Make the folder this process's own until the returned descriptor is closed. Raises `ConfigError`."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is in it tells prompts
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its contents reveal prompts
         fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"the KV cache folder {folder} cannot be used: {error.strerror}") from error
@@ -45,13 +45,33 @@ def take_folder(folder: Path) -> int:
     return fd
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether a process owns the folder. Nothing is created or changed."""
+    return is_locked(folder / _LOCK_NAME)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on this file. A file that is missing or unreadable is not locked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def is_lock_of(fd: int, folder: Path) -> bool:
-    """The lock file we hold is still the one in the folder: nobody else can take it."""
+    """Whether the lock file that we hold is still the one in the folder, so that no other process can take it."""
     return is_file_of(fd, folder / _LOCK_NAME)
 
 
 def room_in(folder: Path, file_space: int) -> int:
-    """The budget less whatever else takes room: other files in the folder, the filesystem's map of a large file."""
+    """The budget without other users of room: other files in the folder, and the filesystem's map of a large file."""
     others = sum(_size_of(path) for path in folder.rglob("*") if path.name not in _OWN_NAMES or path.parent != folder)
     room = file_space - others
     if room < MIN_FILE_BYTES:
@@ -62,17 +82,17 @@ def room_in(folder: Path, file_space: int) -> int:
 
 
 def space_of(folder: Path) -> int:
-    """A budget under which a store at rest stays as it is."""
+    """A budget that leaves a store at rest unchanged."""
     used = sum(_size_of(path) for path in folder.rglob("*"))
     return used + used // (_MAP_SHARE // 2) + MIN_FILE_BYTES
 
 
 def set_aside_old(folder: Path, file_space: int, files: Files) -> None:
-    """Move an older format out of the way, or remove it where it would leave no room. A newer one is refused."""
+    """Move an older format out of the way, or remove it if it would leave no room. A newer one is refused."""
     for name in _OWN_NAMES:
         path = folder / name
         if path.exists() and not path.is_file():
-            raise ConfigError(f"the KV cache folder {folder} cannot be used: {name} in it is no file")
+            raise ConfigError(f"the KV cache folder {folder} cannot be used: {name} in it is not a file")
     version = read_version(folder / RECORDS_NAME, files)
     if version is None or version == FORMAT_VERSION:
         return
@@ -89,7 +109,7 @@ def set_aside_old(folder: Path, file_space: int, files: Files) -> None:
             os.replace(folder / name, aside / name)
     if sum(_size_of(path) for path in folder.rglob("*")) > file_space // 2:
         shutil.rmtree(aside)
-        logger.warning("disk store %s: had format version %d, too large to keep beside; removed", folder, version)
+        logger.warning("disk store %s: had format version %d, too large to keep; removed", folder, version)
     else:
         logger.warning("disk store %s: had format version %d; set aside in %s", folder, version, aside.name)
 

@@ -1,6 +1,6 @@
-"""`blocks.kvtier`: the blocks' bytes in units of 4 KiB, moved by direct I/O where the filesystem has it. Thread-safe.
+"""`blocks.kvtier`: the blocks' bytes in units of 4 KiB, moved by direct I/O if the filesystem has it. Thread-safe.
 
-Owns the file and nothing else: who lies where is the store's business.
+Owns only the file: the store decides what lies where.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAYLOADS_NAME = "blocks.kvtier"
 class PayloadFile:
     """A slot is a block's bytes rounded up to whole units; blocks are passed as slots or as bare payloads.
 
-    A slot of aligned memory moves without a copy, and slots that are neighbours in the file move in one go.
+    A slot of aligned memory moves without a copy, and adjacent slots in the file move in one call.
     """
 
     def __init__(self, path: Path, files: Files) -> None:
@@ -59,7 +59,7 @@ class PayloadFile:
                 self._files.write(self._fd, [slot], start * UNIT_BYTES)
 
     def read(self, starts: Sequence[int], into: Sequence[memoryview], block_bytes: int, slot_bytes: int) -> None:
-        """Fill `into` with the blocks at units `starts`. Raises `OSError` also where the file ends before they do."""
+        """Fill `into` with the blocks at units `starts`. Raises `OSError`, also if the file ends before they do."""
         if self._are_slots(into, slot_bytes):
             for first, end in _runs(starts, slot_bytes // UNIT_BYTES):
                 length = self._files.read_into(self._fd, into[first:end], starts[first] * UNIT_BYTES)
@@ -80,14 +80,14 @@ class PayloadFile:
         self._files.sync(self._fd)
 
     def is_in_place(self) -> bool:
-        """The file we write is still the one in the folder."""
+        """Whether the open file is still the one in the folder."""
         return is_file_of(self._fd, self.path)
 
     def close(self) -> None:
         self._files.close(self._fd)
 
     def _are_slots(self, views: Sequence[memoryview], slot_bytes: int) -> bool:
-        """They can move without a copy."""
+        """Whether they can move without a copy."""
         if any(len(view) != slot_bytes for view in views):
             return False
         return not self._is_direct or all(address_of(view) % UNIT_BYTES == 0 for view in views)
@@ -108,7 +108,7 @@ class PayloadFile:
 
 
 def _runs(starts: Sequence[int], units: int) -> Iterator[tuple[int, int]]:
-    """Ranges of blocks that are neighbours in the file."""
+    """Ranges of blocks that are adjacent in the file."""
     first = 0
     for end in range(1, len(starts) + 1):
         if end == len(starts) or starts[end] != starts[end - 1] + units:

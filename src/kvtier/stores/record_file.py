@@ -1,8 +1,8 @@
 """`records.kvtier`: a header and a flat array of records, one for each block. Owns the file, not the meaning.
 
-Apart from the payloads' file, so that a buffered write of a record never waits for the direct writes of payloads. It
-grows by steps and only ever shrinks on opening. Writes are whole once they return, for whoever reads after the end of
-this process. Its owner sees to it that nobody writes one record twice at a time.
+Separate from the payloads' file, so that a buffered write of a record never waits for direct writes of payloads. It
+grows in steps and only ever shrinks on opening. A write that has returned is complete for any reader after the end of
+this process. The owner makes sure that no two threads write one record at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PIECE_RECORDS = 1 << 14  # read at a time
 
 
 def step_bytes_of(file_space: int) -> int:
-    """By how much the records of a store of this size grow."""
+    """The step by which the records of a store of this size grow."""
     return _LARGE_STEP_BYTES if file_space >= _LARGE_STORE_BYTES else SMALL_STEP_BYTES
 
 
@@ -50,14 +50,14 @@ class RecordFile:
         self.num_missing = 0
         self.has_header = False
         self.key_check = b""
-        """As the header has it, and as the next header that is written will."""
+        """As in the header, and in the next header that is written."""
 
     @property
     def num_records(self) -> int:
         return max(0, self.nbytes - HEADER_BYTES) // RECORD_BYTES
 
     def read(self) -> tuple[dict[int, BlockRecord], list[int]]:
-        """What is there by number, and the numbers of damaged ones. Says what the file lacks."""
+        """The records by number, and the numbers of damaged ones. Logs what is missing from the file."""
         header = self._read_header()
         self.has_header = header is not None
         if header is not None:
@@ -68,7 +68,7 @@ class RecordFile:
         raw = bytearray(min(self.num_records, _PIECE_RECORDS) * RECORD_BYTES)
         end = 0
         while True:
-            # Holes are passed over: a file that somebody made huge is opened as fast as another.
+            # Holes are skipped, so that a file that was made huge opens as fast as any other.
             data = self._files.next_data(self._fd, HEADER_BYTES + end * RECORD_BYTES)
             first = (data - HEADER_BYTES) // RECORD_BYTES
             if first >= self.num_records:
@@ -85,20 +85,20 @@ class RecordFile:
         return found, damaged
 
     def repair(self) -> None:
-        """Make header and size what they should be, whatever they were."""
+        """Make header and size correct, whatever they were."""
         self.cut(HEADER_BYTES + self.num_records * RECORD_BYTES)
         self._write_header(self.num_records)
         self.nbytes = max(self.nbytes, HEADER_BYTES)
 
     def write(self, records: Iterable[tuple[int, BlockRecord]]) -> None:
-        """Write records, neighbours in one go. If it fails, some of them may be written."""
+        """Write records, adjacent ones in one call. If it fails, some of them may be written."""
         self._write_raw(sorted((number, encode_block(record, number)) for number, record in records))
 
     def wipe(self, numbers: Iterable[int]) -> None:
         self._write_raw([(number, FREE_RECORD) for number in sorted(numbers)])
 
     def grow(self, nbytes: int) -> range:
-        """Add empty records; returns their numbers. Raises `OSError` without room, nothing is added then."""
+        """Add empty records; returns their numbers. Raises `OSError` if there is no room; nothing is added then."""
         self._files.allocate(self._fd, self.nbytes, nbytes)
         first = self.num_records
         last = first + nbytes // RECORD_BYTES
@@ -114,11 +114,11 @@ class RecordFile:
             self._files.truncate(self._fd, nbytes)
 
     def cut_free(self, first_free: int, num_records: int) -> None:
-        """Take away free records, from `first_free` on, that are more than `num_records` in all."""
+        """Remove free records from `first_free` on, beyond `num_records` in total."""
         self.cut(HEADER_BYTES + max(first_free, num_records) * RECORD_BYTES)
 
     def is_in_place(self) -> bool:
-        """The file we write is still the one in the folder."""
+        """Whether the open file is still the one in the folder."""
         return is_file_of(self._fd, self._path)
 
     def sync(self) -> None:
@@ -145,7 +145,7 @@ class RecordFile:
 
 
 def read_version(path: Path, files: Files) -> int | None:
-    """The format version of a record file; None when there is none or its header is damaged."""
+    """The format version of a record file; None if there is none or its header is damaged."""
     if not path.exists():
         return None
     fd = files.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""How a disk store writes down what it holds: a header, and records of 256 bytes. Pure: no files here.
+"""The form of a disk store's records: a header, and records of 256 bytes. Pure: no files here.
 
-A record is self-contained: it names a block's key, its place, the checksum of key and payload, and it has a checksum of
-its own, which is right only under the record's own number. Two lie in a 512-byte sector and none crosses one, so a torn
+A record is self-contained: it has a block's key, its place, the checksum of key and payload, and a checksum of its own,
+which is valid only for the record's own number. Two fit in a 512-byte sector and none crosses a boundary, so a torn
 write damages no neighbour.
 """
 
@@ -27,8 +27,8 @@ FREE_RECORD = bytes(RECORD_BYTES)
 _MAX_NAME_BYTES = 96
 _MAX_BLOCK_BYTES = 1 << 40
 _MAX_TOKENS = 1 << 20
-_MAX_START = 1 << 51  # beyond it lies no offset that a file can have
-MAX_COUNT = 1 << 62  # of `sequence` and `used_at`: what counts on from there never overflows
+_MAX_START = 1 << 51  # beyond it there is no valid file offset
+MAX_COUNT = 1 << 62  # limit of `sequence` and `used_at`: counting on from there never overflows
 _PINNED, _SEALED = 1, 2
 _KNOWN_FLAGS = _PINNED | _SEALED
 
@@ -39,7 +39,7 @@ KEY_CHECK_BYTES = 32
 
 
 class BlockRecord(NamedTuple):
-    """A block that is on disk, from unit `start` on. `name` is what people call its namespace."""
+    """A block that is on disk, from unit `start` on. `name` is the readable name of its namespace."""
 
     namespace: Namespace
     hash: BlockHash
@@ -52,11 +52,11 @@ class BlockRecord(NamedTuple):
     name: str
     is_pinned: bool
     seal: bytes = b""
-    """With what its ciphertext is opened; empty for a block that is no ciphertext."""
+    """What opening its ciphertext needs; empty for a block in plaintext."""
 
 
 class DamagedRecord:
-    """Bytes that were a record once, or never."""
+    """Bytes that may once have been a record."""
 
 
 DAMAGED = DamagedRecord()
@@ -82,7 +82,7 @@ def encode_block(record: BlockRecord, number: int) -> bytes:
 
 
 def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockRecord | DamagedRecord | None]:
-    """Every record from a number on; None where it is free. One that says what nobody writes is damaged."""
+    """Every record from a number on; None for a free one. A record with impossible values is damaged."""
     digest = xxhash.xxh3_64_intdigest
     names: dict[bytes, str] = {}
     namespaces: dict[bytes, Namespace] = {}
@@ -125,7 +125,7 @@ def decode_records(raw: memoryview, first_number: int = 0) -> Iterator[BlockReco
 
 
 class Header(NamedTuple):
-    """What a record file says of itself. `key_check` tells the key of its ciphertexts from others; empty if unknown."""
+    """A record file's header. `key_check` identifies the key of its ciphertexts; empty if unknown."""
 
     version: int
     num_records: int
@@ -139,7 +139,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: bytes) -> Header | None:
-    """None when it is damaged, which costs nothing: records stand on their own."""
+    """None if it is damaged, which costs nothing: records stand on their own."""
     if len(raw) < HEADER_BYTES or not raw.startswith(_HEADER_MAGIC):
         return None
     if struct.unpack_from("<Q", raw, HEADER_BYTES - 8)[0] != xxhash.xxh3_64_intdigest(raw[: HEADER_BYTES - 8]):

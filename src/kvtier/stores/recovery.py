@@ -1,4 +1,4 @@
-"""What to believe of the records found on opening, and what to do with them under a smaller budget. Pure."""
+"""Which records found on opening are valid, and how to fit them into a smaller budget. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def units_of(record: BlockRecord) -> int:
 
 
 def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, BlockRecord], Counter[str]]:
-    """The records to believe: inside the file, the newest of those that claim one key or room. And losses by kind."""
+    """The valid records: inside the file, the newest of those that claim one key or room. And losses by kind."""
     losses: Counter[str] = Counter()
     keys: dict[tuple[Namespace, BlockHash], BlockRecord] = {}
     sizes: dict[Namespace, int] = {}
@@ -35,7 +35,7 @@ def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, Bl
         if record.start + units_of(record) > file_units:
             losses["truncated"] += 1
         elif (same := keys.get(key)) is not None:
-            losses["replaced"] += same != record  # a copy from moving records is no loss
+            losses["replaced"] += same != record  # a copy left by moving records is no loss
         elif sizes.setdefault(record.namespace, record.block_bytes) != record.block_bytes:
             losses["replaced"] += 1
         else:
@@ -46,12 +46,12 @@ def choose(found: dict[int, BlockRecord], file_units: int) -> tuple[dict[int, Bl
 
 
 def last_counts(records: dict[int, BlockRecord]) -> tuple[int, int]:
-    """The last `sequence` and the last `used_at`; 0 where there are none."""
+    """The last `sequence` and the last `used_at`; 0 if there are none."""
     return max(map(_SEQUENCE_OF, records.values()), default=0), max(map(_USED_AT_OF, records.values()), default=0)
 
 
 def counted_anew(records: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
-    """The same records in the same orders, with `sequence` and `used_at` counted from 1."""
+    """The same records in the same orders, with `sequence` and `used_at` renumbered from 1."""
     by_sequence = sorted(records, key=lambda number: records[number].sequence)
     by_use = sorted(records, key=lambda number: records[number].used_at)
     sequences = {number: count for count, number in enumerate(by_sequence, 1)}
@@ -62,7 +62,7 @@ def counted_anew(records: dict[int, BlockRecord]) -> dict[int, BlockRecord]:
 
 
 def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str]) -> list[tuple[int, BlockRecord]]:
-    """Of two records for the same room the newer is right: the older one's wipe was lost."""
+    """Of two records for the same room, the newer is valid: the older one's wipe was lost."""
     chosen: list[tuple[int, BlockRecord]] = []
     end = 0
     for number, record in kept:
@@ -78,7 +78,7 @@ def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str])
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How to make a store smaller: `kept` stay, `moved` go to new units, `dropped` go, in this order: drop, move, cut.
+    """How to shrink a store: `kept` stay, `moved` get new units, `dropped` are removed. In this order: drop, move, cut.
 
     `renumbered` are records, of kept and moved blocks, that lie beyond the records' new end: old number to new.
     """
@@ -92,7 +92,7 @@ class Fit:
 
 
 def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> Fit:
-    """Keep what is pinned, then the most recently used, as much as fits."""
+    """Keep pinned blocks, then the most recently used, as many as fit."""
     warm_first = sorted(records.items(), key=lambda item: (item[1].is_pinned, item[1].used_at), reverse=True)
     units = 0
     wanted: dict[int, BlockRecord] = {}
@@ -121,7 +121,7 @@ def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> F
 def _place(
     wanted: dict[int, BlockRecord], data_units: int
 ) -> tuple[dict[int, BlockRecord], dict[int, tuple[BlockRecord, int]]]:
-    """Who stays and who moves where. Pinned blocks may take the room of others, who then have to go."""
+    """Which blocks stay, and which move where. Pinned blocks may take the room of others, which are then dropped."""
     kept: dict[int, BlockRecord] = {}
     moved: dict[int, tuple[BlockRecord, int]] = {}
     taken: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ def _place(
                 kept[number] = some.pop(number)
                 taken.append((record.start, units_of(record)))
             elif record.start < data_units:
-                # It lies across the new end and is read there before it moves: nobody else may write there.
+                # It lies across the new end and is read there before it moves: no other block may be written there.
                 taken.append((record.start, data_units - record.start))
         regions = [TakenRegion(start, size) for start, size in sorted(taken)]
         space = Space.restored(data_units, regions)
@@ -147,7 +147,7 @@ def _place(
 
 
 def _overlaps(record: BlockRecord, ranges: list[tuple[int, int]]) -> bool:
-    """Whether it shares a unit with one of the ranges, which are sorted and share none."""
+    """Whether it shares a unit with one of the ranges, which are sorted and disjoint."""
     end = record.start + units_of(record)
     place = bisect.bisect_left(ranges, (end, 0))
     return place > 0 and ranges[place - 1][1] > record.start

@@ -1,4 +1,4 @@
-"""Aligned memory for segments on their way between memory and files, kept for the next ones while they come."""
+"""Aligned memory for segments on their way between memory and files, kept for reuse while segments keep coming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE_BYTES = 4096
 
 
 class Staging:
-    """Memory as direct I/O wants it: a page for a segment's head, and room for its payload."""
+    """Memory suitable for direct I/O: a page for a segment's head, and room for its payload."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, nbytes)
@@ -21,15 +21,15 @@ class Staging:
         self.address = address_of(self._view)
 
     def parts_of(self, payload_bytes: int) -> list[memoryview]:
-        """The head, and the payload in whole pages. What follows the payload in its last page may be anything."""
+        """The head, and the payload in whole pages. The rest of the last page may be anything."""
         return [self.head, self._view[PAGE_BYTES : PAGE_BYTES + whole_pages(payload_bytes)]]
 
 
 class StagingPool:
     """Stagings of one size. Thread-safe.
 
-    There are never more than were in use at once. `trim`, called from time to time, gives back those that nobody has
-    needed since it was last called.
+    There are never more than were in use at once. Call `trim` from time to time: it frees those that were not needed
+    since the last call.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -61,7 +61,7 @@ class StagingPool:
             self._num_unneeded = len(self._idle)
 
     def clear(self) -> None:
-        """Give back all that is idle."""
+        """Free all that are idle."""
         with self._lock:
             self._idle.clear()
             self._num_unneeded = 0

@@ -9,9 +9,11 @@ from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.retention import Granted
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import Lease
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import PlainTier, Tier
 
 
@@ -40,6 +42,9 @@ class WrappedTier(PlainTier):
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
         return self.inner.drop(hashes)
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        return self.inner.retain(hashes, ask)
 
     def close(self) -> None:
         self.inner.close()
@@ -121,6 +126,7 @@ class _WrappedLease:
         self._inner = inner
         self.num_blocks = self.num_ready_at_match = inner.num_blocks
         self.num_stored = inner.num_stored
+        self.stored_in = inner.stored_in
         self.ended = inner.ended
 
     def wait(self, count: int | None = None) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 _PATIENCE_S = 30.0
+_LOOK_S, _MAX_LOOK_S = 0.02, 0.5
 _PROCESSORS = "/sys/devices/system/cpu/"
 _SHARED_MEMORY = "/dev/shm/"
 _SHM_PREFIXES = tuple(_SHARED_MEMORY + prefix for prefix in ("kvtier", "psm_", "sem.mp-"))
@@ -90,12 +91,15 @@ def _is_ours(thread: threading.Thread) -> bool:
 def _left_since(before: set[str]) -> set[str]:
     """What is new, after a moment of patience for what is ending."""
     deadline = time.monotonic() + _PATIENCE_S
+    pause_s = _LOOK_S
     while True:
         left = held() - before
         if not left or time.monotonic() > deadline:
             return left
-        gc.collect()
-        time.sleep(0.02)
+        if pause_s > _LOOK_S:  # a collection takes the interpreter from the threads that are ending
+            gc.collect()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_LOOK_S)
 
 
 def _descriptors() -> Iterator[str]:

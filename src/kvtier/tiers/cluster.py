@@ -5,6 +5,7 @@ Its leases are weak: a block may be gone when it is fetched, and what is dead of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
@@ -15,8 +16,10 @@ from kvtier.errors import ConfigError
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
+from kvtier.stores.valkey.announcements import Announcer, ComputedElsewhere
 from kvtier.stores.valkey.blocks import ClusterBlocks
 from kvtier.stores.valkey.config import ClusterConfig, open_blocks
+from kvtier.stores.valkey.renewals import Renewals
 from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
@@ -39,25 +42,39 @@ def open_cluster_tier(
 
     blocks = open_blocks(config, namespace, layout.block_bytes, count)
     blocks.wait_until_known(min(config.timeout_s, _FIRST_ANSWER_S))
-    return ClusterTier(blocks, layout, timeout_s=config.timeout_s, name=name)
+    return ClusterTier(blocks, layout, timeout_s=config.timeout_s, name=name, computes_once=config.compute_once)
 
 
 class ClusterTier(PlainTier):
-    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take.
 
-    def __init__(self, blocks: ClusterBlocks, layout: KvLayout, *, timeout_s: float, name: str = "cluster") -> None:
+    If it `computes_once`, a match that ends at a block which another host is computing says so (PENDING).
+    """
+
+    def __init__(
+        self,
+        blocks: ClusterBlocks,
+        layout: KvLayout,
+        *,
+        timeout_s: float,
+        name: str = "cluster",
+        computes_once: bool = False,
+    ) -> None:
         self.name = name
         self.layout = layout
         self._blocks = blocks
         self._timeout_s = timeout_s
         self._seen = SeenBlocks()
+        self._renewals = Renewals()
+        self._announcer = Announcer() if computes_once else None
+        self._computed = None if self._announcer is None else ComputedElsewhere(self._announcer)
 
     @property
     def holds_leases(self) -> bool:
         return False
 
     def wait_until_known(self, timeout_s: float) -> bool:
-        """Whether the cluster has answered yet; waits for that at most so long."""
+        """Whether the cluster has answered yet; waits at most this long."""
         return self._blocks.wait_until_known(timeout_s)
 
     def keys_of(self, hashes: Sequence[BlockHash]) -> tuple[list[bytes], list[int]]:
@@ -70,15 +87,44 @@ class ClusterTier(PlainTier):
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         if not hashes:
             return EmptyLease(MatchEnd.ALL)
-        found = self._blocks.ask(hashes, self._timeout_s if timeout_s is None else timeout_s)
-        num_blocks = next((position for position, is_there in enumerate(found) if not is_there), len(found))
+        num_blocks, ended = self._find(hashes, self._timeout_s if timeout_s is None else timeout_s)
         self._seen.note(hashes[:num_blocks])
-        ended = self._ending(hashes[num_blocks], found[num_blocks]) if num_blocks < len(hashes) else MatchEnd.ALL
         if not num_blocks:
             return EmptyLease(ended)
         return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
 
+    def _find(self, hashes: Sequence[BlockHash], timeout_s: float) -> tuple[int, MatchEnd]:
+        """How many leading blocks the cluster has, and why not more."""
+        computed = self._computed
+        if computed is not None and (position := computed.recall(hashes)) is not None:
+            return position, MatchEnd.PENDING
+        deadline = time.monotonic() + timeout_s
+        self._renewals.ask(self._blocks, hashes, wanted=hashes)
+        found = self._blocks.ask(hashes, timeout_s)
+        position = next((position for position, is_there in enumerate(found) if not is_there), len(found))
+        if position == len(hashes):
+            return position, MatchEnd.ALL
+        if found[position] is None:
+            return position, MatchEnd.TIER_DOWN
+        if computed is not None and computed.ask(self._blocks, hashes, position, deadline - time.monotonic()):
+            return position, MatchEnd.PENDING
+        return position, self._seen.ending(hashes[position])
+
+    def announce(self, hashes: Sequence[BlockHash]) -> None:
+        if self._announcer is not None:
+            self._announcer.announce(self._blocks, hashes)
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        if self._announcer is not None:
+            self._announcer.end(self._blocks, hashes)
+
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        try:
+            return self._offer(hashes, blocks)
+        finally:
+            self.withdraw(hashes)  # they are in the cluster now, or will not be
+
+    def _offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         views = byte_views(blocks, self.layout.block_bytes, writable=False)
@@ -102,6 +148,9 @@ class ClusterTier(PlainTier):
         return self._blocks.drop(hashes, self._timeout_s)
 
     def close(self) -> None:
+        if self._announcer is not None:
+            self._announcer.close()
+        self._renewals.close()
         self._blocks.close()
 
     def _pull(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> int:
@@ -110,8 +159,3 @@ class ClusterTier(PlainTier):
 
     def _transfer_s(self, num_blocks: int) -> float:
         return self._timeout_s + num_blocks * self.layout.block_bytes / _BYTES_PER_S
-
-    def _ending(self, block_hash: BlockHash, is_there: bool | None) -> MatchEnd:
-        if is_there is None:
-            return MatchEnd.TIER_DOWN
-        return self._seen.ending(block_hash)

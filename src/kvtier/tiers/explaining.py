@@ -15,16 +15,17 @@ from kvtier.blocks.namespace import Namespace, NamespaceFields, namespace_differ
 from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.tiers.explanation import Explanation, MatchEnd
-from kvtier.wire.messages import LISTED_CACHED, LISTED_MEMORY, match_end_of
+from kvtier.wire.messages import LISTED_CACHED, LISTED_CLUSTER, LISTED_MEMORY, match_end_of
 
 _TIER = "server"
 _MAX_NAMED_FIELDS = 8
+_FOUND = LISTED_CACHED | LISTED_CLUSTER
 
 
 def explain(
     client: CacheClient, fields: NamespaceFields, tokens: Sequence[int], *, request_id: str = "", model: str = ""
 ) -> Explanation:
-    """How much of a prompt the servers of `client` hold, in memory and on disk, and why not more.
+    """How much of a prompt the servers of `client` hold, in memory, on disk and in a cluster, and why not more.
 
     `client` needs no layout and no namespace. Raises `TierError` when no server answers.
     """
@@ -33,6 +34,7 @@ def explain(
     flags = client.presence(namespace, block_hashes(namespace, tokens, block_tokens))
     num_cached = _leading(flags)
     num_in_memory = sum(bool(flag & LISTED_MEMORY) for flag in flags[:num_cached])
+    num_shared = sum(bool(flag & LISTED_CLUSTER) for flag in flags[:num_cached])
     explanation = Explanation(
         request_id=request_id,
         model=model,
@@ -41,7 +43,8 @@ def explain(
         block_tokens=block_tokens,
         cached_tokens={
             "memory": num_in_memory * block_tokens,
-            "disk": (num_cached - num_in_memory) * block_tokens,
+            "disk": (num_cached - num_in_memory - num_shared) * block_tokens,
+            **({"cluster": num_shared * block_tokens} if num_shared else {}),
         },
         ended_at_tokens=num_cached * block_tokens,
         reason=MatchEnd.ALL if num_cached == len(flags) else match_end_of(flags[num_cached]),
@@ -118,4 +121,4 @@ def _cached_tokens(client: CacheClient, namespace: Namespace, tokens: Sequence[i
 
 def _leading(flags: Sequence[int]) -> int:
     """How many blocks are cached before the first that is not."""
-    return next((position for position, flag in enumerate(flags) if not flag & LISTED_CACHED), len(flags))
+    return next((position for position, flag in enumerate(flags) if not flag & _FOUND), len(flags))

@@ -1,6 +1,6 @@
-"""Why a request's match ended where it did: the reason, whose answer it was, and how far the cache helped until then.
+"""Why a request's match ended where it did: the reason, the tier that gave it, and how far the cache helped until then.
 
-Whoever matches makes one `Explanation` per request; the cache server keeps the last of them; `kvtier explain` reads
+Each match makes one `Explanation` per request; the cache server keeps the last of them; `kvtier explain` reads
 them back. Values only: no I/O, any thread.
 """
 
@@ -10,6 +10,8 @@ import msgspec
 
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.errors import ConfigError
+from kvtier.tiers.parting import How, Parting
+from kvtier.tiers.retention import RetentionOutcome
 
 __all__ = ["Explanation", "MatchEnd"]
 
@@ -30,7 +32,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One request's match. `cached_tokens` is by tier ("device", "host", "server", ...).
 
     `namespace` is a hex digest, `tier` whose answer ended the match at `ended_at_tokens`, `detail` more of the reason.
-    `first_tokens` are some of the prompt's first token ids: with them other namespaces can be asked later.
+    `first_tokens` are some of the prompt's first token ids: with them other namespaces can be asked later. `parting` is
+    where it parted from earlier prompts of the same engine, of which the process at `asked_at` can tell more.
+    `retention` is what its caller asked to keep of it, if anything.
     """
 
     request_id: str
@@ -44,6 +48,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier: str
     detail: str = ""
     first_tokens: tuple[int, ...] = ()
+    parting: Parting | None = None
+    asked_at: str = ""
+    retention: tuple[RetentionOutcome, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -74,3 +81,23 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             f"{cached}{f' ({where})' if where else ''}; the match ended at token {self.ended_at_tokens}{tier} because "
             f"{_WHY[self.reason]}{detail}."
         )
+
+    def retention_sentences(self) -> list[str]:
+        """What was to stay cached of it, and what does, for people; nothing if nothing was asked for."""
+        return [] if self.retention is msgspec.UNSET else [outcome.sentence() for outcome in self.retention]
+
+    def parting_sentences(self) -> list[str]:
+        """Where it parted from earlier prompts, for people; nothing if that is not known."""
+        if self.parting is None:
+            return []
+        found = [self.parting.sentence()]
+        if self.parting.how is not How.NOTHING_RECORDED and self._is_lost:
+            found.append(f"Blocks of the {self.parting.token} tokens in common were not stored, or not any more.")
+        return [*found, *self.parting.advice()]
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether full blocks of what it has in common with an earlier prompt were not found."""
+        assert self.parting is not None
+        num_found = max(self.ended_at_tokens, sum(self.cached_tokens.values()))
+        return num_found < (self.parting.token // self.block_tokens) * self.block_tokens

@@ -1,7 +1,7 @@
 """The ordered tiers as one cache that can only help: match and lease across them. Thread-safe.
 
-A tier that fails is counted, left alone for a while and tried again; whoever asked gets less from the cache, never an
-error. Match first, then reserve: nothing is taken until it is known what is there.
+A tier that fails is counted, left alone for a while and tried again; the caller gets less from the cache, never an
+error. Match first, then reserve: nothing is taken until it is known what is cached.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Self
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd, most_telling
+from kvtier.blocks.retention import Granted
 from kvtier.errors import ConfigError, ProtocolError, TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import SegmentTier, StagingTier, Tier
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The blocks from `first` on that one tier holds; after those of the lease, `num_stored` are on its disk."""
+    """The blocks from `first` on that one tier holds; after those of the lease, `num_stored` are on its disk, say."""
 
     tier: str
     first: int
@@ -145,6 +147,19 @@ class Hierarchy:
         """All hashes of a prompt so far, from its first block on. Never waits."""
         for guard in self._guards:
             guard.tier.learn(hashes)
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> tuple[str, Granted]:
+        """Have every tier keep a prompt's blocks for a time. Returns what the tier says that keeps most of them."""
+        best = "", Granted(0, 0.0)
+        for guard in self._guards:
+            if guard.is_resting:
+                continue
+            with guard.watched():
+                granted = guard.tier.retain(hashes, ask)
+                is_first_word = not best[1].num_blocks and not best[1].reason
+                if granted.num_blocks > best[1].num_blocks or is_first_word:
+                    best = guard.tier.name, granted
+        return best
 
     def count(self, lease: HierarchyLease, num_wanted: int) -> None:
         """A match was used: every tier that was asked for more than it had has missed that."""

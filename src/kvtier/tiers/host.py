@@ -1,32 +1,51 @@
 """Host memory of this process as a tier: an arena of its own and a pool of equal blocks. Thread-safe.
 
-One short lock around the pool; bytes are copied outside it, into slots that nobody else can see yet.
+One short lock around the pool; bytes are copied outside it, into slots that are not visible yet.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from kvtier.blocks.eviction import Eviction, eviction_policy
 from kvtier.blocks.ghosts import Ghosts
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
-from kvtier.blocks.pool import Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.pool import ENDED, Block, BlockPool, PrefixIndex, Presence
+from kvtier.blocks.retention import Granted, Retention
 from kvtier.errors import ConfigError, TierFull
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import BlockLease, EmptyLease, Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.sizes import format_size
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import PlainTier
+
+_RETAINED_PART = 4
+"""One block in so many may be retained."""
 
 
 class HostTier(PlainTier):
-    """At most `memory_bytes` of blocks. Memory is taken from the system as it is first used."""
+    """At most `memory_bytes` of blocks. Memory is taken from the system as it is first used.
+
+    If it `declines`, blocks that are worth less than what it has need not be stored: not where others are fed from it.
+    """
 
     answers_at_once = True
 
-    def __init__(self, layout: KvLayout, memory_bytes: int, name: str = "host") -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        memory_bytes: int,
+        name: str = "host",
+        *,
+        eviction: Eviction = "lru",
+        declines: bool = False,
+    ) -> None:
         num_blocks = memory_bytes // layout.slot_bytes
         if num_blocks < 1:
             raise ConfigError(
@@ -37,7 +56,8 @@ class HostTier(PlainTier):
         self._arena = MappedArena.create(num_blocks * layout.slot_bytes)
         self._lock = threading.Lock()
         self._ghosts = Ghosts()
-        self._pool = BlockPool(num_blocks, on_evict=lambda block: self._ghosts.add(block.hash))
+        policy = eviction_policy(eviction, declines=declines, clock=time.monotonic)
+        self._pool = BlockPool(num_blocks, policy, on_evict=lambda block: self._ghosts.add(block.hash))
         self._index = PrefixIndex(1)
         self._forgotten: deque[list[Block]] = deque()
 
@@ -67,9 +87,32 @@ class HostTier(PlainTier):
             self._free_forgotten()
             match = self._pool.match(self._index, hashes)
             ended = self._ghosts.ending(match, hashes)
-        blocks = match.blocks
+        return self._lease(hashes, match.blocks, ended, self._pool.free)
+
+    def hold(self, hashes: Sequence[BlockHash]) -> Lease:
+        with self._lock:
+            self._free_forgotten()
+            blocks: list[Block] = []
+            ended = MatchEnd.ALL
+            for block_hash in hashes:
+                presence = self._index.presence(block_hash)
+                if presence is not Presence.READY:
+                    ended = ENDED[presence]
+                    break
+                blocks.append(self._index.blocks[block_hash])
+            self._pool.reference(blocks)
+        return self._lease(hashes, blocks, ended, self._pool.free_unused)
+
+    def _lease(
+        self, hashes: Sequence[BlockHash], blocks: list[Block], ended: MatchEnd, free: Callable[[list[Block]], None]
+    ) -> Lease:
         if not blocks:
             return EmptyLease(ended)
+
+        def release() -> None:
+            with self._lock:
+                free(blocks)
+
         return BlockLease(
             self._arena,
             self._offsets(blocks),
@@ -79,7 +122,7 @@ class HostTier(PlainTier):
             _never_pulled,
             lambda count: count,
             len(blocks),
-            lambda: self._free(blocks),
+            release,
             lambda: self._forgotten.append(blocks),
         )
 
@@ -90,7 +133,8 @@ class HostTier(PlainTier):
             grant = self._pool.reserve(self._index, hashes)
         blocks = grant.blocks
         if grant.num_refused and not blocks:
-            raise TierFull(f"no room for {grant.num_refused} blocks: all of the {self.name} tier is leased")
+            why = "what it has is worth more" if grant.num_declined else "all of it is leased"
+            raise TierFull(f"no room for {grant.num_refused} blocks in the {self.name} tier: {why}")
 
         def commit(first: int, count: int) -> int:
             with self._lock:
@@ -143,6 +187,14 @@ class HostTier(PlainTier):
         with self.reserve(hashes) as reservation:
             reservation.fill([views[position] for position in reservation.positions])
             return reservation.commit()
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        limit = ask.account_bytes // self.layout.slot_bytes if ask.account_bytes else None
+        retention = Retention(ask.ttl_s, ask.priority, ask.account, limit)
+        with self._lock:
+            count = self._pool.retain(self._index, hashes, retention, self.num_blocks // _RETAINED_PART)
+        reason = f"retained {count} of {len(hashes)} blocks: the budget for retained blocks is used up"
+        return Granted(count, ask.ttl_s, "" if count == len(hashes) else reason)
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         with self._lock:

@@ -83,7 +83,7 @@ class ObjectTier(PlainTier):
         return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, functools.partial(self._pull, known))
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
-        """Returns how many were taken in; they are there once all of their segment were, and were written."""
+        """Returns how many were taken in; they are stored once their whole segment was taken in and written."""
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         return self._blocks.put(hashes, byte_views(blocks, self.layout.block_bytes, writable=False))

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.retention import Granted
 from kvtier.client.client import CacheClient
+from kvtier.errors import TierRefused
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import PlainTier
 
 
@@ -46,6 +49,9 @@ class RemoteTier(PlainTier):
     def generation(self) -> int:
         return self._client.num_returns
 
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        self._client.learn(hashes)
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         return self._client.match(hashes, timeout_s=timeout_s)
 
@@ -63,6 +69,19 @@ class RemoteTier(PlainTier):
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
         return self._client.drop(hashes)
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        """What the server refuses, one of an older release too, is not granted; that is no failure of the tier."""
+        try:
+            return self._client.retain(
+                hashes,
+                ask.ttl_s,
+                priority=ask.priority,
+                account=ask.account,
+                account_bytes=ask.account_bytes,
+            )
+        except TierRefused as error:
+            return Granted(0, 0.0, str(error))
 
     def note(self, explanation: Explanation) -> None:
         self._client.note(explanation)

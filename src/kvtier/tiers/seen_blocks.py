@@ -1,6 +1,6 @@
 """Blocks that this process has found in a shared tier, or stored there: one that is missing now was evicted.
 
-Other hosts evict from such a tier, and nobody tells. Thread-safe.
+Other hosts evict from such a tier without notice. Thread-safe.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.retention import Granted
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import PlainTier, StagingTier, Tier
 
 
@@ -47,8 +49,17 @@ class StagedTier(PlainTier):
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         self._inner.learn(hashes)
 
+    def announce(self, hashes: Sequence[BlockHash]) -> None:
+        self._inner.announce(hashes)
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        self._inner.withdraw(hashes)
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         return self._inner.match(hashes, timeout_s=timeout_s)
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        return self._inner.retain(hashes, ask)
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
         """Slots for all of them: what the tier has already is found out by the commit."""

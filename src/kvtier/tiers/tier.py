@@ -11,10 +11,12 @@ from typing import Protocol
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
+from kvtier.blocks.retention import Granted
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.retention import RetentionAsk
 
 
 class Tier(Protocol):
@@ -73,6 +75,14 @@ class Tier(Protocol):
         """All hashes of a prompt so far, from its first block on: where a block stands may say where it is kept."""
         ...
 
+    def announce(self, hashes: Sequence[BlockHash]) -> None:
+        """These are being computed and will be offered: matches of other hosts end there as PENDING. Never waits."""
+        ...
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        """Those of `hashes` that were announced and not offered will not be. Never waits."""
+        ...
+
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         """Lease the longest cached prefix of `hashes`."""
         ...
@@ -101,6 +111,10 @@ class Tier(Protocol):
         """Forget `hashes`, or everything; returns how many copies went. Leases keep their bytes until released."""
         ...
 
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        """Keep a prompt's blocks, there or not, for a time, as far as the tier can: nothing if it cannot."""
+        ...
+
     def note(self, explanation: Explanation) -> None:
         """Keep why a match ended, best effort."""
         ...
@@ -117,6 +131,10 @@ class StagingTier(Tier, Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    def hold(self, hashes: Sequence[BlockHash]) -> Lease:
+        """As `match`, for copies of blocks to another tier: nobody asked for them, so they were not used."""
+        ...
+
     def stage(self, hashes: Sequence[BlockHash]) -> Reservation:
         """Slots for bytes of `hashes` on their way elsewhere. Raises `TierFull` without room for all."""
         ...
@@ -132,7 +150,7 @@ class SegmentTier(Tier, Protocol):
     def segment_blocks(self) -> int: ...
 
     def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
-        """Whether each segment, by its last block, is there or being written; None if nothing is known. Never waits."""
+        """Whether each segment, by its last block, is stored or being written; None if unknown. Never waits."""
         ...
 
 
@@ -169,6 +187,12 @@ class PlainTier(ABC):
     def learn(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027  most tiers keep a block wherever it stands
         pass
 
+    def announce(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027  a local tier has `reserve` for it
+        pass
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
+        pass
+
     @abstractmethod
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease: ...
 
@@ -177,6 +201,9 @@ class PlainTier(ABC):
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
         raise AssertionError("only a local tier has slots to write in place")
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        return Granted(0, 0.0)
 
     def note(self, explanation: Explanation) -> None:
         raise AssertionError("only a tier that keeps notes takes one")

@@ -1,1 +1,1 @@
-"""A prefix between a device and the tiers: matched, loaded, stored. Knows tokens, hashes, block ids and pages."""
+"""Moves prefixes between a device and the tiers: match, load, store. Works on tokens, hashes, block ids and pages."""

@@ -1,8 +1,8 @@
-"""Moves blocks between a device's KV memory and memory of this host: the interface.
+"""The interface for moving blocks between a device's KV memory and host memory.
 
-Loads and stores are begun by the tiers' threads and run beside compute. What orders them with the steps is a *mark*: a
-point in the device's work, taken by the engine's thread, after which a copy may begin. Where a block lies on the device
-is said by its *places* (see `places`); in an arena a block has one place, which is its block id.
+The tiers' threads begin loads and stores, which run beside compute. A *mark* orders them with the steps: the engine's
+thread takes it at a point in the device's work, and a copy may begin after that point. A block's *places* (see
+`places`) say where it lies on the device; in an arena, a block has one place, its block id.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ class Mark(Protocol):
     """A point in the device's work."""
 
     def query(self) -> bool:
-        """The device is past it."""
+        """Whether the device is past it."""
         ...
 
 
 class Arrival(Protocol):
-    """Something whose layers come one after the other."""
+    """A load whose layers arrive one after another."""
 
     def precede(self, layer: int) -> None:
-        """What the engine's thread hands to the device from now on runs after `layer` of every block has arrived."""
+        """Make work given to the device from now on run after `layer` of every block has arrived."""
         ...
 
 
 class Copies(Arrival, Protocol):
-    """Copies that were begun."""
+    """Copies in progress."""
 
     @property
     def is_done(self) -> bool: ...
 
     @property
     def num_bytes_left(self) -> int:
-        """No more than these have still to come."""
+        """Upper bound on the bytes that have not arrived yet."""
         ...
 
     def wait(self) -> None:
-        """Until they are done. Other threads run meanwhile. Raises `TierUnavailable` when the device fails."""
+        """Wait for the copies, without the GIL. Raises `TierUnavailable` if the device fails."""
         ...
 
 
 class Copier(Protocol):
-    """Thread-safe for different places, but for `mark`, which is the engine's thread's.
+    """Thread-safe for different places, except `mark`, which belongs to the engine's thread.
 
-    A copy that cannot be begun raises `LeaseError` when the arena is closed, and `TierUnavailable` when the copier is
-    or the device fails.
+    If a copy cannot begin, raises `LeaseError` if the arena is closed, and `TierUnavailable` if the copier is closed or
+    the device has failed.
     """
 
     @property
     def is_whole(self) -> bool:
-        """The device has every head of a block."""
+        """Whether the device holds every head of a block."""
         ...
 
     def mark(self) -> Mark:
-        """After all that was handed to the device so far."""
+        """A mark behind everything handed to the device so far."""
         ...
 
     def load(self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark) -> Copies:
-        """Begin to copy the blocks at `offsets` of `arena` to the device: each block's places follow in `places`."""
+        """Begin to copy the blocks at `offsets` of `arena` to the device: `places` lists the places of each in turn."""
         ...
 
     def store(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], after: Mark) -> Copies:
-        """Begin to copy the other way. The arena keeps what it holds of heads that the device does not have."""
+        """Begin to copy the other way. Heads that the device does not have stay unchanged in the arena."""
         ...
 
     def adopt(self, arena: MappedArena) -> None:
-        """This arena is going to be copied from and to: make that fast, in the background. A second call is free."""
+        """Prepare this arena for fast copies, in the background. Repeated calls are free."""
         ...
 
     def close(self) -> None:
-        """Wait for all copies, and let go of arenas. Closed before the arenas that it adopted."""
+        """Wait for all copies and release the arenas. Must be called before the adopted arenas are closed."""
         ...

@@ -1,8 +1,8 @@
-"""The decision between loading and computing, from measured speeds. The engine's thread asks. No torch.
+"""Decides between loading and computing, from measured speeds. The engine's thread asks. No torch.
 
-A load that is clearly faster than computing is made. Where neither is, the tier brings blocks from the back while the
-engine computes from the front, if that wins. What is late is abandoned once computing it would be sooner. For engines
-that compute behind what is loaded, and ask once, the decision is where the load ends.
+A load that is clearly faster than computing is made. If neither is clearly faster, the tier brings blocks from the back
+while the engine computes from the front, where that wins. A late load is abandoned once computing would be sooner. For
+engines that ask only once and compute what follows the load, the decision is where the load ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
 
 _UNIT_BYTES = 64 << 20
-"""A unit is three requests to a cache server, whose Python decodes beside it would wait for."""
+"""A unit costs three requests to a cache server, whose Python code delays decode steps beside it."""
 
 _CLEARLY_FASTER = 0.5
-"""A load that takes at most this share of computing is left alone: the device has other things to compute."""
+"""A load that takes at most this share of the compute time is always made: the device has other things to compute."""
 
 _WORTH_MEETING = 0.85
 _MEETING_STEPS = 2
-"""Computing from the front while loading from the back takes about so many more steps."""
+"""Computing from the front while loading from the back adds about this many steps."""
 
 _UNITS_TO_MEET = 16
 _MIN_UNIT_S = 0.001
@@ -35,12 +35,12 @@ _NUM_MATCH_TIMES = 5
 _NUM_DELAYS = 3
 _SLOWEST_BYTES_PER_S = 64e6
 _GIVES_UP_AFTER = 1.5
-"""A load that takes longer than this many times computing is given up, where nothing can be computed beside it."""
+"""A load is abandoned after this many times its compute time, if nothing can be computed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """A tier is left alone, for `rest_s` in all."""
+    """The decision not to use a tier, for `rest_s` in total."""
 
     until: float
     rest_s: float
@@ -52,7 +52,7 @@ class LoadOrCompute:
     def __init__(
         self, speeds: Speeds, layout: KvLayout, chunk_tokens: int, *, always_loads: bool, clock: Callable[[], float]
     ) -> None:
-        """With `always_loads` nothing is decided: what is found is loaded, however long it takes."""
+        """With `always_loads`, every hit is loaded, however long it takes."""
         self.speeds = speeds
         self._block_tokens = layout.block_tokens
         self._block_bytes = layout.block_bytes
@@ -65,10 +65,10 @@ class LoadOrCompute:
         self._match_times: deque[float] = deque(maxlen=_NUM_MATCH_TIMES)
 
     def plan(self, spans: Sequence[Span], position: int, prompt_tokens: int, busy_s: float = 0.0) -> LoadPlan | None:
-        """What to load now that all before block `position` is there; None when the rest is to be computed.
+        """What to load when all blocks before `position` are on the device; None if the rest is to be computed.
 
-        For `busy_s` the device is going to compute for others. What lies in memory may take that long: only latency
-        is lost, of which there would be as much.
+        The device is busy with other requests for `busy_s`. A load from memory may take that long without delaying the
+        prompt.
         """
         span = next((span for span in spans if span.first <= position < span.end), None)
         if span is None:
@@ -86,7 +86,7 @@ class LoadOrCompute:
         if span.is_in_memory and load_s <= busy_s:
             return plan
         before_last = (prompt_tokens - 1) // self._block_tokens
-        if position >= before_last:  # a step that comes anyway has these few tokens more: that says nothing of the tier
+        if position >= before_last:  # a step that runs anyway computes these few tokens too: not the tier's fault
             return plan if load_s <= compute_s else None
         from_back = self._from_back(plan, min(span.end, before_last), prompt_tokens)
         if from_back is not None:
@@ -94,10 +94,10 @@ class LoadOrCompute:
         return plan if load_s <= compute_s else self._retry(replace(plan, expected_s=compute_s))
 
     def end_of_load(self, spans: Sequence[Span], first: int, prompt_tokens: int) -> int:
-        """The block before which to stop loading, of a prompt whose blocks before `first` are there.
+        """The block at which to stop loading, for a prompt whose blocks before `first` are on the device.
 
-        For engines that load once and compute what follows: at `first`, or behind one of `spans`, which follow each
-        other.
+        For engines that load once and compute what follows. The result is `first`, or the end of one of `spans`, which
+        are contiguous.
         """
         spans = [span for span in spans if span.end > first]
         ends = [first, *(span.end for span in spans)]
@@ -119,19 +119,19 @@ class LoadOrCompute:
         return best
 
     def timeout_s(self, first: int, end: int, prompt_tokens: int, least_s: float) -> float:
-        """How long such a load may take: not much longer than computing the same, but never less than `least_s`."""
+        """The deadline of such a load: a little more than the time to compute the same, and at least `least_s`."""
         compute_s, rest_s = self._rest_s(first, prompt_tokens), self._rest_s(end, prompt_tokens)
         if self._always_loads or compute_s is None or rest_s is None:
             return least_s + (end - first) * self._block_bytes / _SLOWEST_BYTES_PER_S
         return max(least_s, _GIVES_UP_AFTER * (compute_s - rest_s))
 
     def _rest_s(self, first: int, prompt_tokens: int) -> float | None:
-        """How long the prompt takes from block `first` on."""
+        """How long computing the prompt from block `first` to its end takes."""
         start = first * self._block_tokens
         return self.speeds.prefill_s(start, max(0, prompt_tokens - start), self._chunk_tokens)
 
     def share(self, load: Load, prompt_tokens: int) -> int:
-        """From the back: how many blocks the engine should compute next, so that both sides meet at the same time."""
+        """For a load from the back: how many blocks to compute next, so that both sides meet at the same time."""
         left = load.num_left
         if not left:
             return 0
@@ -142,14 +142,14 @@ class LoadOrCompute:
         if compute_s is None:
             return max(1, left // 2)
         if left * block_s < self.speeds.step_s():
-            return 0  # it is here before another step is done
+            return 0  # it arrives before another step ends
         return max(1, min(left, round(left * block_s / max(block_s + compute_s / left, 1e-9))))
 
     def is_late(self, load: Load, prompt_tokens: int, since: float, num_sharing: int, busy_s: float = 0.0) -> bool:
-        """It takes longer than expected, and what is missing would be computed sooner than it comes.
+        """Whether a load is late and computing its missing blocks would be faster.
 
-        Nothing can be said against it before `since`. As long as it comes at all, the loads that share its tier hold
-        each other up, and would do so if all of them were computed. `busy_s` is as for `plan`.
+        It is never late before `since`. While blocks of it arrive, loads that share its tier slow each other down, as
+        their prompts would if all were computed. `busy_s` is as for `plan`.
         """
         if self._always_loads or load.is_submitted or load.is_over:
             return False
@@ -172,34 +172,38 @@ class LoadOrCompute:
         return num_missing * self._per_block_s(load, elapsed) > shared * compute_s
 
     def compute_s(self, first: int, end: int, prompt_tokens: int | None) -> float | None:
-        """How much longer the prompt takes if blocks `first..end` are computed too.
+        """The extra time if the prompt's blocks `first..end` are computed too.
 
-        Of an unknown prompt, how long they take by themselves.
+        If the length of the prompt is unknown, the time that these blocks take on their own.
         """
         start, stop = first * self._block_tokens, end * self._block_tokens
         if prompt_tokens is None:
             return self.speeds.prefill_s(start, stop - start, self._chunk_tokens)
         total = max(stop, prompt_tokens)
         whole = self.speeds.prefill_s(start, total - start, self._chunk_tokens)
-        left = max(total - stop, 1)  # of a prompt that is all there, the last token is computed still
+        left = max(total - stop, 1)  # even if the whole prompt was loaded, its last token is computed
         rest = self.speeds.prefill_s(total - left, left, self._chunk_tokens)
         return None if whole is None or rest is None else max(0.0, whole - rest)
 
+    def tokens_s(self, num_tokens: int) -> float:
+        """How long computing a prompt's first tokens takes; 0 before anything was measured."""
+        return self.speeds.prefill_s(0, num_tokens, self._chunk_tokens) or 0.0
+
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load from `tier` that was not abandoned took so long: the tier is well."""
+        """A load from `tier` that was not abandoned took this long: the tier is healthy."""
         self.speeds.note_load(tier, nbytes, seconds)
         self.note_well(tier)
 
     def note_well(self, tier: str) -> None:
-        """A load from `tier` came, whatever time it took: it need not rest."""
+        """A load from `tier` arrived, however slowly: the tier need not rest."""
         self._rests.pop(tier, None)
 
     def note_match(self, seconds: float) -> None:
-        """All tiers took so long to say what they have."""
+        """All tiers together took this long to answer a match."""
         self._match_times.append(seconds)
 
     def is_match_worth_it(self, first: int, end: int) -> bool:
-        """Asking the tiers for blocks `first..end` takes less than computing them. If not, it is tried now and then."""
+        """Whether asking for blocks `first..end` is faster than computing them. If not, it is tried at times."""
         compute_s = self.compute_s(first, end, None)
         times = sorted(self._match_times)
         if self._always_loads or compute_s is None or not times or times[len(times) // 2] < compute_s:
@@ -207,28 +211,28 @@ class LoadOrCompute:
         return self._may_retry("matching")
 
     def note_met(self, load: Load) -> None:
-        """Both sides have met: computing and loading may hold each other up, by as much as this shows."""
+        """Both sides have met: measures how much computing and loading slow each other down."""
         if load.plan.meets_after_s > 0:
             delay = (self._clock() - load.times.started_at) / load.plan.meets_after_s
             self._delays.setdefault(load.plan.span.tier, deque(maxlen=_NUM_DELAYS)).append(delay)
 
     def note_late(self, tier: str) -> None:
-        """A load from `tier` was abandoned: it is left alone, longer each time."""
+        """A load from `tier` was abandoned: the tier rests, longer each time."""
         rest = self._rests.get(tier)
         rest_s = _FIRST_REST_S if rest is None else min(2 * rest.rest_s, _LAST_REST_S)
         self._rests[tier] = _Rest(self._clock() + rest_s, rest_s)
 
     def _per_block_s(self, load: Load, elapsed_s: float) -> float:
-        """How long a block takes to come, as this load shows so far, or as its tier has shown before."""
+        """Time per block: as measured on this load so far, or else as its tier has shown before."""
         expected = (load.plan.expected_s or 0.0) / load.num_blocks
         if load.num_arrived:
             return elapsed_s / load.num_arrived
         return max(expected, elapsed_s / load.num_blocks)
 
     def _from_back(self, plan: LoadPlan, end: int, prompt_tokens: int) -> LoadPlan | None:
-        """Load from the back, from `end`, while the front is computed, if that is the fastest by far; None if not.
+        """A load from the back, from `end`, while the front is computed, if that is clearly the fastest; else None.
 
-        The prompt's last token lies behind `end`: it is computed once all before it is there.
+        The prompt's last token lies behind `end`: it is computed once everything before it is done.
         """
         num_blocks = end - plan.first
         load_s = self.speeds.load_s(plan.span.tier, num_blocks * self._block_bytes)
@@ -253,7 +257,7 @@ class LoadOrCompute:
         return rest is not None and self._clock() < rest.until
 
     def _retry(self, plan: LoadPlan) -> LoadPlan | None:
-        """A tier that was slower than computing is tried again now and then: it may have become fast."""
+        """Allow a tier that was slower than computing another try at times: it may have become fast."""
         return plan if self._may_retry(plan.span.tier) else None
 
     def _may_retry(self, what: str) -> bool:

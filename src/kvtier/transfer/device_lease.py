@@ -1,4 +1,4 @@
-"""Blocks of the device that are being copied away. No torch."""
+"""Blocks on the device that are being copied to the tiers. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.blocks.pool import Block
 
 @dataclass(frozen=True, slots=True)
 class DeviceLease:
-    """`ids` are the device's; `blocks` the pool's, for managers that have one."""
+    """`ids` are the device's block ids; `blocks` are the pool's blocks, for managers that have a pool."""
 
     ids: list[int]
     blocks: list[Block]

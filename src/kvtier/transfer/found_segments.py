@@ -1,7 +1,7 @@
-"""Segments of one prompt that were found in part, and are offered whole once the rest is computed. No torch.
+"""Segments of one prompt that were hits only in part, and are offered whole once the rest is computed. No torch.
 
-What is found is not computed, and what is not computed is not offered: a tier that keeps whole segments would never see
-the beginning of one in which a prompt parts from an earlier one. The engine's thread owns it.
+Hits are not computed, and only computed blocks are offered. So a tier that keeps whole segments would never be offered
+the first part of a segment in which a prompt diverges from an earlier one. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.tiers.tier import SegmentTier
 
 _MAX_LOST = 4
-"""Of segments that were found whole, and that the tier is known to have lost, so many are offered at a time."""
+"""Limit on segments offered at once that were whole hits, but which the tier is known to have lost."""
 
 
 class FoundSegments:
-    """For `tier`; without one, nothing is noted and nothing due."""
+    """Records segments for `tier`; without a tier, it stays empty."""
 
     __slots__ = ("_is_part", "_tier")
 
     def __init__(self, tier: SegmentTier | None) -> None:
         self._tier = tier
         self._is_part: dict[int, bool] = {}
-        """By the number of a segment in the prompt: only a part of it was found."""
+        """By segment number in the prompt: whether only a part of it was a hit."""
 
     def note(self, first: int, end: int) -> None:
-        """Blocks `first..end` of the prompt were found."""
+        """Blocks `first..end` of the prompt were hits."""
         if self._tier is None or first >= end:
             return
         size = self._tier.segment_blocks
@@ -35,10 +35,10 @@ class FoundSegments:
             self._is_part[number] = is_part or self._is_part.get(number, False)
 
     def take(self, hashes: Sequence[BlockHash], num_full: int) -> list[tuple[int, int]]:
-        """The blocks, first and end, of each segment that is due: all of it is full by now, and the tier lacks it.
+        """The blocks (first, end) of each segment to offer now: all its blocks are full, and the tier lacks it.
 
-        Of one that was found whole the tier must know that; of another it is enough that nothing is known. A segment is
-        due once.
+        A segment that was a whole hit is due only if the tier knows that it lacks it; any other also if the tier does
+        not know. Each segment is due once.
         """
         if self._tier is None or not self._is_part:
             return []
@@ -57,5 +57,5 @@ class FoundSegments:
         return [(number * size, (number + 1) * size) for number in lost[:_MAX_LOST] + due]
 
     def clear(self) -> None:
-        """The prompt has no blocks any more."""
+        """The prompt has given up its blocks."""
         self._is_part.clear()

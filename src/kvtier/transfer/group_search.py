@@ -1,4 +1,4 @@
-"""Finds where a prompt can be resumed whose blocks lie in several groups. On the threads of `lookup`. No torch."""
+"""Finds where a prompt with blocks in several groups can be resumed. Runs on the threads of `lookup`. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvtier.transfer.lookup import Searched
 from kvtier.transfer.reach import Attention, longest_resumable
 
 _MAX_TRIES = 3
-"""What was present a moment ago may be evicted when it is to be leased."""
+"""Blocks that were present a moment ago may be evicted before they are leased."""
 
 
 class GroupSearch:
-    """A `Search` in one tier. A lease is of all that a boundary needs, or of nothing."""
+    """A `Search` in one tier. A lease covers everything that a boundary needs, or nothing."""
 
     def __init__(self, tier: Tier, groups: BlockGroups) -> None:
         self._tier = tier
@@ -46,8 +46,8 @@ class GroupSearch:
         return Searched(lease, end_token // groups.block_tokens, needed, MatchEnd.ALL if end_token == most else ended)
 
     def _lease(self, needed: Sequence[BlockHash], timeout_s: float) -> tuple[Lease | None, MatchEnd]:
-        """Of all of them, or None and why not."""
-        if not needed:  # chunks that are done with, alone: nothing is cached of them
+        """A lease of all of them, or None and the reason."""
+        if not needed:  # only finished chunks: nothing of them is cached
             return None, MatchEnd.NEVER_STORED
         lease = self._tier.match_lazily(needed, timeout_s=timeout_s)
         if lease.num_blocks + lease.num_stored == len(needed):
@@ -57,13 +57,13 @@ class GroupSearch:
         return None, ended
 
     def _resumable(self, chain: Sequence[BlockHash], most: int, first_token: int) -> int:
-        """The last boundary up to `most` where all that is needed is present."""
+        """The last boundary up to `most` where everything needed is present."""
         groups = self._groups
         present: list[Sequence[bool]] = [()] * len(groups.reaches)
         by_reach = sorted(
             range(len(groups.reaches)), key=lambda group: groups.reaches[group].attention is not Attention.FULL
         )
-        for group in by_reach:  # what full attention lacks, others need not be asked for
+        for group in by_reach:  # where full attention lacks blocks, no other group need be looked up
             reach = groups.reaches[group]
             first, end = first_token // reach.block_tokens, most // reach.block_tokens
             present[group] = [True] * first + self._tier.contains(groups.keys(group, chain, first, end))

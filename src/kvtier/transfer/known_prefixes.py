@@ -1,8 +1,8 @@
 """Prefixes that were hashed before, found by another engine's own hashes of them. No torch.
 
-Such an engine hashes every prompt itself. Its hashes are no identity of ours (they may differ between its processes),
-but within one process the same hash is the same tokens, adapter and inputs. So a prefix is hashed here once, and what
-is known of it stays: its block hashes, and when the cache was last known to have it.
+Such an engine hashes every prompt itself. Its hashes cannot serve as our block hashes (they may differ between its
+processes), but within one process, equal hashes mean equal tokens, adapter and inputs. So each prefix is hashed here
+only once, and remembered: its block hashes, and when the cache was last known to have it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.transfer.lookup import Described
 
 _STRIDE = 8
-"""One in so many of the engine's hashes is remembered, and the last of a prompt."""
+"""Every this many of the engine's hashes is remembered, and the last one of each prompt."""
 
 _MAX_BLOCKS = 1 << 17
-"""Of all prefixes together: 2 million tokens in about 15 MB."""
+"""Limit on the blocks of all prefixes: 2 million tokens in about 15 MB."""
 
 _FRESH_S = 60.0
-"""The cache is asked again for a prefix that the engine has itself when it was not for so long: it keeps what is asked
-for, and what it has lost is saved again."""
+"""Time after which the cache is asked again for a prefix that the engine itself holds. Asking keeps the prefix warm in
+the cache, and shows what has to be saved again."""
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """`hashes` of full blocks from `root` on. The cache has `num_stored` of them; it was last asked at `asked_at`."""
+    """`hashes` of full blocks, from `root` on. The cache has `num_stored` of them; it was last asked at `asked_at`."""
 
     root: Namespace
     hashes: list[BlockHash]
@@ -40,7 +40,7 @@ class Prefix:
 
 
 class KnownPrefixes:
-    """Thread-safe. Remembers nothing where the engine's hashes are not those of a cryptographic function."""
+    """Thread-safe. Stays empty if the engine's hash function is not cryptographic."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KnownPrefixes:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The engine hashes pages of `page_tokens` by `algorithm`."""
+        """The engine hashes pages of `page_tokens` with `algorithm`."""
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
         self._clock = clock
@@ -61,14 +61,14 @@ class KnownPrefixes:
         self._num_blocks = 0
 
     def find(self, root: Namespace, pages: Sequence[bytes]) -> tuple[Prefix, int] | None:
-        """The longest known prefix of what the engine's hashes `pages` stand for, and how many blocks of it they have.
+        """The longest known prefix of the prompt that the engine hashed as `pages`, and how many blocks it has.
 
-        At most `_STRIDE` pages more may be known, unless the last of `pages` is the last of a prompt that was.
+        Up to `_STRIDE` pages more may be known, unless the last of `pages` ended a prompt before.
         """
         with self._lock:
             found = self._places.get(pages[-1]) if pages else None
             if found is None:
-                low, high = 0, len(pages) // _STRIDE  # `low` strides are known; what is known of a prompt is its front
+                low, high = 0, len(pages) // _STRIDE  # `low` strides are known: always a leading part
                 while low < high:
                     middle = (low + high + 1) // 2
                     place = self._places.get(pages[middle * _STRIDE - 1])
@@ -87,7 +87,7 @@ class KnownPrefixes:
         pages: Sequence[bytes],
         hash_rest: Callable[[int, BlockHash | None], list[BlockHash]],
     ) -> Described:
-        """The hashes of a prompt. `hash_rest` makes those from a block on, after the hash of the one before."""
+        """The hashes of a prompt. `hash_rest` computes them from a block on, given the hash of the block before it."""
         found = self.find(root, pages)
         hashes = [] if found is None else found[0].hashes[: found[1]]
         hashes += hash_rest(len(hashes), hashes[-1] if hashes else None)
@@ -96,7 +96,7 @@ class KnownPrefixes:
         return Described(root, hashes)
 
     def fresh(self, root: Namespace, pages: Sequence[bytes]) -> Described | None:
-        """Nearly all that `pages` stand for, if the cache was known a moment ago to have it."""
+        """The hashes of nearly all of `pages`, if the cache was recently known to have them."""
         found = self.find(root, pages)
         if found is None:
             return None
@@ -107,7 +107,7 @@ class KnownPrefixes:
         return Described(root, prefix.hashes[:num_blocks])
 
     def note_stored(self, root: Namespace, pages: Sequence[bytes], num_blocks: int, *, is_asked: bool) -> None:
-        """The cache has, or is given, the first `num_blocks` of these. `is_asked`: it was asked for all of them."""
+        """The cache has, or is being given, the first `num_blocks` blocks. `is_asked`: it was asked for all of them."""
         found = self.find(root, pages)
         if found is not None:
             found[0].num_stored = num_blocks
@@ -115,17 +115,17 @@ class KnownPrefixes:
                 found[0].asked_at = self._clock()
 
     def forget_stored(self) -> None:
-        """The cache may have nothing of them."""
+        """The cache may have lost all of them."""
         with self._lock:
             for prefix in self._prefixes:
                 prefix.num_stored = 0
 
     def _is_beyond(self, num_pages: int, num_blocks: int) -> bool:
-        """So many pages are a stride or more than so many blocks."""
+        """Whether this many pages are a stride or more beyond this many blocks."""
         return (num_pages - _STRIDE) * self._page_tokens >= num_blocks * self._block_tokens
 
     def _stored(self, found: tuple[Prefix, int] | None) -> tuple[int, float]:
-        """Of a longer prefix, what is known of the shorter one that it begins with."""
+        """What a new, longer prefix inherits from the shorter one that it begins with."""
         return (0, 0.0) if found is None else (min(found[0].num_stored, found[1]), found[0].asked_at)
 
     def _remember(self, prefix: Prefix, pages: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that one process has leased, for another that has mapped the same memory. Picklable."""
+"""Blocks leased by one process for another that has mapped the same memory. Picklable."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvtier.memory.mapped import MappedArena
 
 @dataclass(frozen=True, slots=True)
 class LeasedBlocks:
-    """`offsets` in the arena with this `inode`. Who leased them says when they are no longer leased."""
+    """`offsets` in the arena with this `inode`. The process that leased them ends the lease."""
 
     inode: int
     offsets: list[int]
 
     def lease_in(self, arena: MappedArena, block_bytes: int, hashes: list[BlockHash]) -> BlockLease | None:
-        """A lease that ends without a word to anybody. None when `arena` is not the one that was meant."""
+        """A lease whose end is not reported to a server. None if `arena` is another one."""
         if arena.inode != self.inode:
             return None
         return BlockLease(

@@ -1,7 +1,7 @@
 """Where the pages that an engine has stored or found are: in a server's memory, on its disk, or gone. No torch.
 
-The server is asked, a bounded number of blocks at a time: new pages first, then the others in turn. The record is
-bounded too: what is beyond it is forgotten, oldest first, as if it were gone. One thread owns it.
+The server is asked about a bounded number of blocks at a time: new pages first, then the others in turn. The record is
+bounded too: the oldest pages beyond the bound are forgotten, as if they were gone. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_MEMORY
 
 EntryT = TypeVar("EntryT")
-"""What the record's user needs to tell others of a page."""
+"""What the record's user needs to report a page to others."""
 
 _UNSEEN_S = 30.0
-"""A page that was to be stored, and is not there after so long, was not stored."""
+"""A page that is still absent this long after it was to be stored was not stored."""
 
 
 class Level(enum.Flag):
@@ -33,7 +33,7 @@ class Level(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class LevelChange(Generic[EntryT]):
-    """A page is in other places than it was."""
+    """A page has moved: the places it gained and lost."""
 
     entry: EntryT
     gained: Level
@@ -49,7 +49,7 @@ class _Page(Generic[EntryT]):
 
 
 class LevelRecord(Generic[EntryT]):
-    """Pages by their key; `look` is a client's."""
+    """Pages by key. `look` asks the server, through a client."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LevelRecord(Generic[EntryT]):
 
     @property
     def num_unseen(self) -> int:
-        """Pages of which nothing was heard yet."""
+        """Pages whose place is still unknown."""
         return len(self._unseen)
 
     @property
@@ -78,7 +78,7 @@ class LevelRecord(Generic[EntryT]):
         return len(self._seen) + len(self._unseen)
 
     def add(self, key: bytes, blocks: Sequence[BlockHash], entry: EntryT) -> list[LevelChange[EntryT]]:
-        """A page that may be in the server. Returns what is forgotten for it."""
+        """Add a page that may be in the server. Returns the pages forgotten to make room."""
         self._unseen[key] = _Page(blocks, entry, self._clock())
         self._num_blocks += len(blocks)
         forgotten = []
@@ -89,9 +89,9 @@ class LevelRecord(Generic[EntryT]):
         return forgotten
 
     def ask(self, max_blocks: int) -> list[LevelChange[EntryT]]:
-        """Ask where some pages are, with at most about `max_blocks` blocks: new ones, then those not asked for longest.
+        """Ask where some pages are, with about `max_blocks` blocks at most: new pages first, then the longest unasked.
 
-        While the server does not answer, nothing has changed.
+        If the server does not answer, nothing has changed.
         """
         keys = self._next_keys(max_blocks)
         flags = self._look([one for key in keys for one in self._page(key).blocks]) if keys else []
@@ -107,7 +107,7 @@ class LevelRecord(Generic[EntryT]):
         return changes
 
     def start_over(self) -> None:
-        """Nothing was heard of any page: what is there is a change again."""
+        """Forget where all pages are: each page found from now on is reported as a change."""
         for page in self._seen.values():
             page.level = Level.NONE
             page.added_at = self._clock()
@@ -118,7 +118,7 @@ class LevelRecord(Generic[EntryT]):
         return self._seen[key] if key in self._seen else self._unseen[key]
 
     def _next_keys(self, max_blocks: int) -> list[bytes]:
-        """They become the last of their kind to be asked for again."""
+        """The pages to ask about now. They move to the end of the line."""
         keys: list[bytes] = []
         num_blocks = 0
         for pages in (self._unseen, self._seen):

@@ -1,7 +1,7 @@
-"""Blocks of one request on their way from a tier to the device. Shared by the engine's thread and one of the tiers'.
+"""Blocks of one request on their way from a tier to the device. Shared by the engine's thread and one tier thread.
 
-A load takes its blocks from the front, or from the back while the engine computes from the front until both meet. No
-byte is written to a block of the device once the load was abandoned. No torch.
+A load brings its blocks from the front, or from the back while the engine computes from the front until both meet.
+After a load is abandoned, no byte is written to the device's blocks. No torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.memory.lease import Lease
 from kvtier.transfer.copier import Copies, Mark
 
-DISK = "disk"
-"""The tier of blocks that a cache server has still to read."""
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Blocks `first..end` of a prompt, which lie in `lease` from `lease_first` on; without one, they are on disk.
+    """Blocks `first..end` of a prompt, which lie in `lease` from `lease_first` on; without a lease, they are on disk.
 
-    `tier` is where their bytes are, `asked` the tier of the hierarchy that answers for them: a server for its disk too.
+    `tier` is where their bytes are. `asked` is the tier of the hierarchy that answers for them: a server also answers
+    for its disk and its cluster.
     """
 
     tier: str
@@ -34,17 +32,22 @@ class Span:
     lease_first: int
 
     def place(self, position: int) -> int:
-        """Of a block of the prompt in the lease."""
+        """The index in the lease of the prompt's block `position`."""
         return self.lease_first + position - self.first
 
     @property
     def is_in_memory(self) -> bool:
-        """Its blocks are in memory of this host."""
-        return self.comes_in_order and self.tier != DISK
+        """Its blocks are in this host's memory."""
+        return self.comes_in_order and not self.is_below
+
+    @property
+    def is_below(self) -> bool:
+        """The tier that answers for them still has to read them."""
+        return self.tier != self.asked
 
     @property
     def comes_in_order(self) -> bool:
-        """Its blocks are in memory of this host, or being read into it, the first ones first."""
+        """Its blocks are in this host's memory, or are being read into it, in order."""
         return self.lease is not None and self.lease.has_views
 
 
@@ -57,9 +60,9 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Load blocks `first..end` of `span`, `unit` of them at a time where they come one after the other.
+    """Load blocks `first..end` of `span`, `unit` at a time if they come one after another.
 
-    From the back, both sides should meet after `meets_after_s`.
+    In a load from the back, both sides should meet after `meets_after_s`.
     """
 
     span: Span
@@ -73,16 +76,16 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class LoadTimes:
-    """Seconds of one clock."""
+    """Times in seconds, all of one clock."""
 
     started_at: float
     picked_at: float | None = None
-    """When one of the tiers' threads took the load on: the loads that were begun before it go first."""
+    """When a tier thread took on the load: loads that were begun earlier are served first."""
     ended_at: float = 0.0
 
 
 class Load:
-    """`_taken` is what the tier's thread has taken on; of it, what has arrived or failed is known."""
+    """`_taken` is the range that the tier's thread has taken on. Within it, `_num_arrived` blocks have arrived."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Load:
         started_at: float,
         behind: Load | None = None,
     ) -> None:
-        """`hashes` and `block_ids` are those of blocks `plan.first..plan.end`; `behind` brings those before them."""
+        """`hashes` and `block_ids` are those of blocks `plan.first..plan.end`; `behind` loads the blocks before."""
         self.plan = plan
         self.hashes = hashes
         self.block_ids = block_ids
@@ -102,9 +105,9 @@ class Load:
         self._behind = behind
         self.copies: list[Copies] = []
         self.lacks_room = False
-        """There was no host memory for it to pass through."""
+        """There was no host memory for the blocks to pass through."""
         self.front = plan.first
-        """The engine computes, or has computed, what lies before."""
+        """The engine computes, or has computed, everything before this block."""
         self._lock = threading.Lock()
         start = plan.first if plan.order is Order.FRONT else plan.end
         self._taken = (start, start)
@@ -116,7 +119,7 @@ class Load:
     # --- the tier's thread -----------------------------------------------------------------------------------------
 
     def take(self, count: int) -> tuple[int, int]:
-        """The next blocks to bring, at most `count`: positions in the prompt. None are left when both are equal."""
+        """The next blocks to bring, at most `count`, as positions in the prompt. Equal positions: none are left."""
         with self._lock:
             if self._is_abandoned:
                 return 0, 0
@@ -131,9 +134,9 @@ class Load:
             return first, end
 
     def write(self, first: int, end: int, begin: Callable[[Sequence[int]], Copies]) -> Copies | None:
-        """Let `begin` copy into the device's blocks for `first..end`; None, and nothing is written, if it is too late.
+        """Let `begin` copy into the device's blocks for `first..end`. None, and nothing is written, once abandoned.
 
-        Fewer may have come than were taken: with `first..end` the end of what was taken on, or its beginning.
+        Fewer blocks may have arrived than were taken; then `first..end` is the beginning or the end of what was taken.
         """
         with self._lock:
             if self._is_abandoned:
@@ -149,7 +152,7 @@ class Load:
             self._is_submitted = True
 
     def end(self) -> None:
-        """The tier's thread does nothing more."""
+        """The tier's thread is done with this load."""
         with self._lock:
             self._is_over = True
 
@@ -157,7 +160,7 @@ class Load:
 
     @property
     def follows(self) -> bool:
-        """It was begun behind another: how long it took says little of its tier."""
+        """Whether it was begun behind another load: then its duration says little about its tier."""
         return self._behind is not None
 
     @property
@@ -177,7 +180,7 @@ class Load:
 
     @property
     def is_submitted(self) -> bool:
-        """Every block is in this host's memory, and the device has been told to copy it."""
+        """Every block is in this host's memory, and its copy was handed to the device."""
         return self._is_submitted
 
     @property
@@ -195,7 +198,7 @@ class Load:
             return max(0, self._open_end() - self.front)
 
     def claim(self, count: int) -> int:
-        """The engine computes up to `count` blocks at its front; how many."""
+        """The engine is going to compute up to `count` blocks at its front; returns how many."""
         with self._lock:
             count = max(0, min(count, self._open_end() - self.front))
             self.front += count
@@ -203,18 +206,18 @@ class Load:
 
     @property
     def has_met(self) -> bool:
-        """From the back: all before what has arrived is computed, and nothing is on its way."""
+        """For a load from the back: all blocks before those that arrived are computed, and none are on their way."""
         with self._lock:
             return (self._is_over or self._is_abandoned) and self.front >= self._arrived_first()
 
     def abandon(self) -> list[Copies]:
-        """Write no more. What was handed to the device is there once the returned copies are done."""
+        """Stop writing. What was handed to the device has arrived once the returned copies are done."""
         with self._lock:
             self._is_abandoned = True
             return list(self.copies)
 
     def arrived(self) -> tuple[int, int]:
-        """The blocks that are there, or will be once `copies` are done."""
+        """The blocks that have arrived, or will have arrived once `copies` are done."""
         with self._lock:
             if self.plan.order is Order.FRONT:
                 return self.plan.first, self.plan.first + self._num_arrived
@@ -224,7 +227,7 @@ class Load:
         return self.plan.end - self._num_arrived
 
     def _open_end(self) -> int:
-        """Up to here nobody but the engine brings anything. From the front, everything is the tier's to bring."""
+        """The block up to which only the engine fills blocks. In a load from the front, the tier brings all of them."""
         if self.plan.order is Order.FRONT:
             return self.front
         if self._is_over or self._is_abandoned:

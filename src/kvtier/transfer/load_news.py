@@ -1,4 +1,4 @@
-"""What the threads that load tell a worker's thread: which loads have arrived, and which are over. No torch."""
+"""Reports from the loading threads to a worker's thread: which loads have arrived, and which are over. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.transfer.copier import Copies
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How many bytes of a load came from a tier, and how long that took. Picklable."""
+    """The bytes of a load that came from one tier, and how long that took. Picklable."""
 
     tier: str
     nbytes: int
@@ -19,7 +19,7 @@ class Loaded:
 
 @dataclass(eq=False, slots=True)
 class EndedLoad:
-    """The first `num_loaded` of `num_blocks` are on the device, once `arriving` is; the others may hold anything.
+    """The first `num_loaded` of `num_blocks` are on the device once `arriving` is done; the others may hold anything.
 
     `parts` is complete when the load is over.
     """
@@ -41,14 +41,14 @@ class LoadNews:
         self._arriving: set[EndedLoad] = set()
 
     def arrive(self, load: EndedLoad) -> None:
-        """The device has been told to copy the rest of it."""
+        """The last copies of the load were handed to the device."""
         with self._changed:
             self._arriving.add(load)
             self._arrived.append(load)
             self._changed.notify_all()
 
     def end(self, load: EndedLoad) -> None:
-        """Nothing of it is copied any more."""
+        """No more copies of the load are in flight."""
         with self._changed:
             if load not in self._arriving:
                 self._arrived.append(load)
@@ -57,12 +57,12 @@ class LoadNews:
             self._changed.notify_all()
 
     def wait_for_arrival(self, timeout_s: float) -> None:
-        """Until a load has arrived that was not taken."""
+        """Wait until a load that was not taken yet has arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived, timeout_s)
 
     def wait_for_ends(self, timeout_s: float) -> None:
-        """Until all loads that have arrived are over."""
+        """Wait until all loads that have arrived are over."""
         with self._changed:
             self._changed.wait_for(lambda: not self._arriving, timeout_s)
 

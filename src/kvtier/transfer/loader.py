@@ -1,7 +1,7 @@
-"""Brings a load's blocks from a tier to the device. On the tiers' threads; no torch.
+"""Brings a load's blocks from a tier to the device. Runs on the tiers' threads; no torch.
 
-Blocks in memory of this host are copied from where they lie. Others come a unit at a time: from disk into a server's
-memory, or over TCP into slots of the host's tier, and on from there while the next are on their way.
+Blocks in this host's memory are copied from where they lie. Others come a unit at a time: from disk into a server's
+memory, or over TCP into slots of the host tier, and from there to the device while the next units arrive.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from kvtier.memory.lease import Lease, Reservation
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copier, Copies
-from kvtier.transfer.load import DISK, Load, Order
+from kvtier.transfer.load import Load, Order
 
 _NUM_UNITS = 3
 _AHEAD_BYTES = 256 << 20
-"""So much is read from disk ahead of the device's copies, by all loads together, but a unit by each: what keeps a disk
-busy. More would pass through more memory, and the sooner a slot is read into again, the faster that is."""
+"""Limit on the bytes that all loads together read from disk ahead of the device's copies; a load always gets one unit.
+This keeps a disk busy. More would spread over more memory, and slots that are soon reused for reading are faster."""
 
 _MAX_UNITS = 12
-"""No load has more under way: where it meets what is computed, units are small, and what it took on is not computed."""
+"""Limit on the units that one load has in flight. A load that meets the compute front uses small units, since the
+engine does not compute what is in flight."""
 
 _ARENA_SHARE = 4
-"""What is read ahead takes at most one in so many bytes of the server's memory, or a unit for each load."""
+"""Read-ahead takes at most one in this many bytes of the server's memory, or one unit per load."""
 
 _SERVER_SHARE = 48
 _HOST_SHARE = 24
-"""A unit is one in so many blocks, at most, of the memory that it passes through. Without reading further ahead, a load
-has five of them: two that come and three that go on to the device. Four loads have room, and others beside them."""
+"""A unit is at most one in this many blocks of the memory it passes through. Without further read-ahead, a load has
+five units in flight: two arriving, three on their way to the device. Four loads fit, with room for others."""
 
 
 class Loader:
-    """Thread-safe: each load is one thread's."""
+    """Thread-safe: each load belongs to one thread."""
 
     def __init__(self, hierarchy: Hierarchy, copier: Copier, wake: Callable[[], None]) -> None:
-        """`wake` is called when all of a load is with the device."""
+        """`wake` is called when all of a load was handed to the device."""
         self._hierarchy = hierarchy
         self._copier = copier
         self._wake = wake
@@ -51,14 +52,14 @@ class Loader:
         self._ahead = _ReadAhead()
 
     def bring(self, load: Load) -> int:
-        """Returns how many blocks came, some of them perhaps too late, once the device has its copies."""
+        """Return once the device has its copies: the number of blocks that came, some perhaps too late."""
         num_blocks = self.begin(load)
         for copies in load.copies:
             copies.wait()
         return num_blocks
 
     def begin(self, load: Load) -> int:
-        """As `bring`, but the device may not have its last copies yet."""
+        """Like `bring`, but the device's last copies may still be in flight."""
         span = load.plan.span
         guard = next(guard for guard in self._hierarchy.guards if guard.tier.name == span.asked)
         with guard.watched():
@@ -68,14 +69,14 @@ class Loader:
         return 0
 
     def _bring_in_place(self, load: Load, lease: Lease) -> int:
-        """From memory of this host: what is there at once, what comes from disk as it comes. Returns how many came."""
+        """From this host's memory: resident blocks at once, those from disk as they arrive. Returns how many came."""
         plan, span = load.plan, load.plan.span
         arena = lease.arena
         assert arena is not None
         self._copier.adopt(arena)
         position = plan.first
         while position < plan.end:
-            wanted = min(plan.end, position + plan.unit) if span.tier == DISK else plan.end
+            wanted = min(plan.end, position + plan.unit) if span.is_below else plan.end
             there = min(span.first + lease.wait(span.place(wanted)) - span.lease_first, plan.end)
             first, end = load.take(max(0, there - position))
             if first >= end:
@@ -89,10 +90,10 @@ class Loader:
         return position - plan.first
 
     def _bring_units(self, load: Load, tier: Tier) -> int:
-        """A unit at a time: the next are read or received while the last ones go on to the device.
+        """Unit by unit: the next units are read or received while the last ones move on to the device.
 
-        What is on disk is leased by the unit, so that a prompt may be longer than the memory that it passes through.
-        Returns how many blocks came.
+        Blocks on disk are leased unit by unit, so a prompt may be longer than the memory it passes through. Returns how
+        many blocks came.
         """
         unit = self._unit_blocks(load.plan.unit, tier)
         coming: deque[_Unit] = deque()
@@ -128,16 +129,16 @@ class Loader:
                     stack.callback(one.finish)
 
     def _unit_blocks(self, most: int, tier: Tier) -> int:
-        """How many blocks come together: `most`, or fewer where the memory that they pass through is small."""
+        """Blocks per unit: `most`, or fewer if the memory that they pass through is small."""
         if self._host is not None:
             most = min(most, self._host.num_blocks // _HOST_SHARE)
-        with contextlib.suppress(TierUnavailable):  # which matching says again
+        with contextlib.suppress(TierUnavailable):  # matching reports it again
             if tier.arena is not None:
                 most = min(most, tier.arena.nbytes // tier.layout.slot_bytes // _SERVER_SHARE)
         return max(1, most)
 
     def _may_open(self, coming: Sequence[_Unit], most: int) -> bool:
-        """Whether to ask for another unit behind those `coming`. From a disk of this host, `most` is for the first."""
+        """Whether to open another unit behind those `coming`. `most` limits all but reads from this host's disk."""
         if not coming or not coming[-1].read_bytes:
             return len(coming) < most
         last = coming[-1]
@@ -154,7 +155,7 @@ class Loader:
         return _Unit(first, hashes, lease, 0, own_lease=lease, read_bytes=read_bytes)
 
     def _bring_unit(self, load: Load, unit: _Unit) -> bool:
-        """Let the device have it, or as much of it as came in order; False when that is not all."""
+        """Hand the unit to the device, as far as it came in order; False if that is not all of it."""
         lease, count = unit.lease, len(unit.hashes)
         if not lease.num_blocks:
             return False  # evicted since it was matched
@@ -186,7 +187,7 @@ class Loader:
 
 
 class _ReadAhead:
-    """What all loads together read from disks of this host and have not yet. Thread-safe."""
+    """Reads in flight from this host's disks, over all loads. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -194,13 +195,13 @@ class _ReadAhead:
         self._nbytes = 0
 
     def count(self, num_loads: int, nbytes: int) -> None:
-        """So many more, or fewer."""
+        """Add to both counts; negative numbers subtract."""
         with self._lock:
             self._num_loads += num_loads
             self._nbytes += nbytes
 
     def has_room(self, num_units: int, unit_bytes: int, arena_bytes: int) -> bool:
-        """Whether a load that has `num_units` of these under way, one at least, may have another."""
+        """Whether a load with `num_units` of these in flight, at least one, may have another."""
         most_bytes = min(_AHEAD_BYTES, arena_bytes // _ARENA_SHARE)
         with self._lock:
             share = min(_MAX_UNITS, most_bytes // (self._num_loads * unit_bytes))
@@ -209,7 +210,8 @@ class _ReadAhead:
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """Blocks of a prompt from `first` on that come together, from `lease_first` of a lease, perhaps of their own."""
+    """Blocks of a prompt, from `first` on, that come together. They lie in `lease` from `lease_first` on; `own_lease`
+    is set if the lease is only theirs."""
 
     first: int
     hashes: Sequence[BlockHash]
@@ -217,7 +219,7 @@ class _Unit:
     lease_first: int
     own_lease: Lease | None = None
     read_bytes: int = 0
-    """What it takes of a server's memory, if it is read there from a disk of this host."""
+    """Bytes of a server's memory that it takes if it is read there from this host's disk."""
     stage: Reservation | None = None
     num_arrived: int = 0
     transfer: Copies | None = None
@@ -228,7 +230,7 @@ class _Unit:
         return self.transfer is None or self.transfer.is_done
 
     def finish(self) -> None:
-        """Once the device has its copy: what lies in the host's tier is its own, and the lease ends."""
+        """Wait for the device's copy, commit what lies in the host tier, and end the unit's own lease."""
         try:
             if self.transfer is not None:
                 self.transfer.wait()

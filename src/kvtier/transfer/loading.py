@@ -1,4 +1,4 @@
-"""Loads under way: begun by the engine's thread, done by threads, abandoned when computing is sooner. No torch."""
+"""Loads in flight: begun by the engine's thread, run by threads, abandoned once computing is sooner. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loading:
         clock: Callable[[], float],
         let_pass: Callable[[], None] | None,
     ) -> None:
-        """`wake` is called when a load is over; the threads `let_pass` where they can (`latency_guard`)."""
+        """`wake` is called when a load is over. At safe points, the threads call `let_pass` (see `latency_guard`)."""
         self._loader = loader
         self._matcher = matcher
         self._decision = decision
@@ -54,34 +54,34 @@ class Loading:
         self._roomless: set[Load] = set()
         """Those of them whose blocks the device still used when they were taken on."""
         self._num_held_up: Counter[str] = Counter()
-        """Of the last loads from each tier in memory, how many in a row took far longer than expected."""
+        """For each in-memory tier: how many of its latest loads in a row took far longer than expected."""
         self._threads = WorkerThreads(NUM_THREADS, "kvtier-load", let_pass, wake)
         self.busy_s = 0.0
-        """How long the device is going to compute for requests that need not wait for a load."""
+        """How long the device will compute for requests that need not wait for a load."""
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     def plan(self, match: TierMatch, position: int, prompt_tokens: int) -> LoadPlan | None:
-        """What to load now that all before block `position` is there; None when the rest is to be computed."""
+        """What to load when all blocks before `position` are on the device; None if the rest is to be computed."""
         return self._decision.plan(match.spans, position, prompt_tokens, self.busy_s)
 
     def share(self, load: Load, prompt_tokens: int) -> int:
-        """From the back: how many blocks the engine should compute next."""
+        """For a load from the back: how many blocks the engine should compute next."""
         return self._decision.share(load, prompt_tokens)
 
     def is_late(self, load: Load, prompt_tokens: int) -> bool:
-        """What is missing of it would be computed sooner than it comes."""
-        was_picked = load.times.picked_at is not None  # asked first: a thread may take it on meanwhile
+        """Whether its missing blocks would be computed sooner than they arrive."""
+        was_picked = load.times.picked_at is not None  # read first: a thread may take the load on meanwhile
         if not was_picked and self._waits_for_device():
-            return False  # as it would itself if it were computed
+            return False  # computing it would have to wait for the device, too
         since = load.turned_at
-        if not was_picked:  # as long as those before it come, its turn will
+        if not was_picked:  # while earlier loads still arrive, its turn will come
             since = max(since, self._last_end_at)
         num_sharing = self._num_bringing[load.plan.span.tier]
         return self._decision.is_late(load, prompt_tokens, since, num_sharing, self.busy_s)
 
     def _waits_for_device(self) -> bool:
-        """Some load that a thread has taken on waits for a step that uses its blocks."""
+        """Whether a load that a thread has taken on waits for a step that uses its blocks."""
         if not self._roomless:
             return False
         with self._lock:
@@ -99,7 +99,7 @@ class Loading:
     ) -> Load:
         """Begin to bring blocks into the device's `block_ids`, which step `after_step` was the last to use.
 
-        They follow those of `behind`, which may still be under way.
+        They follow the blocks of `behind`, which may still be in flight.
         """
         load = Load(plan, hashes, block_ids, self._marks.after(after_step), self._clock(), behind)
         self._matcher.join(match)
@@ -113,32 +113,32 @@ class Loading:
         return len(self._loads)
 
     def note_met(self, load: Load) -> None:
-        """What came from the back and what was computed have met."""
+        """The load from the back and the computation from the front have met."""
         self._decision.note_met(load)
 
     def abandon_late(self, load: Load) -> None:
-        """As `abandon`; and its tier is left alone for a while."""
+        """Like `abandon`, but its tier also rests for a while."""
         self._metrics.failures.labels(tier=load.plan.span.asked, kind="late").inc()
         self._decision.note_late(load.plan.span.tier)
         self.abandon(load)
 
     def abandon(self, load: Load) -> None:
-        """No byte of it is written any more. What is being written comes before all that the device does next."""
+        """Stop writing. Copies in flight are ordered before everything the device does next."""
         for transfer in load.abandon():
             if not transfer.is_done:
                 transfer.precede(self._layout.layers - 1)
 
     def abandon_all(self) -> None:
-        """Also loads whose prompts do not know of them: an interrupt may have come in between."""
+        """Also abandons loads that their prompts do not know about: an interrupt may have come in between."""
         with self._lock:
             loads = list(self._loads)
         for load in loads:
             self.abandon(load)
 
     def left_s(self, loads: Sequence[Load]) -> float | None:
-        """How long copies that were handed to the device take still, if no others come first; None if unknown.
+        """How long the copies handed to the device will still take, if no others come first; None if unknown.
 
-        The loads are from one tier.
+        All `loads` are from one tier.
         """
         num_bytes = sum(copies.num_bytes_left for load in loads for copies in load.copies)
         return self._decision.speeds.load_s(loads[0].plan.span.tier, num_bytes) if num_bytes else 0.0
@@ -172,10 +172,10 @@ class Loading:
             self._matcher.leave(match)
 
     def _note_speed(self, load: Load, num_blocks: int, seconds: float, num_sharing: int, *, has_room: bool) -> None:
-        """Loads that share a tier all the time hold each other up, as prompts do that are computed instead.
+        """Loads that share a tier throughout slow each other down, as prompts do that are computed instead.
 
-        A load that had no room yet, since a step used its blocks for others, waited for the device, not for the tier:
-        the tier took no longer than that.
+        If a step still used the load's blocks at first, the load waited for the device rather than the tier, so its
+        time is only an upper bound for the tier.
         """
         nbytes = num_blocks * self._layout.block_bytes
         tier = load.plan.span.tier
@@ -192,10 +192,10 @@ class Loading:
             self._decision.note_well(tier)
 
     def _is_usual(self, tier: str, seconds: float, known_s: float | None) -> bool:
-        """False for a load from memory that took far longer than others do, unless many in a row did.
+        """False for a load from memory that took far longer than others, unless many in a row did.
 
-        It waited for the interpreter or the driver, with all that were under way, and not for memory. What takes a few
-        milliseconds is never far longer: little is known of sizes that are seldom loaded.
+        Such a load was held up by the GIL or the driver, like all others in flight, and not by memory. A load of a few
+        milliseconds is never far too long: little is known about sizes that are seldom loaded.
         """
         is_held_up = known_s is not None and seconds > max(_HELD_UP * known_s, _MIN_HELD_UP_S)
         with self._lock:

@@ -1,7 +1,7 @@
-"""Prompts looked up for an engine that asks once where a load ends, and computes what follows. No torch.
+"""Looks up prompts for an engine that asks once where a load ends and computes what follows. No torch.
 
-The scheduler's thread calls everything here and never waits: hashing and calls to the tier run on threads. What was
-found is leased until it is loaded, or until the scheduler goes on without it.
+The scheduler's thread calls everything here and never waits: hashing and calls to the tier run on threads. Hits are
+leased until they are loaded, or until the scheduler goes on without them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.leased_blocks import LeasedBlocks
-from kvtier.transfer.load import DISK, Span
+from kvtier.transfer.load import Span
+from kvtier.transfer.quick_turns import QUICK_TURNS
 
 logger = logging.getLogger(__name__)
 
 _HASHED_AT_ONCE = 512
 _PAUSE_S = 1e-5
-"""Half a millisecond of work, then a moment for the scheduler's thread. It may be long before it lets go again."""
+"""A pause after each half millisecond of hashing lets the scheduler's thread take its turn, possibly a long one."""
 
 _ASK_AGAIN_S = 0.005
 
@@ -42,10 +43,10 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What a search found: a lease of `blocks`, in memory and then on disk, with which a load can end before `end`.
+    """The result of a search: a lease of `blocks`, those in memory before those on disk; a load can end before `end`.
 
-    `ended` says what was missing there. With `is_prefix`, the blocks are those from the first on, one after the other:
-    a load can also end before any of them.
+    `ended` says why the match ended there. With `is_prefix`, `blocks` are consecutive from the first one on, and a load
+    can also end before any of them.
     """
 
     lease: Lease
@@ -59,7 +60,7 @@ class Search(Protocol):
     """How a tier is asked for a prompt."""
 
     def __call__(self, chain: Sequence[BlockHash], first: int, num_tokens: int, timeout_s: float) -> Searched:
-        """Look for the first `num_tokens` of the prompt whose blocks have the hashes `chain`, from `first` on."""
+        """Look for the first `num_tokens` of the prompt whose blocks have the hashes `chain`, from block `first` on."""
         ...
 
 
@@ -86,25 +87,25 @@ class _Found:
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """One prompt. `hashes` are those of its full blocks so far, from `root` on, once it was looked up."""
+    """One prompt. After its lookup, `hashes` are those of its full blocks so far, from `root` on."""
 
     describe: Callable[[], Described]
-    """Called on a thread. What it raises says why the prompt cannot be cached."""
+    """Called on a thread. If it raises, the prompt cannot be cached; the error says why."""
     first: int = 0
-    """The block from which on the tier was asked."""
+    """The block from which the tier was asked."""
     num_tokens: int = 0
-    """How long the prompt was then."""
+    """The length of the prompt when the tier was asked."""
     asked_at: float = 0.0
     root: Namespace | None = None
     hashes: list[BlockHash] = field(default_factory=list)
     lease: Lease | None = None
-    """What was found, while it is held."""
+    """The lease of the hits, until it is released."""
     blocks: Sequence[BlockHash] = ()
-    """Those that the lease is of."""
+    """The blocks that the lease covers."""
     found_end: int = 0
-    """The block behind those that were found."""
+    """The block after the last hit."""
     ended: MatchEnd = MatchEnd.TIER_DOWN
-    """What the block was that was not found."""
+    """Why the block at `found_end` was not a hit."""
     end: int = 0
     """The block before which a load ends."""
     is_cachable: bool = True
@@ -114,18 +115,18 @@ class Lookup:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being looked for and nothing is held: it takes another lookup to load."""
+        """No lookup is running and nothing is leased: loading needs another lookup."""
         return self.matching is None and self.lease is None
 
     def leased(self, first: int, end: int) -> LeasedBlocks | None:
-        """Where blocks `first..end` lie in memory of this host, if all of them do."""
+        """Where blocks `first..end` lie in this host's memory; None unless all of them do."""
         lease = self.lease
         if lease is None or lease.arena is None or end - self.first > lease.num_ready_at_match:
             return None
         return LeasedBlocks(lease.arena.inode, list(lease.offsets[first - self.first : end - self.first]))
 
     def leased_among(self, hashes: Sequence[BlockHash]) -> LeasedBlocks | None:
-        """Where these of `blocks` lie in memory of this host, if all of them do."""
+        """Where `hashes`, a subset of `blocks`, lie in this host's memory; None unless all of them do."""
         lease = self.lease
         if lease is None or lease.arena is None:
             return None
@@ -136,7 +137,7 @@ class Lookup:
 
 
 class Lookups:
-    """All prompts of one engine, in one tier. Owns the leases of everything that is promised to the scheduler."""
+    """All prompts of one engine, in one tier. Owns the leases of everything promised to the scheduler."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Lookups:
         timeout_s: float,
         search: Search | None = None,
     ) -> None:
-        """Without a `search`, prefixes are looked for block by block."""
+        """By default, `search` looks for prefixes block by block."""
         self._tier = tier
         self._search = search or PrefixSearch(tier)
         self._decision = decision
@@ -160,32 +161,35 @@ class Lookups:
     # --- the scheduler's thread ---------------------------------------------------------------------------------------
 
     def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
-        """Look for the full blocks from `first` on of a prompt of `num_tokens`, but for the one of its last token."""
+        """Look up the full blocks from `first` on of a prompt of `num_tokens`, without the block of its last token."""
         self._lookups[lookup] = None
         lookup.first, lookup.found_end, lookup.num_tokens = first, first, num_tokens
         asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
-        lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
+        matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
+        lookup.matching = matching
+        QUICK_TURNS.begin()
+        matching.add_done_callback(lambda _: QUICK_TURNS.end())  # also if it is cancelled
 
     def begin_again(self, lookup: Lookup, num_tokens: int, first: int) -> None:
-        """What was found, or will be, is of no use: look from another block on."""
+        """What was or will be found is useless: look from another block on."""
         self.release(lookup)
         _discard(lookup)
         self.begin(lookup, num_tokens, first)
 
     def cancel(self, lookup: Lookup) -> None:
-        """The answer is not waited for. A lookup that has not begun never does; else it says what need not be saved."""
-        is_limited = lookup.limited_at is not None  # it may have to give back what others held
+        """Stop waiting for the answer. A lookup that has not begun never does; others still show what to save."""
+        is_limited = lookup.limited_at is not None  # it may have to release leases of other lookups
         if lookup.matching is not None and not is_limited and lookup.matching.cancel():
             lookup.matching = None
 
     def wait(self, lookup: Lookup, timeout_s: float) -> None:
-        """Let the threads have the interpreter until the answer is there, so long at most."""
+        """Give up the GIL to the threads until the answer has arrived, for `timeout_s` at most."""
         if lookup.matching is not None:
             wait([lookup.matching], timeout_s)
 
     def take(self, lookup: Lookup, first: int) -> bool:
-        """Whether the answer is there. Blocks before `first` are on the device."""
+        """Whether the answer has arrived. Blocks before `first` are already on the device."""
         if lookup.matching is None or not lookup.matching.done():
             return False
         found, lookup.matching = lookup.matching.result(), None
@@ -204,9 +208,9 @@ class Lookups:
         return True
 
     def is_worth_waiting(self, lookup: Lookup) -> bool:
-        """This client holds as much as it may, and the prompt got less than there is. Asks again now and then.
+        """Whether the client's limit on leases cut the match short, and waiting may help. Asks again at intervals.
 
-        What loads hold comes back soon; when there are none, it is prompts that wait who hold it.
+        Loads soon release their leases. If there are none, the waiting prompts hold all leases.
         """
         if lookup.lease is None or lookup.ended is not MatchEnd.LIMIT:
             return False
@@ -222,7 +226,7 @@ class Lookups:
         return True
 
     def begin_load(self, lookup: Lookup) -> None:
-        """What was found is held until `end_load`."""
+        """The lease is kept until `end_load`."""
         self._loading.add(lookup)
 
     def end_load(self, lookup: Lookup) -> None:
@@ -233,13 +237,13 @@ class Lookups:
         return lookup in self._loading
 
     def release(self, lookup: Lookup) -> None:
-        """Give back what was found, on a thread: it takes a call."""
+        """Release the lease, on a thread, since it takes a call."""
         lease, lookup.lease = lookup.lease, None
         if lease is not None:
             self._threads.submit(lease.release)
 
     def forget(self, lookup: Lookup) -> None:
-        """The prompt is over: what is still being found is of no use either. What is being loaded stays until then."""
+        """The prompt is over: the result of a running lookup is useless, too. A load in progress keeps its lease."""
         self._lookups.pop(lookup, None)
         if lookup not in self._loading:
             self.release(lookup)
@@ -247,14 +251,14 @@ class Lookups:
         _discard(lookup)
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Forget all prompts."""
         for lookup in list(self._loading):
             self.end_load(lookup)
         for lookup in list(self._lookups):
             self.forget(lookup)
 
     def _make_room(self, lookup: Lookup) -> None:
-        """Prompts whose turn comes later give back what was found for them."""
+        """Prompts whose turn comes later release their leases."""
         leases = []
         for other in self._lookups:
             if other.lease is not None and other not in self._loading:
@@ -267,8 +271,9 @@ class Lookups:
         in_memory = end - lease.num_stored
         if not searched.is_prefix:
             in_memory = first if lease.num_stored else end
-        disk = DISK if self._tier.is_local else name  # how a server out of reach has them makes no difference
-        spans = [Span(name, name, first, in_memory, None, 0), Span(disk, name, in_memory, end, None, 0)]
+        # For a remote server, it makes no difference where it keeps them.
+        below = lease.stored_in if self._tier.is_local else name
+        spans = [Span(name, name, first, in_memory, None, 0), Span(below, name, in_memory, end, None, 0)]
         return [span for span in spans if span.first < span.end]
 
     # --- the threads --------------------------------------------------------------------------------------------------
@@ -276,11 +281,11 @@ class Lookups:
     def _match(
         self, lookup: Lookup, num_tokens: int, first: int, asks: bool, to_release: Sequence[Lease]
     ) -> _Found | None:
-        """None when the prompt cannot be told from others, and so cannot be cached."""
+        """None if the prompt cannot be identified, and so cannot be cached."""
         for lease in to_release:
             lease.release()
         if lookup.is_over:
-            return None  # given up while others were matched: those that come after it need not wait for it
+            return None  # dropped while others were matched: later lookups need not wait for it
         try:
             prompt = lookup.describe()
         except Exception as error:
@@ -289,6 +294,7 @@ class Lookups:
         started_at = time.monotonic()
         searched = Searched(EmptyLease(MatchEnd.SLOWER), first, [], MatchEnd.SLOWER)
         if asks:
+            self._tier.learn(prompt.hashes)
             searched = self._search(prompt.hashes, first, num_tokens - 1, self._timeout_s)
         return _Found(prompt, searched, time.monotonic() - started_at)
 
@@ -296,7 +302,7 @@ class Lookups:
 def hashed_gently(
     root: Namespace, tokens: Sequence[int], block_tokens: int, parent: BlockHash | None = None
 ) -> list[BlockHash]:
-    """The hashes of all full blocks. Lets the scheduler's thread have the GIL between many and the next."""
+    """The hashes of all full blocks. Pauses between batches, so that the scheduler's thread gets the GIL."""
     hashes: list[BlockHash] = []
     for first in range(0, len(tokens), _HASHED_AT_ONCE * block_tokens):
         if hashes:
@@ -307,7 +313,7 @@ def hashed_gently(
 
 
 def _discard(lookup: Lookup) -> None:
-    """What it still finds is given back."""
+    """Release whatever it still finds."""
     matching, lookup.matching = lookup.matching, None
     if matching is not None:
         matching.add_done_callback(_release_result)

@@ -1,7 +1,7 @@
-"""How long a step may be held up by matching prompts that wait, and how much of a prompt is hashed at a time. No torch.
+"""How long matching may hold up a step, and how much of a prompt is hashed at a time. No torch.
 
-Matching runs on the engine's thread beside the steps. Too much of it makes decodes late; too little leaves the bus and
-the device without work. The engine's thread owns it.
+Matching runs on the engine's thread between steps. Too much of it delays decodes; too little leaves the bus and the
+device without work. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -10,51 +10,51 @@ from collections.abc import Callable
 
 _SHARE = 0.25
 _MAX_S = 0.05
-"""Matching takes at most this share of the shorter of the last two steps, and never longer than this. One of the two
-may have been long for another reason, and the next one has to make up for it."""
+"""Matching takes at most this share of the shorter of the last two steps, and never longer than `_MAX_S`. One of the
+two may have been long for another reason, and the next one has to make up for it."""
 
 _MANY_WAITING = 32
 _MANY_SHARE = 0.75
-"""With that many prompts unmatched the device may soon have too little to do: the share is larger."""
+"""With this many unmatched prompts, the device may soon run out of work, so the share is larger."""
 
 _FEW_LOADS = 3
 _FEW_SHARE = 0.5
-"""With fewer loads in flight, and something found of the last prompt, the bus may soon have too little to do: the share
-is larger, and pieces are twice as large."""
+"""With fewer loads in flight, and a hit for the last prompt, the bus may soon run out of work. The share is larger
+then, and pieces are twice as large."""
 
 PIECE_BLOCKS = 128
-"""Blocks of a long prompt that are hashed at a time beside a step, in a sixth to half of a millisecond."""
+"""Blocks of a long prompt that are hashed at a time between steps. This takes a sixth to half of a millisecond."""
 
 _EARLY_STEPS = 1.5
 _MAX_EARLY_S = 0.01
-"""The rest of a load is in time for a step if it comes during the step before, or the first half of its own: the last
-layers come last. No step waits longer than the second of these, whatever was computed before it."""
+"""A load's rest is in time for a step if it arrives during the step before, or the first half of its own: the last
+layers arrive last. No step waits longer than `_MAX_EARLY_S`, however long the step before took."""
 
 
 class MatchBudget:
-    """Learns from the time between polls how long steps are."""
+    """Learns step times from the intervals between polls."""
 
     def __init__(self, clock: Callable[[], float], piece_blocks: int = PIECE_BLOCKS) -> None:
         self.clock = clock
         self.piece_blocks = piece_blocks
         self._polled_at = clock()
         self._step_s = 0.0
-        """Time between the last two polls: about a step, while there is something to compute."""
+        """Time between the last two polls: about one step, while there is something to compute."""
         self._own_s = 0.0
         """`_step_s` without the time spent matching."""
         self._matched_s = 0.0
         """Time that the last poll spent matching."""
         self._is_put_off = False
-        """The last poll matched nothing, since the step had taken in too much; this one does."""
+        """The last poll matched nothing, since taking in prompts had used up its time; this one does match."""
         self._shortest_s = 0.0
         self.is_idle = False
-        """At the last poll nothing could be computed."""
+        """At the last poll, nothing could be computed."""
         self.was_found = False
-        """A tier that answers at once had something of the last prompt that was looked for."""
+        """A tier that answers at once had a hit for the last prompt."""
         self.has_few_loads = False
-        """The bus may soon be idle for want of matches."""
+        """The bus may soon be idle for lack of matches."""
         self.is_full = False
-        """The last step had no room for another token: the next prompt waits for one like it, at least."""
+        """The last step had no room for another token: the next prompt waits for at least one more such step."""
 
     def begin_poll(self, *, is_idle: bool, num_loads: int) -> None:
         """If `is_idle`, nothing can be computed meanwhile."""
@@ -69,13 +69,13 @@ class MatchBudget:
 
     @property
     def busy_s(self) -> float:
-        """How long the device is going to compute for others before the next prompt's turn."""
+        """How long the device will compute for others before the next prompt's turn."""
         return self._step_s if self.is_full else 0.0
 
     def end_at(self, num_unmatched: int, taken_in_s: float) -> float | None:
-        """When matching has to end; None to match nothing now, since taking prompts in took `taken_in_s`.
+        """When matching has to end; None to match nothing now, because prompts were taken in for `taken_in_s`.
 
-        No two polls in a row match nothing.
+        Never None for two polls in a row.
         """
         if self.is_idle:
             self._is_put_off = False
@@ -97,7 +97,7 @@ class MatchBudget:
     def next_piece(self, num_hashed: int, *, is_idle: bool, num_loads: int) -> int:
         """How many more blocks of a prompt to hash.
 
-        If no step is held up, a few at first, so that a load begins, and then as many as are hashed while it comes.
+        If no step is held up, a few at first, so that a load begins; then as many as can be hashed while it arrives.
         """
         size = self.piece_blocks
         if is_idle:
@@ -105,5 +105,5 @@ class MatchBudget:
         return 2 * size if self.has_few_loads else size
 
     def is_in_time(self, left_s: float | None) -> bool:
-        """What comes within `left_s` is there for the next step."""
+        """Whether a load that arrives within `left_s` is in time for the next step."""
         return left_s is not None and left_s <= min(_EARLY_STEPS * self._step_s, _MAX_EARLY_S)

@@ -1,6 +1,6 @@
-"""Looks for prompts in the tiers, on its own threads, and keeps what was found until its last user is done. No torch.
+"""Matches prompts in the tiers, on threads of its own, and keeps the leases until their last user is done. No torch.
 
-The engine's thread asks and never waits. A tier that fails or is late costs time; the answer is computed then.
+The engine's thread asks and never waits. A tier that fails or is late costs time; its blocks are then computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease, Segment
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.load import DISK, LoadPlan, Span
+from kvtier.transfer.load import LoadPlan, Span
 from kvtier.transfer.worker_threads import WorkerThreads
 
 NUM_THREADS = 4
@@ -28,9 +28,9 @@ _MAX_PENDING_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class TierMatch:
-    """One prompt's match in the tiers: what was found from block `first` of the prompt on.
+    """One prompt's match in the tiers, from block `first` of the prompt on.
 
-    `hashes` are those that were asked for so far.
+    `hashes` are those looked up so far.
     """
 
     first: int
@@ -52,12 +52,12 @@ class TierMatch:
 
     @property
     def asked_end(self) -> int:
-        """A further match begins here."""
+        """The block where a further match begins."""
         return self.first + len(self.hashes)
 
     @property
     def has_all(self) -> bool:
-        """All that was asked for was found."""
+        """Everything looked up so far was a hit."""
         return not self.is_matching and self.ending.ended is MatchEnd.ALL
 
 
@@ -73,7 +73,7 @@ class Matcher:
         clock: Callable[[], float],
         let_pass: Callable[[], None] | None,
     ) -> None:
-        """`wake` is called when something was found; the threads `let_pass` where they can (`latency_guard`)."""
+        """`wake` is called when a match ends. At safe points, the threads call `let_pass` (see `latency_guard`)."""
         self._hierarchy = hierarchy
         self._decision = decision
         self._clock = clock
@@ -81,18 +81,18 @@ class Matcher:
         self._threads = WorkerThreads(NUM_THREADS, "kvtier-match", let_pass, wake)
         self.num_matching = 0
         self.is_quick = all(guard.tier.answers_at_once for guard in hierarchy.guards)
-        """A look into a dictionary takes less than another thread's turn: what `match` finds is known at once."""
+        """A dictionary lookup costs less than a thread switch: `match` has its answer at once."""
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     def match(self, first: int, hashes: Sequence[BlockHash], num_more: int = 0) -> TierMatch:
-        """Begin to look for `hashes`, those of a prompt's blocks from `first` on. Behind them are `num_more`."""
+        """Begin to look for `hashes`, those of a prompt's blocks from `first` on. `num_more` blocks follow them."""
         match = TierMatch(first, [])
         self.match_further(match, hashes, num_more)
         return match
 
     def match_further(self, match: TierMatch, hashes: Sequence[BlockHash], num_more: int = 0) -> None:
-        """All that was asked for was found: look for `hashes`, those of the next blocks, too."""
+        """Everything so far was a hit: also look for `hashes`, those of the next blocks."""
         first = match.asked_end
         match.hashes += hashes
         match.is_matching = bool(hashes)
@@ -114,9 +114,9 @@ class Matcher:
         self._threads.submit(functools.partial(self._match, match, first, hashes, num_more))
 
     def give_up(self, match: TierMatch) -> None:
-        """Its owner needs nothing more of what was found."""
+        """The owner is done with the match."""
         match.is_cancelled = True
-        if self._is_last_user(match):  # on a thread that no interrupt reaches: half a release would never be mended
+        if self._is_last_user(match):  # on a thread that no interrupt reaches: half a release could never be repaired
             self._threads.submit(functools.partial(self._release, match))
 
     def close(self) -> None:
@@ -125,12 +125,12 @@ class Matcher:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def join(self, match: TierMatch) -> None:
-        """One more user, until it leaves."""
+        """Add a user, until it leaves."""
         with self._lock:
             match.num_users += 1
 
     def leave(self, match: TierMatch) -> None:
-        """The last user ends the leases."""
+        """The last user to leave ends the leases."""
         if self._is_last_user(match):
             self._release(match)
 
@@ -154,7 +154,7 @@ class Matcher:
                 self._found(match, self._match_and_wait(match, first, hashes), first, len(hashes) + num_more)
                 is_found = True
         finally:
-            if not is_found:  # else it has been said, and the next match may be under way
+            if not is_found:  # otherwise `_found` has reset it, and the next match may be running
                 match.is_matching = False
             with self._lock:
                 self.num_matching -= 1
@@ -169,7 +169,7 @@ class Matcher:
         match.is_matching = False
 
     def _match_and_wait(self, match: TierMatch, first: int, hashes: Sequence[BlockHash]) -> HierarchyLease:
-        """Match, and wait for blocks that are just being computed, about as long as computing them would take."""
+        """Match, and wait for blocks that are being computed, about as long as computing them would take."""
         asked_at = self._clock()
         lease = self._ask(hashes)
         started_at = progressed_at = self._clock()
@@ -193,7 +193,7 @@ class Matcher:
 
 
 def spans_of(segments: Sequence[Segment], first: int) -> list[Span]:
-    """What was found of a prompt from its block `first` on, by where the bytes are."""
+    """The hits of a prompt from its block `first` on, by where the bytes are."""
     spans: list[Span] = []
     for segment in segments:
         tier, lease = segment.tier, segment.lease
@@ -202,7 +202,7 @@ def spans_of(segments: Sequence[Segment], first: int) -> list[Span]:
         ready, leased, end = start + num_ready, start + lease.num_blocks, start + segment.num_blocks
         spans += [
             Span(tier, tier, start, ready, lease, 0),
-            Span(DISK, tier, ready, leased, lease, num_ready),  # another client has them read just now
-            Span(DISK, tier, leased, end, None, 0),
+            Span(lease.stored_in, tier, ready, leased, lease, num_ready),  # being read for another client
+            Span(lease.stored_in, tier, leased, end, None, 0),
         ]
     return [span for span in spans if span.first < span.end]

@@ -1,8 +1,8 @@
 """Jobs that move another engine's pages between its host memory and a cache server. No torch.
 
-A page is opaque bytes under the engine's own key. One thread, the engine's scheduler's, submits jobs and takes what has
-ended; it waits in `drain` and `close` only. One thread loads, another one stores. Every job ends exactly once, with a
-verdict on each of its pages: also when the server is killed or hangs, for all calls to it have deadlines.
+A page is opaque bytes under the engine's own key. One thread, that of the engine's scheduler, submits jobs and takes
+those that have ended; it waits only in `drain` and `close`. One thread loads, another stores. Every job ends exactly
+once, with a verdict on each of its pages, even if the server is killed or hangs: all calls to it have deadlines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvtier.observe.log_limit import LogLimit
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 64 << 20
-"""Pages are shown to others when so many bytes are written."""
+"""Pages are committed, and so become visible to others, whenever this many bytes are written."""
 _MAX_GAPS = 8
-"""Pages of one load that may be missing before the rest of it is given up: each costs a call."""
+"""Missing pages after which the rest of a load is abandoned: each costs a call."""
 
 
 class PageServer(Protocol):
-    """What is needed of a cache server's client. No call raises for a server that is dead, slow or hung."""
+    """The part of a cache server's client that is needed. No call raises if the server is dead, slow or hung."""
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease: ...
 
@@ -43,7 +43,7 @@ class PageServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageJob:
-    """Pages with these keys, in these rows of the engine's memory. `owner` is the request that they are moved for."""
+    """Pages with these keys, in these rows of the engine's memory. `owner` is the request they are moved for."""
 
     number: int
     owner: str
@@ -53,7 +53,7 @@ class PageJob:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """`is_there` says of each page whether it has arrived, or for a store whether the server has it."""
+    """`is_there` says for each page whether it has arrived, or, for a store, whether the server has it."""
 
     job: PageJob
     is_load: bool
@@ -70,15 +70,15 @@ class EndedJob:
 
 
 def page_hashes(keys: Iterable[bytes]) -> list[BlockHash]:
-    """What the server knows pages by. Keys may be of any length."""
+    """The server's names for pages. Keys may be of any length."""
     return [BlockHash(hashlib.sha256(key).digest()) for key in keys]
 
 
 class PageJobs:
-    """Of one engine's memory, in rows of `page_bytes`."""
+    """The jobs of one engine's memory, in rows of `page_bytes`."""
 
     def __init__(self, server: PageServer, memory: memoryview, page_bytes: int) -> None:
-        """`memory` is flat. Of its rows, half may wait to be stored; what is beyond that is not stored."""
+        """`memory` is flat. At most half of its rows may wait to be stored; more are not stored."""
         self._server = server
         self._memory = memory
         self._page_bytes = page_bytes
@@ -109,7 +109,7 @@ class PageJobs:
         self._loads.put(job)
 
     def store(self, job: PageJob) -> None:
-        """Give the job's rows to the server."""
+        """Store the job's rows in the server."""
         with self._condition:
             self._num_open += 1
             has_room = not self._num_to_store or self._num_to_store + len(job.keys) <= self._num_rows // 2
@@ -122,7 +122,7 @@ class PageJobs:
 
     @property
     def is_loading(self) -> bool:
-        """A load is under way."""
+        """A load is in progress."""
         return self._num_to_load > 0
 
     def take_ended(self) -> list[EndedJob]:
@@ -134,12 +134,12 @@ class PageJobs:
         return ended
 
     def drain(self) -> None:
-        """Return when every job has ended: nothing reads or writes the engine's memory then."""
+        """Wait until every job has ended: then nothing reads or writes the engine's memory."""
         with self._condition:
             self._condition.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
-        """Finish what has begun; what waits fails. Nothing touches the engine's memory afterwards."""
+        """Finish the jobs that have begun; the waiting ones fail. Nothing touches the engine's memory afterwards."""
         self.is_closing = True
         for jobs in (self._loads, self._stores):
             jobs.put(None)
@@ -169,7 +169,7 @@ class PageJobs:
             self._condition.notify_all()
 
     def _load(self, job: PageJob, is_there: list[bool]) -> None:
-        """A page that is not there, any more or again, leaves a gap."""
+        """A page that is missing leaves a gap; the pages after it are still tried."""
         hashes = page_hashes(job.keys)
         position = num_gaps = 0
         while position < len(hashes) and num_gaps <= _MAX_GAPS:
@@ -191,7 +191,7 @@ class PageJobs:
                 self._num_to_store -= len(job.keys)
 
     def _store(self, job: PageJob, is_there: list[bool]) -> None:
-        """Piece by piece; after one of which nothing was taken, the rest is not tried."""
+        """Store piece by piece; after a piece of which nothing was taken, stop."""
         at_once = max(1, _PIECE_BYTES // self._page_bytes)
         for first in range(0, len(job.keys), at_once):
             part = slice(first, first + at_once)

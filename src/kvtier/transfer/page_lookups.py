@@ -1,8 +1,8 @@
 """What a cache server has of another engine's pages, for a scheduler that asks page by page and cannot wait. No torch.
 
-The scheduler's thread asks for an owner (a request), and hears "not known yet" at first. With the end of its step the
-questions go to a thread, which asks the server for all of an owner's pages at once and leases what is there, so that it
-is still there when it is loaded. What the server has on disk is read from then on.
+The scheduler's thread asks for an owner (a request); the answer is "not known yet" at first. At the end of its step,
+the questions go to a thread, which asks the server for all of an owner's pages at once and leases the hits, so that
+they are not evicted before they are loaded. The server begins to read those on its disk.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvtier.wire.messages import LISTED_CACHED
 logger = logging.getLogger(__name__)
 
 _HELD_S = 10.0
-"""A lease is given back after that, loaded from or not: a request may wait for ever."""
+"""Longest life of a lease, whether it was used or not: a request may wait forever."""
 
 
 class PresenceServer(Protocol):
-    """What is needed of a cache server's client. No call raises for a server that is dead, slow or hung."""
+    """The part of a cache server's client that is needed. No call raises if the server is dead, slow or hung."""
 
     def look(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> list[int]: ...
 
@@ -39,7 +39,7 @@ class PresenceServer(Protocol):
 
 @dataclass(slots=True)
 class _Owner:
-    """What a request has asked for: None while it is not known."""
+    """The pages that a request has asked for; None while unknown."""
 
     asked_at: float
     found: dict[bytes, bool | None] = field(default_factory=dict)
@@ -61,20 +61,24 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """Nothing more is loaded for this owner."""
+    """The owner loads these pages no more, or no page at all if `keys` is None."""
 
     owner: str
+    keys: frozenset[bytes] | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Held:
+    """`waiting` are the pages that are not loaded yet: the lease lasts until none is left."""
+
     owner: str
     lease: Lease
+    waiting: set[bytes]
     until: float
 
 
 class PageLookups:
-    """Of one engine. Its thread owns all leases."""
+    """The lookups of one engine. Its thread owns all leases."""
 
     def __init__(
         self,
@@ -85,8 +89,8 @@ class PageLookups:
         held_s: float = _HELD_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Leases are for at most `max_held` pages, which the thread asks for once, and may raise. What is not known
-        after `patience_s` is a miss.
+        """Leases cover at most `max_held` pages; the thread calls it once, and it may raise. A page that is still
+        unknown after `patience_s` is a miss.
         """
         self._server = server
         self._max_held = max_held
@@ -107,7 +111,7 @@ class PageLookups:
     # --- the scheduler's thread ------------------------------------------------------------------------------------
 
     def find(self, key: bytes, owner: str) -> bool | None:
-        """Whether the server has a page; None while that is being found out."""
+        """Whether the server has a page; None while that is unknown."""
         self._take_answers()
         asked = self._owners.get(owner)
         if asked is None:
@@ -123,7 +127,7 @@ class PageLookups:
         return found
 
     def send(self) -> None:
-        """The step is over: ask for what was not known."""
+        """The step is over: ask for the pages that were unknown."""
         self._take_answers()
         for owner, keys in self._unsent.items():
             self._orders.put(_Question(owner, keys, self._clock()))
@@ -135,21 +139,21 @@ class PageLookups:
         """The server has not answered everything yet."""
         return self._num_open > 0
 
-    def note_loaded(self, owner: str, missing_keys: Iterable[bytes]) -> None:
-        """A load for `owner` has ended. What did not come is a miss from now on, or it would be tried for ever."""
+    def note_loaded(self, owner: str, keys: Iterable[bytes], missing_keys: Iterable[bytes]) -> None:
+        """A load of `keys` for `owner` has ended. `missing_keys` are misses from now on, else vLLM retries forever."""
         asked = self._owners.get(owner)
         if asked is not None:
             asked.found |= dict.fromkeys(missing_keys, False)
-        self._orders.put(_Release(owner))
+        self._orders.put(_Release(owner, frozenset(keys)))
 
     def forget(self, owner: str) -> None:
         """The request is over."""
         self._unsent.pop(owner, None)
         if self._owners.pop(owner, None) is not None:
-            self._orders.put(_Release(owner))
+            self._orders.put(_Release(owner, None))
 
     def close(self) -> None:
-        """Give all leases back."""
+        """Release all leases."""
         self._orders.put(None)
         self._thread.join()
 
@@ -178,18 +182,19 @@ class PageLookups:
             if isinstance(order, _Question):
                 self._answers.append(_Answer(order.owner, order.keys, self._ask(order)))
             else:
-                self._release([held for held in self._held if held.owner == order.owner])
+                self._release(self._over(order))
         self._release(self._held)
 
     def _ask(self, question: _Question) -> list[bool]:
         missing = [False] * len(question.keys)
         if self._clock() - question.asked_at > self._patience_s:
-            return missing  # nobody waits for it any more
+            return missing  # its request is gone
         try:
             hashes = page_hashes(question.keys)
             flags = self._server.look(hashes)
             found = [bool(flag & LISTED_CACHED) for flag in flags]
-            self._hold(question.owner, [one for one, there in zip(hashes, found, strict=True) if there])
+            present = [number for number, is_present in enumerate(found) if is_present]
+            self._hold(question.owner, [question.keys[one] for one in present], [hashes[one] for one in present])
             return found
         except KvtierError as error:
             self._log.warning("lookup", "pages are not looked up: %s", str(error))
@@ -197,8 +202,8 @@ class PageLookups:
             logger.exception("pages are not looked up")
         return missing
 
-    def _hold(self, owner: str, hashes: Sequence[BlockHash]) -> None:
-        """What is not leased may be evicted before it is loaded, and is computed then."""
+    def _hold(self, owner: str, keys: Sequence[bytes], hashes: Sequence[BlockHash]) -> None:
+        """Lease as many pages as allowed. Others may be evicted before they are loaded, and are then computed."""
         if not hashes:
             return
         try:
@@ -212,7 +217,18 @@ class PageLookups:
             return
         lease = self._server.match(wanted)
         if lease.num_blocks:
-            self._held.append(_Held(owner, lease, self._clock() + self._held_s))
+            self._held.append(_Held(owner, lease, set(keys[: lease.num_blocks]), self._clock() + self._held_s))
+
+    def _over(self, release: _Release) -> list[_Held]:
+        """The owner's leases of which no page is still to be loaded."""
+        over: list[_Held] = []
+        for held in self._held:
+            if held.owner != release.owner:
+                continue
+            held.waiting.difference_update(held.waiting if release.keys is None else release.keys)
+            if not held.waiting:
+                over.append(held)
+        return over
 
     def _until_next_end(self) -> float | None:
         if not self._held:

@@ -1,7 +1,8 @@
 """Where the blocks of a sequence lie in pages of any size.
 
-A *part* is what one page has of one block: all of the block, or of the page, if that is smaller. Parts are numbered
-through all pages; the number is the part's *place*. Where pages have the size of blocks, places are page numbers.
+A *part* is what a page and a block have in common: all of the block, or all of the page, whichever is smaller. Parts
+are numbered across all pages; the number is the part's *place*. If pages are as large as blocks, places are page
+numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 def places_of(pages: Sequence[int], blocks: Sequence[int], *, page_tokens: int, block_tokens: int) -> list[int]:
     """The places of all parts of `blocks`, in order. `pages` are those of the blocks' sequence, from its start.
 
-    One of `page_tokens` and `block_tokens` is a multiple of the other.
+    Either `page_tokens` or `block_tokens` must be a multiple of the other.
     """
     if blocks:
         assert min(blocks) >= 0, "no such block"

@@ -1,14 +1,15 @@
-"""One prompt's way up: looked for in the tiers, loaded into the device's blocks, and handed over. No torch.
+"""One prompt's way up: matched in the tiers, loaded into the device's blocks, and handed over. No torch.
 
-A long prompt is hashed in pieces, a step has time for a few of them while others compute. Where the tiers answer at
-once it is looked for in pieces too: the first is loaded while the next are hashed, and each that is found is handed to
-the tiers' threads behind the one before. The engine's thread calls everything; nothing here waits.
+A long prompt is hashed in pieces, of which a step has time for a few while other prompts compute. Where the tiers
+answer at once, it is also matched in pieces: the first is loaded while the next are hashed, and each further hit is
+handed to the tiers' threads behind the one before. The engine's thread calls everything; nothing here waits.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,47 +42,47 @@ class PromptBlocks(Protocol):
 
     @property
     def hashes(self) -> list[BlockHash]:
-        """Those of its full blocks that were hashed so far."""
+        """The hashes of its full blocks, as far as they were computed."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known."""
+        """Number of tokens known so far."""
         ...
 
     @property
     def num_computed(self) -> int:
-        """Tokens that need not be computed any more. The last token always is."""
+        """Tokens already available. The last is always computed."""
         ...
 
     @property
     def num_filled(self) -> int:
-        """Tokens whose KV the blocks have: `num_computed`, or with the last token one more."""
+        """Tokens whose KV is in the blocks: `num_computed`, or one more if that includes the last token."""
         ...
 
     @property
     def num_wanted(self) -> int:
-        """Leading blocks that are of use if they are found."""
+        """Leading blocks that are useful if they are hits."""
         ...
 
     def hash_up_to(self, end: int | None) -> None:
-        """Hash full blocks of known tokens, no further than block `end` from now on; all of them without one."""
+        """Hash full blocks of known tokens, but none beyond block `end` from now on; without `end`, all of them."""
         ...
 
     def extend_hashes(self) -> None:
-        """Hash the full blocks of known tokens that are not hashed yet, as far as that may go."""
+        """Hash the full blocks of known tokens that are not hashed yet, up to the limit of `hash_up_to`."""
         ...
 
     def num_on_device(self) -> int:
-        """Leading blocks that the device has, or is going to compute for another prompt."""
+        """Leading blocks that the device has, or will compute for another prompt."""
         ...
 
     def extend(self) -> bool:
-        """Take what the device has of the next blocks. False when another prompt is computing the next one: wait."""
+        """Take the next blocks that the device has. False if another prompt is computing the next one: wait."""
         ...
 
     def grow(self, num_blocks: int) -> bool:
-        """Have `num_blocks` blocks, to be loaded into. False, and nothing changes, when there is no room."""
+        """Have `num_blocks` blocks, to load into. False, and nothing changes, if there is no room."""
         ...
 
     def fill(self, num_blocks: int) -> None:
@@ -89,11 +90,11 @@ class PromptBlocks(Protocol):
         ...
 
     def show(self) -> None:
-        """What was loaded is there for every later step, and for other prompts."""
+        """Loaded blocks are now valid for every later step and for other prompts."""
         ...
 
     def unclaim(self) -> None:
-        """Blocks that were taken beyond `num_computed` are not going to be loaded: no prompt need wait for them."""
+        """Blocks taken beyond `num_computed` will not be loaded: no prompt need wait for them."""
         ...
 
     def lease(self, first: int, end: int) -> DeviceLease:
@@ -102,22 +103,22 @@ class PromptBlocks(Protocol):
 
 
 class State(enum.Enum):
-    """Where a prompt is on its way up."""
+    """How far a prompt's prefetch has come."""
 
     UNASKED = enum.auto()
     MATCHING = enum.auto()
-    """The tiers were asked. What they have is not known yet, or nothing of it is being loaded."""
+    """The tiers were asked. Their answer is unknown yet, or none of it is being loaded."""
     LOADING = enum.auto()
-    """Blocks come from the front, or are taken for that."""
+    """Blocks come from the front, or blocks of the device are being taken for that."""
     MEETING = enum.auto()
     """Blocks come from the back while the front is computed."""
     SETTLED = enum.auto()
-    """No more is loaded."""
+    """Loading is finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What may be computed of a prompt now: nothing, at most `num_tokens`, or all that is left."""
+    """How much of a prompt may be computed now: nothing, at most `num_tokens`, or all that is left."""
 
     may_compute: bool
     num_tokens: int | None = None
@@ -129,7 +130,7 @@ READY = Verdict(True)
 
 @dataclass(frozen=True, slots=True)
 class MatchEnding:
-    """Why no more of a prompt was cached: what `tier` said of the block at `position`."""
+    """Why no more of a prompt was cached: `tier` gave `reason` for the block at `position`."""
 
     position: int
     reason: MatchEnd
@@ -138,30 +139,46 @@ class MatchEnding:
 
 
 @dataclass(slots=True)
+class History:
+    """What was done for a prompt. Times are `time.monotonic`, zero until the event first happens.
+
+    `loaded_spans` has the first and the end of each run of loaded blocks. `loaded_tokens` is by source tier, and counts
+    until the prompt first gives up its blocks.
+    """
+
+    asked_at: float = 0.0
+    answered_at: float = 0.0
+    load_began_at: float = 0.0
+    load_ended_at: float = 0.0
+    loaded_spans: list[tuple[int, int]] = field(default_factory=list)
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class SharedState:
-    """What the prefetches of one device share."""
+    """State that the prefetches of one device share."""
 
     traffic: Traffic
     budget: MatchBudget
     last_steps: list[int]
-    """For each block of the device the last step that may read or write it for the prompt that had it before."""
+    """For each block of the device, the last step that may read or write it for the prompt that had it before."""
     looking: list[Prefetch] = field(default_factory=list)
     """Prompts only partly looked up: every block so far was a hit."""
     growing: dict[Prefetch, int] = field(default_factory=dict)
-    """Prompts that lack blocks for what they load next, and how many blocks they are going to have."""
+    """Prompts that lack blocks for what they load next, and how many blocks they will have."""
     announced: dict[BlockHash, Prefetch] = field(default_factory=dict)
-    """By block, the prompt that computes it, or has computed it."""
+    """By block: the prompt that computes it, or has computed it."""
     arrivals: list[Copies] = field(default_factory=list)
     """Copies to the device that the next step waits for."""
     has_unmatched: bool = False
-    """Prompts wait that were not looked for, so that what was found for others is loaded first: poll again soon."""
+    """Some waiting prompts were not matched, so that hits of others are loaded first: poll again soon."""
     generation: object = None
     offered_again: set[BlockHash] | None = None
-    """Once a tier was away, and may lack what it was offered before: what was offered since."""
+    """None until a tier was away and may have lost earlier offers; from then on, the blocks offered since."""
 
 
 class Prefetch:
-    """Of one prompt. `load` and `next_loads` are on their way into its blocks, each behind the one before."""
+    """The prefetch of one prompt. `load` and `next_loads` are on their way into its blocks, one behind another."""
 
     __slots__ = (
         "_found",
@@ -169,13 +186,14 @@ class Prefetch:
         "_was_left",
         "blocks",
         "ending",
+        "history",
         "is_admitted",
         "is_announced",
         "load",
-        "loaded_tokens",
         "match",
         "next_loads",
         "num_offered",
+        "offers_all",
         "state",
     )
 
@@ -187,10 +205,11 @@ class Prefetch:
         self.load: Load | None = None
         self.next_loads: deque[Load] = deque()
         self.ending: MatchEnding | None = None
-        self.loaded_tokens: dict[str, int] = {}
-        """By the tier they came from, until the prompt first left its blocks."""
+        self.history = History()
         self.num_offered = 0
-        """Blocks that the tiers were offered, or have."""
+        """Leading blocks that the tiers were offered, or have."""
+        self.offers_all = False
+        """The tiers are offered the whole prompt, even what the device already has: they may have dropped that."""
         self.is_announced = False
         self.is_admitted = False
         """The prompt has blocks, until it leaves."""
@@ -206,12 +225,12 @@ class Prefetch:
 
     @property
     def is_looking(self) -> bool:
-        """More of the prompt may be found yet, behind what was found so far."""
+        """More of the prompt may still be found, behind what was found so far."""
         return self.match is not None and (self.match.is_matching or self.has_more)
 
     @property
     def has_more(self) -> bool:
-        """All that was asked for was found, and it was not all of the prompt."""
+        """Everything looked up was a hit, and the prompt goes on."""
         match = self.match
         return match is not None and match.has_all and match.asked_end < self.blocks.num_wanted
 
@@ -224,6 +243,7 @@ class Prefetch:
             self._ask(first, hashes)
 
     def _ask(self, first: int, hashes: list[BlockHash]) -> TierMatch:
+        self.history.asked_at = self.history.asked_at or time.monotonic()
         num_more = self.blocks.num_wanted - len(hashes)
         match = self.match = self._shared.traffic.matcher.match(first, hashes[first:], num_more)
         self.state = State.MATCHING
@@ -236,7 +256,7 @@ class Prefetch:
         return match
 
     def look_further(self, *, is_idle: bool) -> bool:
-        """Look for the next piece of the prompt, and load what is found. False when there was nothing to do."""
+        """Look for the next piece of the prompt, and load the hits. False if there was nothing to do."""
         match = self.match
         assert match is not None
         was_matching = match.is_matching
@@ -251,9 +271,9 @@ class Prefetch:
         return not was_matching
 
     def _is_current(self) -> bool:
-        """False, and the tiers are asked again, when things have changed since they were asked.
+        """False, and the tiers are asked again, if things have changed since they were asked.
 
-        The device has lost what was there then, or another prompt has begun to compute what was not.
+        The device has lost blocks that it had then, or another prompt has begun to compute blocks that were missing.
         """
         match = self.match
         assert match is not None
@@ -274,7 +294,7 @@ class Prefetch:
             self._shared.looking.remove(self)
 
     def _hash_piece(self, *, is_idle: bool) -> list[BlockHash]:
-        """Hash some more of the prompt. Returns all wanted hashes so far."""
+        """Hash another piece of the prompt. Returns all wanted hashes so far."""
         shared, num_hashed = self._shared, len(self.blocks.hashes)
         num_loads = shared.traffic.loading.num_loads
         end = num_hashed + shared.budget.next_piece(num_hashed, is_idle=is_idle, num_loads=num_loads)
@@ -282,7 +302,7 @@ class Prefetch:
         return self._hashed()
 
     def _hashed(self) -> list[BlockHash]:
-        """The hashes of all wanted blocks that may be known by now."""
+        """The hashes of all wanted blocks, as far as they may be computed by now."""
         self.blocks.extend_hashes()
         self._shared.traffic.learn(self.blocks.hashes)
         return self.blocks.hashes[: self.blocks.num_wanted]
@@ -290,9 +310,9 @@ class Prefetch:
     # --- verdicts --------------------------------------------------------------------------------------------------
 
     def admission(self) -> Verdict | LoadPlan:
-        """What a waiting prompt begins with, now that the device's own cache was looked at.
+        """What a waiting prompt begins with, now that the device's own cache was searched.
 
-        `WAIT` while the tiers have not answered, a plan to be begun once the prompt has blocks, or `READY`.
+        `WAIT` while the tiers have not answered, a plan to begin once the prompt has blocks, or `READY`.
         """
         if self.state is State.SETTLED:
             return READY
@@ -303,11 +323,11 @@ class Prefetch:
             return plan
         if self.is_looking:
             return WAIT
-        self._stop_looking()  # that may have turned out since the poll: all of the prompt can be hashed
+        self._stop_looking()  # this may have become clear only since the poll: now all of the prompt can be hashed
         return READY
 
     def advance(self, num_tokens: int, *, is_alone: bool) -> Verdict:
-        """What may be computed of the next `num_tokens` of a running prompt. If it `is_alone`, no other prompt runs."""
+        """How much of the next `num_tokens` of a running prompt may be computed. `is_alone`: no other prompt runs."""
         if self.load is not None:
             if not self._see_load():
                 return WAIT
@@ -330,14 +350,15 @@ class Prefetch:
         match = self.match
         if match is None or match.is_matching or offset:
             return None
+        self.history.answered_at = self.history.answered_at or time.monotonic()
         if match.decided is None or match.decided.first != position:
             match.decided = self._shared.traffic.loading.plan(match, position, self.blocks.num_tokens)
         return match.decided
 
     def grow(self, plan: LoadPlan, *, is_alone: bool) -> bool:
-        """Take blocks for `plan`, no more than some of them while other prompts compute.
+        """Take blocks for `plan`, only some of them while other prompts compute.
 
-        False, and nothing changes, when there is no room.
+        False, and nothing changes, if there is no room.
         """
         end, budget = plan.end, self._shared.budget
         if not is_alone and not budget.is_idle:
@@ -345,7 +366,7 @@ class Prefetch:
         return self.blocks.grow(end)
 
     def begin(self, plan: LoadPlan, num_tokens: int) -> Verdict:
-        """Load `plan` into the prompt's blocks, once it has them all. What may be computed beside that."""
+        """Load `plan` into the prompt's blocks, once it has them all. Returns what may be computed meanwhile."""
         assert self.match is not None
         if len(self.blocks.ids) < plan.end:
             self.state = State.LOADING
@@ -375,7 +396,7 @@ class Prefetch:
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def _load_ahead(self) -> None:
-        """Load what follows on the loads under way from the same tier, unless it is to be computed or lacks room."""
+        """Load what follows the loads in flight from the same tier, unless it is to be computed or lacks room."""
         match, load = self.match, self.load
         assert match is not None
         while load is not None and load.plan.order is Order.FRONT:
@@ -384,7 +405,7 @@ class Prefetch:
             if plan is None or plan.order is not Order.FRONT or plan.span.tier != last.plan.span.tier:
                 return
             if plan.span.lease is last.plan.span.lease:
-                return  # a lease is one thread's at a time
+                return  # only one thread may use a lease at a time
             if not self.blocks.grow(plan.end):
                 return
             self.next_loads.append(self._start(plan, last))
@@ -392,13 +413,14 @@ class Prefetch:
     def _start(self, plan: LoadPlan, behind: Load | None = None) -> Load:
         assert self.match is not None
         self.match.decided = None
+        self.history.load_began_at = self.history.load_began_at or time.monotonic()
         hashes = self.blocks.hashes[plan.first : plan.end]
         ids = self.blocks.ids[plan.first : plan.end]
         after_step = max(map(self._shared.last_steps.__getitem__, ids))
         return self._shared.traffic.loading.load(self.match, plan, hashes, ids, after_step, behind)
 
     def _see_load(self) -> bool:
-        """See how far the load is. False when there is nothing to do but wait for it."""
+        """See how far the load is. False if there is nothing to do but wait for it."""
         load = self.load
         assert load is not None
         if self._shared.traffic.loading.is_late(load, self.blocks.num_tokens):
@@ -414,9 +436,9 @@ class Prefetch:
         return True
 
     def start_early(self, *, is_alone: bool) -> bool:
-        """Everything was handed to the device: go on as if it had arrived, each layer after its own arrival.
+        """If everything was handed to the device: go on as if it had arrived, each layer after its own arrival.
 
-        Unless the prompt `is_alone` in its step, only if the rest comes while the device does other things.
+        Unless the prompt `is_alone` in its step, only if the rest arrives while the device does other things.
         """
         assert self.load is not None
         shared, loads = self._shared, [self.load, *self.next_loads]
@@ -433,9 +455,14 @@ class Prefetch:
         return True
 
     def settle(self) -> None:
-        """No more is loaded: what ended the match is what the prompt says of itself."""
+        """Finish loading: the end of the match becomes the prompt's `ending`.
+
+        There is none if the tiers were not asked yet; then they are not asked until the prompt leaves its blocks.
+        """
         match = self.match
         if match is None:
+            if self.state is State.UNASKED:
+                self.state = State.SETTLED
             return
         if self.ending is None:
             self.ending = _ending_of(match, self.blocks)
@@ -448,7 +475,7 @@ class Prefetch:
         self._stop_looking()
 
     def _abandon(self, load: Load) -> None:
-        """Late: what has arrived is used, the rest is computed."""
+        """The load is late: blocks that have arrived are used, the rest is computed."""
         self._abandon_next()
         self._shared.traffic.loading.abandon_late(load)
         if load.plan.order is Order.FRONT:
@@ -463,19 +490,23 @@ class Prefetch:
             self._shared.traffic.loading.abandon(self.next_loads.popleft())
 
     def _end(self, load: Load) -> None:
-        """Count what arrived as computed; if that is all, the next load is the prompt's."""
+        """Count the arrived blocks as computed; if all came, the next load takes its place."""
         blocks, tier = self.blocks, load.plan.span.tier
+        self.history.load_ended_at = time.monotonic()
         if load.plan.order is Order.BACK:
             self._shared.traffic.loading.note_met(load)
         first, end = load.arrived()
         if end > first:
             blocks.fill(end)
+            self.history.loaded_spans.append((first, end))
             if not self._was_left:
                 num_loaded = blocks.num_computed - first * blocks.block_tokens
-                self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_loaded
+                loaded_tokens = self.history.loaded_tokens
+                loaded_tokens[tier] = loaded_tokens.get(tier, 0) + num_loaded
             self._found.note(first, end)
-            # A tier that was away may lack what another had; but what is still on its way must not be offered.
-            if self._shared.offered_again is None or not load.is_over:
+            # A tier that was away may lack what another tier had. But blocks still on their way must not be offered.
+            may_lack = self.offers_all or self._shared.offered_again is not None
+            if not may_lack or not load.is_over:
                 self.num_offered = end
         self.load = None
         if end < load.plan.end:
@@ -493,9 +524,9 @@ class Prefetch:
             blocks.show()
 
     def has_room(self, num_blocks: int, num_free_blocks: int) -> bool:
-        """There are blocks for the first `num_blocks`, and for all that is still to be loaded for admitted prompts.
+        """Whether there are blocks for the first `num_blocks`, and for all that admitted prompts are still to load.
 
-        Also for what was found of this prompt behind that, or may be found yet.
+        Also counts hits of this prompt behind that, and those that may still be found.
         """
         shared, match = self._shared, self.match
         if self in shared.looking:
@@ -512,11 +543,13 @@ class Prefetch:
     # --- storing, and the end --------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """The prompt has what the device has of it. A tier that was away since is offered that once more."""
+        """The prompt has the blocks that the device had of it. If a tier was away since, they are offered once more."""
         shared, blocks = self._shared, self.blocks
         self.is_admitted = True
         self.num_offered = blocks.num_filled // blocks.block_tokens
         self._found.note(0, self.num_offered)
+        if self.offers_all:
+            self.num_offered = 0
         if not blocks.num_computed:
             return
         generation = shared.traffic.generation
@@ -531,9 +564,9 @@ class Prefetch:
         self.num_offered = min(self.num_offered, num_known)
 
     def filled(self) -> None:
-        """Full blocks of known tokens go to the tiers once the device has done what was handed to it.
+        """Offer full blocks of known tokens to the tiers, once the device has done what was handed to it.
 
-        So do segments that were found in part, to a tier that keeps them whole.
+        Also offers segments that were hits in part, to a tier that keeps whole segments.
         """
         blocks, first, traffic = self.blocks, self.num_offered, self._shared.traffic
         num_full = min(blocks.num_computed, blocks.num_tokens) // blocks.block_tokens
@@ -549,7 +582,7 @@ class Prefetch:
             traffic.storer.offer_segment(blocks.hashes[start:end], blocks.lease(start, end))
 
     def announce(self) -> None:
-        """The prompt begins to be computed: other prompts wait for its blocks."""
+        """Computing the prompt begins: other prompts wait for its blocks."""
         if self.is_announced or self.load is not None:
             return
         self.is_announced = True
@@ -561,7 +594,7 @@ class Prefetch:
         self._shared.traffic.storer.announce(self, hashes)
 
     def leave(self) -> None:
-        """The prompt gives up its blocks: nothing is loaded into them any more. It may be asked for again."""
+        """The prompt gives up its blocks: nothing more is loaded into them. Its prefetch may begin again."""
         shared, traffic = self._shared, self._shared.traffic
         last_steps, num_steps = shared.last_steps, traffic.marks.num_steps
         for block_id in self.blocks.ids:
@@ -588,14 +621,14 @@ class Prefetch:
 
 
 class NoPrefetch(Prefetch):
-    """Of every prompt of an engine without tiers: settled, and nothing is stored."""
+    """The prefetch of every prompt of an engine without tiers: settled, and nothing is stored."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
         self.state = State.SETTLED
         self.match = self.load = self.ending = None
-        self.loaded_tokens = {}
+        self.history = History()
 
     def has_room(self, num_blocks: int, num_free_blocks: int) -> bool:
         return True
@@ -614,10 +647,10 @@ class NoPrefetch(Prefetch):
 
 
 def _ending_of(match: TierMatch, blocks: PromptBlocks) -> MatchEnding:
-    """What ended a match, of a prompt for which no more is loaded."""
+    """What ended the match of a prompt for which no more is loaded."""
     block_tokens = blocks.block_tokens
     position = blocks.num_filled // block_tokens
-    # What meets from the back leaves out the block of the last token, found or not.
+    # Loading from the back leaves out the block of the last token, whether it was a hit or not.
     before_last = (blocks.num_tokens - 1) // block_tokens
     if position >= (before_last if match.has_all else blocks.num_wanted):
         return MatchEnding(position, MatchEnd.ALL, "")

@@ -1,4 +1,4 @@
-"""Pushes stored blocks on to tiers out of reach, from the host's tier. One thread; best effort. No torch."""
+"""Pushes stored blocks from the host tier on to remote tiers. One thread; best effort. No torch."""
 
 from __future__ import annotations
 
@@ -24,41 +24,59 @@ _CLOSE_S = 1.0
 
 
 class _Push(NamedTuple):
-    """Blocks, and whom they are for. Of a whole segment all are pushed, or none."""
+    """Blocks, and the tiers they are for. A segment is pushed completely or not at all."""
 
     hashes: Sequence[BlockHash]
     guards: Sequence[Guard]
     is_segment: bool = False
 
 
+class _Withdrawal(NamedTuple):
+    """Announced blocks: those that were not pushed before this will not be."""
+
+    hashes: Sequence[BlockHash]
+
+
 class Pusher:
-    """To the tiers of `guards`. What comes faster than it can be pushed is refused."""
+    """Pushes to the tiers of `guards`. A backlog beyond the limit is refused."""
 
     def __init__(
         self, host: StagingTier, guards: Sequence[Guard], metrics: TierMetrics, let_pass: Callable[[], None] | None
     ) -> None:
-        """Its thread does `let_pass` where it can (`latency_guard`)."""
+        """At safe points, its thread calls `let_pass` (see `latency_guard`)."""
         self._host = host
         self._guards = guards
         self._segmented = [guard for guard in guards if guard.tier.segmented is not None]
         self._metrics = metrics
         self._until = float("inf")
-        self._jobs: queue.Queue[_Push | threading.Event | None] = queue.Queue(_MAX_PUSHES)
+        self._jobs: queue.Queue[_Push | _Withdrawal | threading.Event | None] = queue.Queue(_MAX_PUSHES)
         self._thread = threading.Thread(target=self._run, args=(let_pass,), name="kvtier-push", daemon=True)
         self._thread.start()
 
+    def announce(self, hashes: Sequence[BlockHash]) -> None:
+        """These blocks are being computed and will be pushed: other hosts need not compute them. Never waits."""
+        for guard in self._guards:
+            guard.tier.announce(hashes)
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        """Of these announced blocks, no more will be pushed. Never waits."""
+        try:
+            self._jobs.put_nowait(_Withdrawal(hashes))
+        except queue.Full:
+            self._withdraw(hashes)
+
     def push(self, hashes: Sequence[BlockHash]) -> None:
-        """Never waits."""
+        """Push blocks to all tiers. Never waits."""
         step = max(1, _PUSH_BYTES // self._host.layout.block_bytes)
         for first in range(0, len(hashes), step):
             self._put(_Push(hashes[first : first + step], self._guards))
 
     def push_segment(self, hashes: Sequence[BlockHash]) -> None:
-        """All of a segment at once, to tiers that keep it whole or not at all. Never waits."""
+        """Push a whole segment to the tiers that keep only whole ones. Never waits."""
         self._put(_Push(hashes, self._segmented, is_segment=True))
 
     def refuse_segment(self, hashes: Sequence[BlockHash]) -> None:
-        """It was to be pushed, and cannot be."""
+        """Count a segment that cannot be pushed."""
         self._refuse(_Push(hashes, self._segmented))
 
     def _put(self, push: _Push) -> None:
@@ -68,7 +86,7 @@ class Pusher:
             self._refuse(push)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all pushes so far are done or given up. False when that takes too long."""
+        """Wait until all pushes so far are done or dropped. False on timeout."""
         deadline = time.monotonic() + timeout_s
         pushed = threading.Event()
         try:
@@ -78,7 +96,7 @@ class Pusher:
         return pushed.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """What is not pushed within a moment is not pushed."""
+        """Pushes that are not done within a moment are dropped."""
         self._until = time.monotonic() + _CLOSE_S
         self._jobs.put(None)
         self._thread.join()
@@ -91,19 +109,21 @@ class Pusher:
             if isinstance(job, threading.Event):
                 job.set()
                 continue
-            if time.monotonic() > self._until:
-                self._refuse(job)
-                continue
             try:
-                self._push(job)
+                if isinstance(job, _Withdrawal):
+                    self._withdraw(job.hashes)
+                elif time.monotonic() > self._until:
+                    self._refuse(job)
+                else:
+                    self._push(job)
             except Exception:
                 logger.exception("pushing blocks failed")
 
     def _push(self, push: _Push) -> None:
-        """As far as the blocks are still in the host's tier."""
+        """Push the leading blocks that are still in the host tier."""
         metrics, hashes = self._metrics, push.hashes
-        with self._host.match(hashes) as lease:
-            if lease.num_blocks < len(hashes):  # the host's tier is too small to keep them until now
+        with self._host.hold(hashes) as lease:
+            if lease.num_blocks < len(hashes):  # the host tier was too small to keep them
                 self._refuse(push if push.is_segment else push._replace(hashes=hashes[lease.num_blocks :]))
             if not lease.num_blocks or (push.is_segment and lease.num_blocks < len(hashes)):
                 return
@@ -121,6 +141,10 @@ class Pusher:
                     metrics.stored_blocks.labels(tier=name).inc(num_stored)
                     metrics.stored_bytes.labels(tier=name).inc(num_stored * guard.tier.layout.block_bytes)
                     metrics.store_seconds.labels(tier=name).inc(time.monotonic() - started_at)
+
+    def _withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        for guard in self._guards:
+            guard.tier.withdraw(hashes)
 
     def _refuse(self, push: _Push) -> None:
         for guard in push.guards:

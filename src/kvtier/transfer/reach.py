@@ -1,8 +1,8 @@
 """How far back the layers of a model look, and where a prefix can be resumed. No torch.
 
-A model may keep its KV in several *groups* of layers, each in blocks of its own size: full attention looks back to the
-first token, a sliding window over some tokens, chunked attention to the start of its chunk, and a recurrent layer at
-the state of the token before. A prefix can be resumed at a boundary where every group has the blocks that it reaches.
+A model may keep its KV in several *groups* of layers, each in blocks of its own size. Full attention looks back to the
+first token, a sliding window at some tokens, chunked attention to the start of its chunk, and a recurrent layer only at
+the state after the token before. A prefix can be resumed at a boundary where every group has the blocks it reaches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class Attention(enum.Enum):
-    """What a token looks back at. The values are words for people."""
+    """What a token looks back at. The values are shown to users."""
 
     FULL = "full attention"
     WINDOW = "a sliding window"
@@ -23,7 +23,7 @@ class Attention(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Of a group with blocks of `block_tokens`: `span_tokens` are those of its window, or of its chunks."""
+    """The reach of a group with blocks of `block_tokens`. `span_tokens` is the size of its window or of its chunks."""
 
     attention: Attention
     block_tokens: int
@@ -34,7 +34,7 @@ class Reach:
         assert (self.span_tokens > 0) == (self.attention in (Attention.WINDOW, Attention.CHUNK))
 
     def first_block(self, num_tokens: int) -> int:
-        """The first block that the token after `num_tokens` may look at; `num_tokens` end a block."""
+        """The first block that the token after `num_tokens` may look at; `num_tokens` must end a block."""
         end = num_tokens // self.block_tokens
         if self.attention is Attention.FULL:
             return 0
@@ -49,9 +49,10 @@ class Reach:
 def longest_resumable(
     groups: Sequence[tuple[Reach, Sequence[bool]]], unit_tokens: int, max_tokens: int, first_token: int = 0
 ) -> int:
-    """The last boundary, a multiple of `unit_tokens` up to `max_tokens`, where every group has all that it reaches.
+    """The last boundary, a multiple of `unit_tokens` up to `max_tokens`, where every group has all blocks it reaches.
 
-    Each group comes with which of its blocks are present; those before `first_token` need not be. 0 when there is none.
+    Each group comes with the presence of its blocks; those before `first_token` need not be present. 0 if there is
+    none.
     """
     runs = [_run_starts(present, first_token // reach.block_tokens) for reach, present in groups]
     for num_tokens in range(max_tokens // unit_tokens * unit_tokens, first_token, -unit_tokens):
@@ -65,7 +66,7 @@ def longest_resumable(
 
 
 def _run_starts(present: Sequence[bool], first: int) -> list[int]:
-    """For each end, where the run of blocks begins that are present up to it; all before `first` are."""
+    """For each end, where the run of present blocks before it begins; blocks before `first` count as present."""
     starts = [0]
     for number, is_present in enumerate(present):
         starts.append(starts[-1] if is_present or number < first else number + 1)

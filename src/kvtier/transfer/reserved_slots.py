@@ -1,6 +1,6 @@
 """Slots of one tier of this host, reserved for blocks before they are computed or when they are stored. No torch.
 
-Only the storing thread uses them. A tier that fails or is full loses what it was offered.
+Used by the storing thread only. A tier that fails or is full loses what it was offered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier.transfer.copier import Copier, Copies, Mark
 
 @dataclass(eq=False, slots=True)
 class _Slots:
-    """A reservation whose slots are filled one after the other."""
+    """A reservation whose slots are filled one after another."""
 
     reservation: Reservation
     num_open: int
@@ -28,7 +28,7 @@ class _Slots:
 
 @dataclass(slots=True)
 class SlotCopies:
-    """Slots that are being written: for each reservation the numbers of its slots."""
+    """Slots that are being written: for each reservation, the numbers of its slots."""
 
     slots: list[tuple[_Slots, list[int]]] = field(default_factory=list)
     begun: list[Copies] = field(default_factory=list)
@@ -36,7 +36,7 @@ class SlotCopies:
 
 
 class ReservedSlots:
-    """For one tier."""
+    """The reserved slots in one tier."""
 
     def __init__(self, guard: Guard, copier: Copier, metrics: TierMetrics) -> None:
         self._guard = guard
@@ -50,10 +50,10 @@ class ReservedSlots:
         self._places: dict[BlockHash, tuple[_Slots, int]] = {}
         self._announced: dict[object, list[tuple[BlockHash, _Slots]]] = {}
         self.is_staging = guard.tier.staging is not None
-        """What is on its way to tiers out of reach passes through here."""
+        """Blocks for remote tiers pass through this tier."""
         self.num_stored = 0
         self.num_refused = 0
-        """Blocks that the tier did not take, for want of room or because it failed."""
+        """Blocks that the tier did not take, for lack of room or because it failed."""
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
         made = self.make(hashes)
@@ -62,18 +62,18 @@ class ReservedSlots:
             known += [(block_hash, self._places[block_hash][0]) for block_hash in made]
 
     def withdraw(self, owner: object) -> None:
-        """Give back the places that were made for `owner` and are not used."""
+        """Give back the slots that were reserved for `owner` and are unused."""
         announced = self._announced.pop(owner, ())
         self.give_back(
             [known for known, slots in announced if known in self._places and self._places[known][0] is slots]
         )
 
     def make(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Places for all of them that the tier lacks; for which they were made now."""
+        """Reserve slots for all of them that the tier lacks. Returns the hashes for which slots were reserved now."""
         return self._reserve([block_hash for block_hash in hashes if block_hash not in self._places])
 
     def copy(self, ids: dict[BlockHash, int], after: Mark) -> SlotCopies:
-        """Begin to copy the blocks that have a place."""
+        """Begin to copy the blocks that have a slot."""
         copy = SlotCopies(started_at=time.monotonic())
         by_slots: dict[int, tuple[_Slots, list[tuple[int, int]]]] = {}
         for block_hash, block_id in ids.items():
@@ -93,7 +93,7 @@ class ReservedSlots:
         return copy
 
     def wait(self, copy: SlotCopies) -> None:
-        """Until the copies are done; what failed is not committed."""
+        """Wait until the copies are done; failed ones will not be committed."""
         arrived = []
         for slots, copies in zip(copy.slots, copy.begun, strict=True):
             with self._guard.watched():
@@ -102,7 +102,7 @@ class ReservedSlots:
         copy.slots = arrived
 
     def commit(self, copy: SlotCopies) -> None:
-        """The bytes are there: show them."""
+        """Commit slots whose bytes are written."""
         num_stored = 0
         for slots, numbers in copy.slots:
             with self._guard.watched():
@@ -118,7 +118,7 @@ class ReservedSlots:
             self._store_seconds.inc(time.monotonic() - copy.started_at)
 
     def give_back(self, hashes: Sequence[BlockHash]) -> None:
-        """Their places are done with; a reservation without open ones ends."""
+        """Give up their slots; a reservation without open slots is closed."""
         for block_hash in hashes:
             place = self._places.pop(block_hash, None)
             if place is None:
@@ -137,7 +137,7 @@ class ReservedSlots:
         self._refused_blocks.inc(num_blocks)
 
     def _reserve(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Places for those of `hashes` that are neither there nor being written."""
+        """Reserve slots for those of `hashes` that are neither stored nor being written."""
         if not hashes:
             return []
         reservation = None if self._guard.is_resting else self._reservation(hashes)
@@ -158,7 +158,7 @@ class ReservedSlots:
         return made
 
     def _reservation(self, hashes: Sequence[BlockHash]) -> Reservation | None:
-        """None when the tier fails, or has room for none of them."""
+        """None if the tier fails, or has no room for any of them."""
         with self._guard.watched():
             try:
                 return self._tier.reserve(hashes)
@@ -168,7 +168,7 @@ class ReservedSlots:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Rising numbers as (first, count) of neighbours."""
+    """Ascending numbers as (first, count) of runs."""
     runs: list[tuple[int, int]] = []
     for _, group in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]

@@ -1,7 +1,7 @@
-"""Stores of an engine with several ranks, each of which has some of a block's heads. No torch.
+"""Stores of an engine with several ranks, each of which holds some of a block's heads. No torch.
 
-The scheduler reserves the slots, on a thread; every rank writes its heads into them; when all have, the scheduler
-commits. So nobody sees a block before it is whole, and one that a rank failed to write is given back.
+The scheduler reserves the slots, on a thread; every rank writes its heads into them; once all have, the scheduler
+commits. So no client sees a partial block, and a slot that a rank failed to write is given back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvtier.transfer.copier import Copier, Mark
 logger = logging.getLogger(__name__)
 
 StoreT = TypeVar("StoreT")
-"""What the scheduler tells the ranks of a store, beside its slots."""
+"""What the scheduler tells the ranks about a store, besides its slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the scheduler has reserved room: `offsets[i]`, in the arena with this inode, is for `positions[i]`.
+    """Room that the scheduler has reserved: `offsets[i]`, in the arena with `arena_inode`, is for `positions[i]`.
 
-    It is the scheduler's process, `holder_pid`, that holds it: when that is gone, so is the room. Picklable.
+    The scheduler's process, `holder_pid`, holds the reservation: when the process ends, so does the room. Picklable.
     """
 
     job: int
@@ -47,7 +47,7 @@ class Slots:
 
 @dataclass(slots=True)
 class _Job:
-    """Being written by the ranks."""
+    """A store being written by the ranks."""
 
     reservation: Reservation
     num_written: int = 0
@@ -55,7 +55,7 @@ class _Job:
 
 
 class SharedStores(Generic[StoreT]):
-    """The scheduler's half. Called by its thread; what waits for the server is done by `threads`."""
+    """The scheduler's half. Called by its thread; `threads` do whatever waits for the server."""
 
     def __init__(self, client: CacheClient, num_ranks: int, threads: ThreadPoolExecutor) -> None:
         self._client = client
@@ -67,11 +67,11 @@ class SharedStores(Generic[StoreT]):
         self._log = LogLimit(logger)
 
     def begin(self, key: str, hashes: Sequence[BlockHash], store: StoreT) -> None:
-        """Find room for `hashes`."""
+        """Reserve room for `hashes`."""
         self._reserving.setdefault(key, []).append((store, self._threads.submit(self._reserve, hashes)))
 
     def take_ready(self) -> list[tuple[StoreT, Slots]]:
-        """Stores for which there is room now: to be written by every rank."""
+        """The stores that now have room, to be written by every rank."""
         ready = []
         for key, waiting in list(self._reserving.items()):
             while waiting and waiting[0][1].done():
@@ -84,18 +84,18 @@ class SharedStores(Generic[StoreT]):
         return ready
 
     def is_waiting(self, key: str) -> bool:
-        """Some of its stores have not been handed to the ranks yet."""
+        """Whether some of its stores have not been handed to the ranks yet."""
         return key in self._reserving
 
     def drop(self, key: str) -> bool:
-        """Its pages are gone: what the ranks do not have yet is not stored. Whether there was something."""
+        """Its pages are gone: parts that the ranks do not have yet are not stored. Whether there were any."""
         waiting = self._reserving.pop(key, [])
         for _, reserving in waiting:
             reserving.add_done_callback(self._close_result)
         return bool(waiting)
 
     def note(self, written: Mapping[int, int], unwritten: Set[int]) -> None:
-        """For each job, how many ranks are through with it; and the jobs that one of them could not write."""
+        """For each job, how many more ranks are done with it; and the jobs that a rank could not write."""
         for number, count in written.items():
             job = self._jobs[number]
             job.is_failed |= number in unwritten
@@ -105,7 +105,7 @@ class SharedStores(Generic[StoreT]):
                 self._threads.submit(self._end, job)
 
     def close(self) -> None:
-        """What is not committed is given back."""
+        """Give back whatever is not committed."""
         for key in list(self._reserving):
             self.drop(key)
         for job in self._jobs.values():
@@ -122,7 +122,7 @@ class SharedStores(Generic[StoreT]):
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _reserve(self, hashes: Sequence[BlockHash]) -> Reservation | None:
-        """None when all of it is there already, or there is no room."""
+        """None if everything is stored already, or there is no room."""
         try:
             reservation = self._client.reserve(hashes)
         except KvtierError as error:
@@ -185,25 +185,25 @@ class ShareWriter:
         self._jobs.put(share)
 
     def drop(self, keys: Set[str]) -> None:
-        """Return when nothing of these is being copied, or will be."""
+        """Wait until nothing for these keys is being copied; nothing will be from now on."""
         with self._condition:
             for share in self._shares:
                 share.is_dropped |= share.key in keys and not share.is_copying
             self._condition.wait_for(lambda: not any(share.is_copying and share.key in keys for share in self._shares))
 
     def keys(self) -> set[str]:
-        """What has shares that are not over."""
+        """The keys with unfinished shares."""
         with self._condition:
             return {share.key for share in self._shares}
 
     def take_ended(self) -> list[tuple[Slots, bool]]:
-        """The shares that are over since the last call, and whether each was written."""
+        """The shares that have ended since the last call, and whether each was written."""
         with self._condition:
             ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """Write what there is first."""
+        """Write the outstanding shares first."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -227,10 +227,10 @@ class ShareWriter:
                     self._condition.notify_all()
 
     def _write(self, share: _Share) -> bool:
-        """False when it was dropped: its blocks are another's."""
+        """False if it was dropped: its blocks belong to another prompt."""
         slots = share.slots
         arena = self._arena_with(slots.arena_inode)
-        os.kill(slots.holder_pid, 0)  # raises if it is gone; for some moments after that its slots stay as they are
+        os.kill(slots.holder_pid, 0)  # raises if it is gone; its slots stay as they are for some moments after that
         with self._condition:
             if share.is_dropped:
                 return False
@@ -241,7 +241,7 @@ class ShareWriter:
         return True
 
     def _arena_with(self, inode: int) -> MappedArena:
-        """The memory in which the scheduler has reserved. Raises `TierUnavailable` when it is not the server's now."""
+        """The arena in which the scheduler has reserved slots. Raises `TierUnavailable` if the server has another."""
         with contextlib.suppress(TierUnavailable):
             if self._client.arena.inode == inode:
                 return self._client.arena

@@ -1,6 +1,6 @@
 """Pages smaller than a block: several places make up one block of the device. No torch.
 
-Everything above a copier counts in blocks with one number each. Here that number packs the places of a block's parts.
+Everything above a copier counts blocks, one number each. Here, that number packs the places of a block's parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PLACE_BITS = 64
 
 
 def packed(places: Sequence[int], parts_per_block: int) -> Sequence[int]:
-    """One number for each block, whose places follow each other in `places`."""
+    """One number for each block; `places` lists the places of one block after another."""
     if parts_per_block == 1:
         return places
     return [

@@ -1,4 +1,4 @@
-"""Where the device is: a mark behind each step that was handed to it. The engine's thread owns it. No torch."""
+"""The device's progress: a mark behind each step handed to it. Owned by the engine's thread. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.transfer.copier import Copier, Mark
 
 
 class StepMarks:
-    """The last step that the device is known to have done, and all steps after it."""
+    """The last step that the device is known to have finished, and all steps after it."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -24,9 +24,9 @@ class StepMarks:
 
     @property
     def last(self) -> Mark:
-        """Behind all steps so far."""
+        """The mark behind all steps so far."""
         return self._marks[-1][1]
 
     def after(self, step: int) -> Mark:
-        """Behind the step of that number."""
+        """The mark behind step number `step`."""
         return next((mark for number, mark in self._marks if number >= step), self.last)

@@ -1,7 +1,7 @@
 """Full blocks on their way from the device to the tiers. One thread copies. No torch.
 
-Blocks that are going to be computed are announced where that can be: slots are reserved, and other clients that ask for
-them wait. Everything is best effort: a tier that is full, slow or gone loses what it was offered.
+Blocks about to be computed are announced to tiers that support it: slots are reserved, and other clients that ask for
+the blocks wait. Everything is best effort: a tier that is full, slow or gone loses what it was offered.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 _MAX_JOBS = 512
 _BATCH_BLOCKS = 64
 _BATCH_S = 0.05
-"""A few blocks wait that long for more: each batch costs the engine something."""
+"""How long a small batch waits for more blocks: each batch has a cost for the engine."""
 
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """Blocks of one prompt. It can be cancelled as long as nothing of it is being copied."""
+    """Blocks of one prompt. An offer can be cancelled until its blocks are being copied."""
 
     hashes: Sequence[BlockHash]
     held: DeviceLease
     owner: object
     is_found: bool = False
-    """A whole segment with blocks that were found: only for a tier that keeps segments, through the host's memory."""
+    """A whole segment that has hits among its blocks: only for a tier that keeps segments, through host memory."""
     is_cancelled: bool = False
     is_copying: bool = False
 
@@ -60,6 +60,7 @@ class _Announcement:
 @dataclass(frozen=True, slots=True)
 class _Withdrawal:
     owner: object
+    hashes: Sequence[BlockHash]
 
 
 _Job = _Batch | _Announcement | _Withdrawal | Explanation | threading.Event
@@ -67,7 +68,7 @@ _Job = _Batch | _Announcement | _Withdrawal | Explanation | threading.Event
 
 @dataclass(slots=True)
 class _Unsent:
-    """What the next batch is made of; withdrawals come after it."""
+    """The contents of the next batch; its withdrawals come after it."""
 
     offers: list[_Offer] = field(default_factory=list)
     withdrawals: list[_Withdrawal] = field(default_factory=list)
@@ -76,7 +77,7 @@ class _Unsent:
 
 
 class Storer:
-    """The engine's thread announces, offers and asks what was copied; it never waits."""
+    """The engine's thread announces blocks, offers them and asks which were copied; it never waits."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Storer:
         clock: Callable[[], float] = time.monotonic,
         let_pass: Callable[[], None] | None = None,
     ) -> None:
-        """Its threads `let_pass` where they can (`latency_guard`)."""
+        """At safe points, its threads call `let_pass` (see `latency_guard`)."""
         self._marks = marks
         self._wake = wake
         self._clock = clock
@@ -98,7 +99,7 @@ class Storer:
         self._noters = [guard.tier for guard in guards if guard.tier.keeps_notes]
         self._lock = threading.Condition(threading.Lock())
         self._unsent = _Unsent()
-        self._announced: set[object] = set()
+        self._announced: dict[object, Sequence[BlockHash]] = {}
         self._waiting: deque[_Offer] = deque()
         self._copied: deque[DeviceLease] = deque()
         self.num_held = 0
@@ -111,30 +112,30 @@ class Storer:
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
     def announce(self, owner: object, hashes: Sequence[BlockHash]) -> None:
-        """`owner` is going to compute these: others wait for them.
+        """`owner` is about to compute these blocks: other clients wait for them.
 
-        Not while there is much to do: it would come too late, and the queue must not grow without end.
+        Skipped if the backlog is long: the announcement would come too late, and the queue must stay bounded.
         """
         if hashes and self._jobs.qsize() < _MAX_JOBS:
-            self._announced.add(owner)
+            self._announced[owner] = hashes
             self._jobs.put(_Announcement(owner, hashes))
 
     def withdraw(self, owner: object) -> None:
-        """Nothing more comes of what `owner` announced, after what was offered before."""
-        if owner not in self._announced:
+        """`owner` offers no more of the blocks that it announced; its earlier offers stand."""
+        hashes = self._announced.pop(owner, None)
+        if hashes is None:
             return
-        self._announced.remove(owner)
         if self._unsent.offers:
-            self._unsent.withdrawals.append(_Withdrawal(owner))
+            self._unsent.withdrawals.append(_Withdrawal(owner, hashes))
         else:
-            self._jobs.put(_Withdrawal(owner))
+            self._jobs.put(_Withdrawal(owner, hashes))
 
     def offer(self, hashes: Sequence[BlockHash], held: DeviceLease, owner: object = None) -> None:
-        """Blocks that are full once the device has done what was handed to it. They are held until `take_copied`."""
+        """Offer blocks that are full once the device has done its work so far. They are held until `take_copied`."""
         self._add(_Offer(hashes, held, owner))
 
     def offer_segment(self, hashes: Sequence[BlockHash], held: DeviceLease) -> None:
-        """As `offer`, all of a segment, to tiers that keep it whole or not at all: others have what was found of it."""
+        """Like `offer`, but a whole segment, for tiers that keep only whole ones: other tiers have its hits already."""
         self._add(_Offer(hashes, held, None, is_found=True))
 
     def _add(self, offer: _Offer) -> None:
@@ -144,7 +145,7 @@ class Storer:
         self.num_held += len(offer.held.ids)
 
     def send(self, *, is_last: bool = False) -> None:
-        """Offers begin when the device is done with what was handed to it so far.
+        """Send offers, which begin when the device has done what was handed to it so far.
 
         A few blocks wait a moment for more, unless these are the last for now.
         """
@@ -165,7 +166,7 @@ class Storer:
             self._jobs.put(withdrawal)
 
     def take_copied(self) -> list[DeviceLease]:
-        """Blocks that are copied away."""
+        """The blocks that were copied away since the last call."""
         copied = []
         while self._copied:
             copied.append(self._copied.popleft())
@@ -178,7 +179,7 @@ class Storer:
         return self.num_held > 0
 
     def hurry(self) -> None:
-        """Blocks are needed: what waits for a tier, and is not being copied, is not stored; its blocks are free."""
+        """Blocks are needed: drop all offers that are not being copied, and free their blocks."""
         self.send(is_last=True)
         with self._lock:
             for offer in self._waiting:
@@ -195,7 +196,7 @@ class Storer:
             self._pusher.refuse_segment(offer.hashes)
 
     def drop(self, owners: Set[object]) -> None:
-        """Return when nothing that was sent for these is being copied, or will be."""
+        """Wait until nothing that was sent for these owners is being copied; nothing will be from now on."""
         with self._lock:
             offers = [offer for offer in self._waiting if offer.owner in owners]
             for offer in offers:
@@ -205,7 +206,7 @@ class Storer:
             self._lock.wait_for(lambda: not any(offer.is_copying for offer in offers))
 
     def owners(self) -> set[object]:
-        """Whose blocks wait to be copied, or are being copied."""
+        """The owners of blocks that are waiting to be copied, or being copied."""
         with self._lock:
             return {offer.owner for offer in self._waiting}
 
@@ -216,18 +217,18 @@ class Storer:
 
     @property
     def num_refused(self) -> int:
-        """Blocks that tiers of this host have not taken, for want of room or because they failed."""
+        """Blocks that tiers of this host have not taken, for lack of room or because they failed."""
         return sum(slots.num_refused for slots in self._slots)
 
     def note(self, explanation: Explanation) -> None:
-        """Tell the cache server why a match ended, for clients that ask it."""
+        """Report to the cache server why a match ended, for clients that ask for it."""
         if self._noters and self._jobs.qsize() < _MAX_JOBS:
             self._jobs.put(explanation)
 
     def start_over(self, timeout_s: float) -> None:
-        """After a failure: whatever is held is forgotten, and nothing that was offered is shown to others any more.
+        """After a failure: forget all held blocks, and show no earlier offers to others.
 
-        Waits until nothing is copied from the device.
+        Waits until nothing is being copied from the device.
         """
         unsent, self._unsent = self._unsent, _Unsent()
         for withdrawal in unsent.withdrawals:
@@ -242,20 +243,20 @@ class Storer:
         self.num_held = 0
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that was sent is stored or given up. False when that takes too long."""
+        """Wait until everything sent so far is stored or dropped. False on timeout."""
         deadline = time.monotonic() + timeout_s
         if not self._settle_copies(timeout_s):
             return False
         return self._pusher is None or self._pusher.settle(deadline - time.monotonic())
 
     def _settle_copies(self, timeout_s: float) -> bool:
-        """Wait until nothing of what was sent is copied from the device any more."""
+        """Wait until nothing that was sent is still being copied from the device."""
         done = threading.Event()
         self._jobs.put(done)
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish what is under way; what is not pushed within a moment is not pushed."""
+        """Finish the copies in progress; pushes that are not done within a moment are dropped."""
         self._jobs.put(None)
         self._thread.join()
         if self._pusher is not None:
@@ -281,9 +282,13 @@ class Storer:
         elif isinstance(job, _Announcement):
             for slots in self._slots:
                 slots.announce(job.owner, job.hashes)
+            if self._pusher is not None:
+                self._pusher.announce(job.hashes)
         elif isinstance(job, _Withdrawal):
             for slots in self._slots:
                 slots.withdraw(job.owner)
+            if self._pusher is not None:
+                self._pusher.withdraw(job.hashes)
         elif isinstance(job, Explanation):
             for tier in self._noters:
                 tier.note(job)
@@ -310,7 +315,7 @@ class Storer:
                 slots.wait(copy)
             self._end_copying(batch.offers)
             self._wake()
-            if not any(offer.is_cancelled for offer in offers):  # else its blocks may be another prompt's by now
+            if not any(offer.is_cancelled for offer in offers):  # otherwise its blocks may be another prompt's by now
                 for slots, copy in zip(self._slots, copies, strict=True):
                     slots.commit(copy)
         finally:
@@ -330,7 +335,7 @@ class Storer:
             return wanted
 
     def _end_copying(self, offers: Sequence[_Offer]) -> None:
-        """Once for each: the device's blocks are free."""
+        """Release the device's blocks, once for each offer."""
         with self._lock:
             for offer in offers:
                 if offer in self._waiting:

@@ -1,6 +1,6 @@
-"""What goes between a device's blocks and the tiers: matches, loads and stores, each with threads of its own. No torch.
+"""Traffic between a device's blocks and the tiers: matches, loads and stores, each with threads of its own. No torch.
 
-The engine's thread calls everything here and never waits, but for `wait`, `settle` and the end.
+The engine's thread calls everything here. Only `wait`, `settle`, `drain` and `close` wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DRAIN_S = 60.0
 _TURN_S = 5e-5
 _ANSWER_S = 0.002
 _MIN_SEGMENTS = 2
-"""Segments that host memory must hold, for those with found blocks to pass through it."""
+"""Segments that host memory must hold so that segments with hits can pass through it."""
 
 
 class Traffic:
@@ -47,9 +47,9 @@ class Traffic:
         clock: Callable[[], float] = time.monotonic,
         let_pass: Callable[[], None] | None = None,
     ) -> None:
-        """`always_loads` turns the decision off: what is found is loaded, however long it takes.
+        """`always_loads` turns the decision off: every hit is loaded, however long it takes.
 
-        The threads `let_pass` where they can (`latency_guard`).
+        At safe points, the threads call `let_pass` (see `latency_guard`).
         """
         self.hierarchy = hierarchy
         self._copier = copier
@@ -82,7 +82,7 @@ class Traffic:
 
     @property
     def generation(self) -> object:
-        """Changes when a tier may have lost what it was offered: its server was away."""
+        """Changes when a tier may have lost earlier offers: its server was away."""
         return tuple(guard.tier.generation for guard in self.hierarchy.guards)
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:
@@ -90,18 +90,18 @@ class Traffic:
         self.hierarchy.learn(hashes)
 
     def wake(self) -> None:
-        """From any thread: end a `wait`, for there is something new to do."""
+        """From any thread: end a `wait`, because there is something new to do."""
         self._woken.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has happened."""
+        """Wait until something has happened."""
         self._woken.wait(timeout_s)
         self._woken.clear()
 
     def give_way(self, *, is_idle: bool) -> None:
-        """Let a load that was just begun hand over its first copies: Python would go on with this thread for 5 ms.
+        """Let a load that has just begun hand over its first copies: this thread would otherwise keep the GIL for 5 ms.
 
-        Before there is any, and if the device `is_idle`, let the first answer of a tier come.
+        If there are no loads and the device `is_idle`, let a tier's first answer arrive.
         """
         if self.loading.num_loads:
             time.sleep(_TURN_S)
@@ -109,9 +109,9 @@ class Traffic:
             self.wait(_ANSWER_S)
 
     def settle(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything offered so far is stored, or was given up. False when that takes too long.
+        """Wait until everything offered so far is stored or dropped. False on timeout.
 
-        Not while another thread does steps.
+        Must not be called while another thread does steps.
         """
         if self._is_closed:
             return True
@@ -119,13 +119,13 @@ class Traffic:
         return self.storer.settle(timeout_s)
 
     def drain(self) -> None:
-        """After a failure: wait until no copy touches the device's blocks any more, and forget what is held."""
+        """After a failure: wait until no copy touches the device's blocks, and forget all held blocks."""
         self.loading.abandon_all()
         self.storer.start_over(_DRAIN_S)
-        self.marks.note_step()  # whatever was handed to the device, and perhaps not noted, comes before the next load
+        self.marks.note_step()  # work handed to the device, perhaps not noted, comes before the next load
 
     def close(self) -> None:
-        """Finish the stores that are under way and end everything."""
+        """Finish the stores in progress and end everything."""
         if self._is_closed or self.is_foreign:
             return
         self._is_closed = True
@@ -137,7 +137,7 @@ class Traffic:
         self.hierarchy.close()
 
     def _adopt_arenas(self) -> None:
-        """Before the first request needs them: that takes a GPU seconds. A server that is away is adopted later."""
+        """Adopt before the first request: this takes a GPU seconds. A server that is away is adopted later."""
         for guard in reversed(self.hierarchy.guards):
             with contextlib.suppress(TierError):
                 if guard.tier.arena is not None:
@@ -145,7 +145,7 @@ class Traffic:
 
 
 def _segmented(hierarchy: Hierarchy) -> SegmentTier | None:
-    """The tier that is offered whole segments, if there is memory through which one can pass."""
+    """The tier that is offered whole segments, if there is enough host memory for a segment to pass through."""
     tier, host = hierarchy.segmented, hierarchy.host
     if tier is None or host is None or host.num_blocks < _MIN_SEGMENTS * tier.segment_blocks:
         return None

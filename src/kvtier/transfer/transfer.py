@@ -1,7 +1,8 @@
 """Prefixes between one device and the tiers below it, as an engine's scheduler sees them. No torch.
 
-`begin` makes a `Prefetch` of each prompt; `poll` looks for those that wait; `filled` stores what a step has filled. The
-engine's thread calls everything; nothing waits but `wait`, `settle` and the end. Without tiers, `NoTransfer`.
+`begin` makes a `Prefetch` for each prompt; `poll` matches the waiting ones; `filled` stores the blocks that a step has
+filled. The engine's thread calls everything; only `wait`, `settle`, `start_over` and `close` wait. Without tiers,
+`NoTransfer` takes its place.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvtier.tiers.explanation import Explanation
+from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.match_budget import PIECE_BLOCKS, MatchBudget
-from kvtier.transfer.prefetch import NoPrefetch, Prefetch, PromptBlocks, SharedState, State
+from kvtier.transfer.prefetch import MatchEnding, NoPrefetch, Prefetch, PromptBlocks, SharedState, State
 from kvtier.transfer.traffic import Traffic
 
 _LOOK_AHEAD = 64
-"""Waiting prompts that are matched before their turn comes: each leases what it found."""
+"""Limit on waiting prompts matched before their turn: each leases its hits."""
 
 _PATIENCE_S = 0.05
 """How long blocks that wait for a tier may hold up a prompt that needs them."""
 
 
 class Transfer:
-    """One per engine. `num_blocks` is what its device has."""
+    """One per engine, whose device has `num_blocks`."""
 
     has_tiers = True
 
@@ -38,11 +39,13 @@ class Transfer:
         clock: Callable[[], float] = time.monotonic,
         piece_blocks: int = PIECE_BLOCKS,
     ) -> None:
-        """Beside a step, `piece_blocks` of a prompt are hashed at a time, and four times as many blocks taken."""
+        """Beside a step, `piece_blocks` of a prompt are hashed at a time, and four times as many blocks are taken."""
         self.traffic = traffic
         self._num_blocks = num_blocks
         self._clock = clock
         self._piece_blocks = piece_blocks
+        self.off_because = ""
+        """Why nothing is loaded; empty while loading is on. Computed blocks are stored either way."""
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -53,16 +56,16 @@ class Transfer:
         self._short_since: float | None = None
 
     def begin(self, blocks: PromptBlocks) -> Prefetch:
-        """A prompt has come. The tiers are asked by a `poll`, while it waits."""
+        """Begin the prefetch of a new prompt. A `poll` asks the tiers while the prompt waits."""
         return Prefetch(self._shared, blocks)
 
     # --- waiting prompts -------------------------------------------------------------------------------------------
 
     def poll(self, waiting: Iterable[Prefetch], *, is_idle: bool, taken_in_s: float) -> list[DeviceLease]:
-        """Begin to match the prompts that are next. Returns blocks that were copied away: they are the device's again.
+        """Begin to match the prompts that are next. Returns blocks that were copied away: the device can reuse them.
 
-        If `is_idle`, nothing can be computed meanwhile, so what is found first is loaded before others are matched.
-        Else, prompts were taken in for `taken_in_s` since the last step, and there is less time left for matching.
+        If `is_idle`, nothing can be computed meanwhile, so the first hits are loaded before other prompts are matched.
+        Otherwise prompts were taken in for `taken_in_s` since the last step, which leaves less time for matching.
         """
         traffic, shared = self.traffic, self._shared
         budget = shared.budget
@@ -70,19 +73,21 @@ class Transfer:
         if copied:
             self._short_since = None
         next_ones = list(itertools.islice(waiting, _LOOK_AHEAD))
+        if self.off_because:
+            _pass_by(next_ones, self.off_because)
         budget.begin_poll(is_idle=is_idle, num_loads=traffic.loading.num_loads)
         traffic.loading.busy_s = budget.busy_s
         end_at = budget.end_at(sum(one.state is State.UNASKED for one in next_ones), taken_in_s)
         if end_at is None:
             shared.has_unmatched = bool(next_ones or shared.looking)
             return copied
-        # A prompt that lacks blocks for its load gets more of them after this: matching must not take long.
+        # A prompt that lacks blocks for its load gets more of them after this, so matching must not take long.
         self._match_until(next_ones, end_at, is_idle=is_idle and not shared.growing)
         budget.end_poll()
         return copied
 
     def _match_until(self, waiting: Collection[Prefetch], end_at: float, *, is_idle: bool) -> None:
-        """A piece at least; another one if it ends in time, should it take as long as the one before it."""
+        """Match at least one piece; another if it would end in time, should it take as long as the one before."""
         shared, clock = self._shared, self._clock
         shared.has_unmatched = False
         piece_at = clock()
@@ -111,7 +116,7 @@ class Transfer:
     # --- room ------------------------------------------------------------------------------------------------------
 
     def may_wait_for_room(self) -> bool:
-        """Blocks are being copied away, and not for long yet: they come back by themselves."""
+        """Blocks are being copied away, and have not been for long: they will come back by themselves."""
         storer = self.traffic.storer
         if not storer.has_stores:
             self._short_since = None
@@ -128,7 +133,7 @@ class Transfer:
 
     @property
     def has_arrivals(self) -> bool:
-        """The next step waits for something that is on its way."""
+        """The next step waits for copies that are in flight."""
         return bool(self._shared.arrivals)
 
     def take_arrivals(self) -> list[Copies]:
@@ -136,7 +141,7 @@ class Transfer:
         return arrivals
 
     def note_step(self, copied_ids: Iterable[int], *, is_full: bool) -> None:
-        """A step was handed to the device, with copies among `copied_ids`; `is_full` without room for another token."""
+        """A step was handed to the device, with copies among `copied_ids`; `is_full`: no room for another token."""
         shared, marks = self._shared, self.traffic.marks
         shared.budget.is_full = is_full
         marks.note_step()
@@ -146,7 +151,7 @@ class Transfer:
     # --- storing ---------------------------------------------------------------------------------------------------
 
     def send(self, *, is_last: bool = False) -> None:
-        """Once in a step at least; `is_last` when no step follows for now."""
+        """Call at least once per step; `is_last` if no step follows for now."""
         self.traffic.storer.send(is_last=is_last)
 
     @property
@@ -155,8 +160,12 @@ class Transfer:
         return self.traffic.storer.has_stores
 
     def note(self, explanation: Explanation) -> None:
-        """Tell the cache server why a match ended."""
+        """Report to the cache server why a match ended."""
         self.traffic.storer.note(explanation)
+
+    def compute_s(self, num_tokens: int) -> float:
+        """Measured time to compute the first `num_tokens` of a prompt; 0 before anything was measured."""
+        return self.traffic.decision.tokens_s(num_tokens) if num_tokens else 0.0
 
     # --- waiting and ending ----------------------------------------------------------------------------------------
 
@@ -167,7 +176,7 @@ class Transfer:
 
     @property
     def registries(self) -> Sequence[CollectorRegistry]:
-        """Of the tiers' metrics."""
+        """The registries with the tiers' metrics."""
         return [self.traffic.hierarchy.metrics.registry]
 
     def wake(self) -> None:
@@ -175,19 +184,19 @@ class Transfer:
         self.traffic.wake()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has happened."""
+        """Wait until something has happened."""
         self.traffic.wait(timeout_s)
 
     def give_way(self, *, is_idle: bool) -> None:
-        """Between two polls without a step."""
+        """Call between two polls without a step."""
         self.traffic.give_way(is_idle=is_idle)
 
     def settle(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything offered so far is stored, or was given up. False when that takes too long."""
+        """Wait until everything offered so far is stored or dropped. False on timeout."""
         return self.traffic.settle(timeout_s)
 
     def start_over(self) -> None:
-        """After a failure: no copy touches the device's blocks any more, and all prompts so far are forgotten."""
+        """After a failure: no copy touches the device's blocks any longer, and all prompts so far are forgotten."""
         self.traffic.drain()
         self._begin_anew()
 
@@ -195,10 +204,20 @@ class Transfer:
         self.traffic.close()
 
 
+def _pass_by(waiting: Iterable[Prefetch], reason: str) -> None:
+    """Skip the tiers for the waiting prompts, for a `reason` that their explanations give."""
+    for prefetch in waiting:
+        if prefetch.state is State.UNASKED:
+            if prefetch.ending is None:
+                prefetch.ending = MatchEnding(0, MatchEnd.TIER_DOWN, "", f"it was not asked: {reason}")
+            prefetch.settle()
+
+
 class NoTransfer:
-    """There is nothing below the device."""
+    """Stands in for `Transfer` if there are no tiers below the device."""
 
     has_tiers = False
+    off_because = ""
     traffic: Traffic | None = None
     has_unmatched = False
     has_arrivals = False
@@ -227,6 +246,9 @@ class NoTransfer:
 
     def note(self, explanation: Explanation) -> None:
         pass
+
+    def compute_s(self, num_tokens: int) -> float:
+        return 0.0
 
     def wake(self) -> None:
         pass

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerThreads:
-    """They take jobs in their order. To hand one over costs a microsecond and never waits, whatever they are doing."""
+    """Threads that take jobs in order. Handing over a job costs a microsecond and never waits."""
 
     def __init__(
         self,
@@ -24,12 +24,12 @@ class WorkerThreads:
         let_pass: Callable[[], None] | None = None,
         done: Callable[[], None] | None = None,
     ) -> None:
-        """They `let_pass` where they can (`latency_guard`), and call `done` after each job, whatever came of it."""
+        """They call `let_pass` at safe points (see `latency_guard`), and `done` after each job, even a failed one."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._pid = os.getpid()
-        atexit.register(self.close)  # a copy under way ends before its memory does
+        atexit.register(self.close)  # a copy in flight ends before its memory does
         try:
             for number in range(count):
                 arguments = (self._jobs, let_pass, done)
@@ -41,7 +41,7 @@ class WorkerThreads:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Raises `RuntimeError` once they are closed. What `job` raises is logged."""
+        """Raises `RuntimeError` once the threads are closed. An exception of `job` is logged."""
         if self._is_closed:
             raise RuntimeError("these threads have ended")
         self._jobs.put(job)
@@ -71,4 +71,4 @@ def _work(
             logger.exception("a job failed")
         if done is not None:
             done()
-        del job  # while the next one is waited for, nothing that it refers to is kept
+        del job  # while waiting for the next job, keep nothing that it refers to

@@ -1,7 +1,7 @@
-"""Loads and stores of a process that is told which blocks to bring where, by a scheduler that has matched. No torch.
+"""Loads and stores of a worker process. A scheduler matches, and says which blocks to bring where. No torch.
 
-One thread, the worker's, calls everything here and never waits, but for `drop` and the end. What it says of a load or a
-store is a *key*: the scheduler's name for a prompt. Blocks of the device are given by their places (`places`).
+One thread, the worker's, calls everything here; only `drop` and `close` wait. A load or store is identified by a *key*,
+the scheduler's name for a prompt. Blocks of the device are given by their places (`places`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvtier.transfer.load import Load, LoadPlan, Order, Span
 from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.loader import Loader
 from kvtier.transfer.matching import spans_of
+from kvtier.transfer.quick_turns import QUICK_TURNS
 from kvtier.transfer.shared_stores import ShareWriter, Slots
 from kvtier.transfer.small_pages import SmallPageCopier, packed
 from kvtier.transfer.step_marks import StepMarks
@@ -36,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
 _UNIT_BYTES = 16 << 20
-"""Blocks that come from disk or over TCP are copied as soon as so many have arrived."""
+"""Blocks from disk or TCP are copied to the device whenever this many bytes have arrived."""
 
 _TAIL_BYTES = 512 << 20
-"""Where the device has nothing else to do, a load from memory is told of when so much of it is still coming, in ten
-milliseconds or so: the step that uses it is prepared meanwhile."""
+"""On an idle device, a load from memory is reported while this much of it is still in flight, about ten milliseconds
+early: the step that uses it is prepared meanwhile."""
 
 
 class WorkerTransfer:
-    """Between one device and one tier. Owns the tier and the copier. `loads` tells of those that have ended."""
+    """Moves blocks between one device and one tier. Owns the tier and the copier. `loads` reports loads that ended."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class WorkerTransfer:
         parts_per_block: int = 1,
         shares: ShareWriter | None = None,
     ) -> None:
-        """About `batch_bytes` are stored together. `shares` is for a device that has not all heads of a block."""
+        """About `batch_bytes` are stored together. `shares` is for a device that lacks some heads of a block."""
         self._tier = tier
         self._parts_per_block = parts_per_block
         self._copier = copier if parts_per_block == 1 else SmallPageCopier(copier, parts_per_block)
@@ -67,7 +68,7 @@ class WorkerTransfer:
         self.loads = LoadNews()
         self._is_idle = False
         self._log = LogLimit(logger)
-        with contextlib.suppress(TierError):  # a server that is away is adopted later
+        with contextlib.suppress(TierError):  # the arena of a server that is away is adopted later
             if tier.arena is not None:
                 self._copier.adopt(tier.arena)
         self._loader = Loader(self._hierarchy, self._copier, _nothing)
@@ -77,7 +78,7 @@ class WorkerTransfer:
     # --- the worker's thread ------------------------------------------------------------------------------------------
 
     def note_step(self) -> None:
-        """What is begun from now on comes after all that was handed to the device so far."""
+        """Work begun from now on comes after everything handed to the device so far."""
         self._marks.note_step()
 
     def note_idle(self, *, is_idle: bool) -> None:
@@ -94,14 +95,15 @@ class WorkerTransfer:
     ) -> None:
         """Bring these blocks, from the first on, until one is missing or the time is up.
 
-        Blocks that are `leased` by another process are so until it hears that this load is over.
+        Blocks `leased` by another process stay leased until this load is reported as over.
         """
         ids = packed(places, self._parts_per_block)
         order = _Order(EndedLoad(key, len(ids)), hashes, ids, self._marks.last, timeout_s, leased)
         self._threads.submit(functools.partial(self._load, order))
+        QUICK_TURNS.begin()
 
-    def store(self, key: str, hashes: Sequence[BlockHash], places: Sequence[int]) -> None:
-        """Keep these blocks, once the device is past the last step; after `send`."""
+    def store(self, key: object, hashes: Sequence[BlockHash], places: Sequence[int]) -> None:
+        """Store these blocks once the device is past the last step; begins with `send`."""
         ids = list(packed(places, self._parts_per_block))
         for first in range(0, len(ids), self._batch_blocks):
             some = ids[first : first + self._batch_blocks]
@@ -116,16 +118,16 @@ class WorkerTransfer:
         self._storer.send(is_last=True)
 
     def write_share(self, key: str, places: Sequence[int], slots: Slots) -> None:
-        """Write what the device has of these blocks into slots that are reserved for them."""
+        """Write the device's part of these blocks into slots that are reserved for them."""
         assert self._shares is not None
         self._shares.write(key, places, slots, self._marks.last)
 
     def take_shares(self) -> list[tuple[Slots, bool]]:
-        """Shares that are over, and whether each was written."""
+        """The shares that have ended, and whether each was written."""
         return [] if self._shares is None else self._shares.take_ended()
 
     def drop(self, keys: Set[str]) -> None:
-        """Their blocks are given away: return when none of them is being copied to a tier, or will be."""
+        """Their blocks are about to be reused: wait until none is being copied to a tier; none will be from now on."""
         self._storer.drop(keys)
         if self._shares is not None:
             self._shares.drop(keys)
@@ -146,7 +148,7 @@ class WorkerTransfer:
         return self._storer.num_refused + (0 if self._shares is None else self._shares.num_refused)
 
     def close(self) -> None:
-        """Finish the stores and loads that are under way."""
+        """Finish the stores and loads in progress."""
         self._threads.close()
         self._storer.close()
         if self._shares is not None:
@@ -165,6 +167,7 @@ class WorkerTransfer:
             logger.exception("a load failed and is computed instead")
         finally:
             self.loads.end(order.ended)
+            QUICK_TURNS.end()
 
     def _bring(self, order: _Order) -> None:
         ended, started_at = order.ended, time.monotonic()
@@ -172,7 +175,7 @@ class WorkerTransfer:
         layout = self._tier.layout
         with self._lease(order) as lease:
             spans = spans_of([Segment(self._tier.name, 0, lease)], 0)
-            if not lease.has_views:  # how its server has them makes no difference
+            if not lease.has_views:  # for a remote server, it makes no difference where it keeps them
                 spans = [Span(self._tier.name, self._tier.name, 0, lease.num_blocks, lease, 0)]
             for span in spans:
                 num_loaded = self._bring_span(order, span, is_last=span is spans[-1])
@@ -184,7 +187,7 @@ class WorkerTransfer:
                     return
 
     def _lease(self, order: _Order) -> Lease:
-        """Of the blocks that are leased already, or else of what the tier has."""
+        """A lease of the blocks that are leased already, or else a new match."""
         if order.leased is not None and self._tier.arena is not None:
             lease = order.leased.lease_in(self._tier.arena, self._tier.layout.block_bytes, order.hashes)
             if lease is not None:
@@ -192,7 +195,7 @@ class WorkerTransfer:
         return self._tier.match(order.hashes, timeout_s=order.timeout_s)
 
     def _bring_span(self, order: _Order, span: Span, *, is_last: bool) -> int:
-        """How many of its blocks are on the device."""
+        """Returns how many of its blocks are on the device."""
         ended, middle = order.ended, span.end
         if is_last and span.is_in_memory:
             middle = max(span.first + 1, span.end - _TAIL_BYTES // self._tier.layout.block_bytes)
@@ -220,7 +223,7 @@ class WorkerTransfer:
 
 @dataclass(eq=False, slots=True)
 class _Order:
-    """One load, as it was asked for."""
+    """One load, as it was requested."""
 
     ended: EndedLoad
     hashes: list[BlockHash]
@@ -232,7 +235,7 @@ class _Order:
 
 
 class _TimedLoad(Load):
-    """All of a plan, from the front, unless the deadline comes before."""
+    """Loads all of a plan, from the front, until the deadline."""
 
     def __init__(
         self, plan: LoadPlan, hashes: Sequence[BlockHash], ids: Sequence[int], after: Mark, deadline: float

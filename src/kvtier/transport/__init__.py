@@ -1,1 +1,1 @@
-"""Sockets: addresses, listening and connecting, frames over a stream, who the peer is. Used by both ends."""
+"""Sockets: addresses, listening and connecting, frames over a stream, the identity of the peer. Used by both ends."""

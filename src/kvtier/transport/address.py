@@ -1,4 +1,4 @@
-"""Addresses as people write them: `unix:/run/kvtier.sock` and `tcp://host:port`."""
+"""Addresses as users write them: `unix:/run/kvtier.sock` and `tcp://host:port`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_host_port(text: str) -> TcpAddress:
 
 
 def check_is_one(setting: str, given: object) -> None:
-    """Raises `ConfigError` for several addresses: what outgrows a server is a cluster's to keep."""
+    """Raises `ConfigError` for several addresses: a cache too large for one server belongs in a cluster."""
     if isinstance(given, str):
         return
     if isinstance(given, (tuple, list)):

@@ -17,12 +17,14 @@ from kvtier.transport.address import TcpAddress, UnixAddress
 _SO_PEERPIDFD = 77
 _UCRED = struct.Struct("3i")
 _BACKLOG = 256
+LOCK_END = ".lock"
+"""Suffix of the lock file's name, after that of the socket."""
 
 
 class UnixListener:
     """A Unix socket that only its owner can connect to, guarded by a lock file beside it.
 
-    The lock tells a living server from the socket file of a killed one, which is replaced.
+    The lock distinguishes a living server from the socket file of a killed one, which is replaced.
     """
 
     def __init__(self, address: UnixAddress) -> None:
@@ -52,11 +54,11 @@ class UnixListener:
     def _give_up(self) -> None:
         self.sock.close()
         with contextlib.suppress(OSError):
-            os.unlink(self.path + ".lock")
+            os.unlink(self.path + LOCK_END)
         os.close(self._lock_fd)
 
     def _lock(self) -> int:
-        path = self.path + ".lock"
+        path = self.path + LOCK_END
         while True:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -84,13 +86,13 @@ def listen_tcp(address: TcpAddress) -> socket.socket:
 
 
 def peer_user(sock: socket.socket) -> int:
-    """The user id of the process that listens behind a connected Unix socket, or has connected to it."""
+    """The user id of the process at the other end of a connected Unix socket."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
 
 
 def is_own_folder(folder: Path) -> bool:
-    """It is this user's, who can make files in it."""
+    """Whether it belongs to this user and is writable."""
     try:
         is_own = folder.is_absolute() and folder.stat().st_uid == os.geteuid()
         return is_own and os.access(folder, os.W_OK | os.X_OK)
@@ -99,9 +101,9 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only this user can open, if it is not there.
+    """Make a folder that only this user can open, if it does not exist.
 
-    Raises `ConfigError` if it is somebody else's, or open to others.
+    Raises `ConfigError` if it belongs to another user, or is open to others.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -115,7 +117,7 @@ def make_private_folder(folder: Path) -> None:
 def peer_process(sock: socket.socket) -> tuple[int, int]:
     """The process id and a pidfd of the process that connected a Unix socket.
 
-    Raises `TierRefused` when it cannot be watched, as across process namespaces on old kernels.
+    Raises `TierRefused` if it cannot be watched, as across process namespaces on old kernels.
     """
     pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     try:

@@ -38,13 +38,13 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The least that a peer has to read or send of a frame once it has begun, after a time of grace."""
+    """The least that a peer has to read or send of a frame once it has begun, after a grace period."""
 
     grace_s: float
     bytes_per_s: float
 
     def check(self, started_at: float, nbytes: int) -> None:
-        """Raises `TierTimeout` when `nbytes` since `started_at` are too few."""
+        """Raises `TierTimeout` if `nbytes` since `started_at` are too few."""
         if time.monotonic() - started_at > self.grace_s + nbytes / self.bytes_per_s:
             raise TierTimeout("the peer is too slow")
 
@@ -52,8 +52,8 @@ class Pace:
 class Stream:
     """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket.
 
-    Once it has a `pace`, whoever takes longer than that for a frame has lost the stream. Once it has a budget for
-    `bodies`, a large body waits for room in it, and gives it back when the next frame is received.
+    Once it has a `pace`, a peer that is slower for a frame loses the stream. Once it has a budget for `bodies`, a large
+    body waits for room in it, and gives it back when the next frame is received.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Stream:
         self._reader.limits = limits
 
     def encrypt(self, seals: Seals) -> None:
-        """From the next frame on, both ways."""
+        """Encrypt both ways, from the next frame on."""
         self._seals = seals
         self._reader.seal = seals.received
 
@@ -96,7 +96,7 @@ class Stream:
             return
         self._timeout_s = timeout_s
         seconds = max(timeout_s, _MIN_TIMEOUT_S)
-        if self._tls is not None:  # the TLS layer retries by itself what the socket gives up
+        if self._tls is not None:  # the TLS layer retries by itself after a time-out of the socket
             self._tls.settimeout(seconds)
             return
         packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
@@ -104,7 +104,7 @@ class Stream:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def start_tls(self, timeout_s: float) -> None:
-        """The TLS handshake, where there is one. Raises `TierUnavailable` when it fails."""
+        """The TLS handshake, if there is TLS. Raises `TierUnavailable` if it fails."""
         if self._tls is not None:
             self.set_timeout(timeout_s)
             with _translated():
@@ -187,7 +187,7 @@ class Stream:
         self.pace.check(self._frame_at, self._frame_bytes)
 
     def _admit(self, nbytes: int) -> None:
-        """Wait for room for a large body; the peer is not late for that."""
+        """Wait for room for a large body; this time does not count against the peer."""
         if self.bodies is None:
             return
         started_at = time.monotonic()
@@ -205,23 +205,23 @@ class Stream:
             self._body_bytes = 0
 
     def is_readable(self) -> bool:
-        """Bytes, or the end, are there to be read: on an idle connection a sign that the peer left."""
+        """Whether bytes, or the end, can be read: on an idle connection, a sign that the peer has left."""
         return bool(self._poll.poll(0))
 
     def stop_receiving(self) -> None:
-        """Wake whoever waits for bytes, in any thread; it sees the end. What is being sent goes on."""
+        """Wake threads that wait for bytes; they see the end. Sending goes on."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RD)
 
     def shut_down(self) -> None:
-        """Wake whoever is blocked on the stream, in any thread; it then sees the end."""
+        """Wake all threads blocked on the stream; they see the end."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def drain(self, timeout_s: float) -> None:
-        """Say that no more comes, then read what the peer is still sending: it must not lose our last words.
+        """Signal the end, then read what the peer is still sending, so that it does not lose our last message.
 
-        Ends after `timeout_s`, whatever still comes.
+        Ends after `timeout_s`, even if more arrives.
         """
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError, ValueError):
@@ -248,7 +248,7 @@ class Stream:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TierTimeout("no answer within the deadline")
-        # Each change is a system call: let the socket's own limit run a little too long.
+        # Each change is a system call, so the socket's own limit may be a little too long.
         if self._timeout_s is None or not left_s <= self._timeout_s <= left_s + _SLACK_S:
             self.set_timeout(left_s + _SLACK_S / 2)
 

@@ -1,8 +1,8 @@
 """Chunks as files of one folder, which any number of processes and hosts write and read: names, format, bytes.
 
 A chunk is the KV of some consecutive tokens; its name is a wide hash of all tokens up to its end, so a file never
-changes once it is there. It is written beside (`__temp`), synced and renamed: whoever opens a name sees whole bytes.
-Nothing but the atomicity of rename is asked of the filesystem. How many files there may be is `chunk_room`'s business.
+changes once it exists. It is written elsewhere (`__temp`), synced and renamed: a reader sees the whole file or none.
+The filesystem only has to rename atomically. `chunk_room` bounds the number of files.
 
 A file is a row of segments of 4 MiB, the last one shorter; each begins with a page that names the chunk, the segment
 and a checksum over both and its bytes. So segments move and are verified on their own, by several threads at once, and
@@ -47,7 +47,7 @@ _RENAME_TRIES = 4
 
 
 class Damage(enum.Enum):
-    """Why a file that is there is no hit."""
+    """Why an existing file is not a hit."""
 
     EMPTY = "empty"
     WRONG_SIZE = "wrong_size"
@@ -58,15 +58,15 @@ class Damage(enum.Enum):
 
     @property
     def is_ours_to_remove(self) -> bool:
-        """A file in a chunk's place that can never be one. What is no file, or may be read again, stays."""
+        """Whether the file, under a chunk's name, can never be read as a chunk, and so may be removed."""
         return self in (Damage.EMPTY, Damage.WRONG_SIZE, Damage.CORRUPT)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """Where a chunk lies: `folder` is for people and for the size of folders, `digest` is the identity.
+    """Where a chunk lies: `folder` helps people and keeps folders small, `digest` is the identity.
 
-    `depth` counts the chunks before it, so that whoever makes room knows a prompt's end from its beginning.
+    `depth` counts the chunks before it, so that eviction can tell a prompt's end from its beginning.
     """
 
     folder: str
@@ -90,7 +90,7 @@ def is_chunk_folder(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment on its way. `parts` are its head and its payload, in the staging or where the caller has it."""
+    """A segment in flight. `parts` are its head and its payload, in the staging or in the caller's memory."""
 
     number: int
     staging: Staging
@@ -104,8 +104,8 @@ class Segment:
 class ChunkFiles:
     """The files of chunks of one size under `root`.
 
-    Opening makes the folders and writes a probe: raises `ConfigError` where that does not work, and, unless the folder
-    `is_shared`, where others could put files or folders in our place. Thread-safe.
+    Opening makes the folders and writes a probe: raises `ConfigError` if that fails, and, unless the folder
+    `is_shared`, if other users could put files or folders in place of ours. Thread-safe.
     """
 
     def __init__(self, root: Path, payload_bytes: int, files: Files | None = None, *, is_shared: bool = False) -> None:
@@ -133,7 +133,7 @@ class ChunkFiles:
         return f"{self.root}/{name.folder}/{name.file_name}"
 
     def status_of(self, name: ChunkName) -> os.stat_result | None:
-        """Of a file that looks whole; None for anything else. Raises nothing."""
+        """The stat of a file that looks whole; None for anything else. Never raises."""
         try:
             status = os.stat(self.path_of(name))
         except OSError:
@@ -142,15 +142,15 @@ class ChunkFiles:
         return status if is_whole and self.is_trusted(status) else None
 
     def is_trusted(self, status: os.stat_result) -> bool:
-        """Nobody else has made this file, or can write it; or everybody who can is trusted."""
+        """Whether no other user made this file or can write it, or all users who can are trusted."""
         return self._is_shared or (status.st_uid == self._own_uid and not status.st_mode & WRITABLE_BY_OTHERS)
 
     def temp_path(self) -> Path:
-        """A name in the temp folder that nobody else takes."""
+        """A unique name in the temp folder."""
         return self.temp / f"{self.owner}-{next(self._numbers)}{TEMP_SUFFIX}"
 
     def make_temp_folder(self) -> None:
-        """And the root; both for their owner alone, as what lies in them tells prompts. A root that is there stays."""
+        """Create the folder and the root, for the owner only: chunk names reveal prompts. An existing root stays."""
         try:
             self.temp.mkdir(mode=0o700, exist_ok=True)
         except FileNotFoundError:
@@ -161,16 +161,16 @@ class ChunkFiles:
         return segment * SEGMENT_BYTES
 
     def range_of(self, segment: int) -> tuple[int, int]:
-        """Which bytes of the payload a segment holds."""
+        """The range of payload bytes in a segment."""
         start = segment * _BODY_BYTES
         return start, min(start + _BODY_BYTES, self.payload_bytes)
 
     def moves_in_place(self, payload: Scattered, segment: int) -> bool:
-        """The segment's bytes lie as direct I/O wants them."""
+        """Whether the segment's memory is suitable for direct I/O."""
         return payload.has_aligned(*self.range_of(segment), PAGE_BYTES, _MAX_RUNS)
 
     def _probe(self) -> int:
-        """Write and sync a little, as a chunk would be. Returns the flag for direct I/O if the filesystem has it."""
+        """Write and sync a little, like a chunk. Returns the flag for direct I/O if the filesystem has it."""
         try:
             self.make_temp_folder()
             try:
@@ -192,7 +192,7 @@ class ChunkFiles:
             try:
                 self.files.write(fd, [Staging(PAGE_BYTES).head], 0)
                 self.files.sync(fd)
-                self._own_uid = os.fstat(fd).st_uid  # a server of files may give us another number
+                self._own_uid = os.fstat(fd).st_uid  # a file server may map us to another number
             finally:
                 self.files.close(fd)
         finally:
@@ -201,9 +201,9 @@ class ChunkFiles:
 
 
 class ChunkWriter:
-    """Writes one chunk, segment by segment in any order and from any thread. The last segment puts it in its place.
+    """Writes one chunk, segment by segment in any order and from any thread. The last segment puts it in place.
 
-    `is_done` says that it is there.
+    `is_done`: the chunk is in place.
     """
 
     def __init__(self, store: ChunkFiles, name: ChunkName, source: Scattered) -> None:
@@ -217,7 +217,7 @@ class ChunkWriter:
         self._fd = -1
 
     def start(self, number: int) -> Segment:
-        """Make a segment ready to be written. Raises nothing."""
+        """Prepare a segment for writing. Never raises."""
         store = self._store
         start, end = store.range_of(number)
         staging = store.staging.take()
@@ -231,7 +231,7 @@ class ChunkWriter:
         return Segment(number, staging, parts)
 
     def finish(self, segment: Segment) -> None:
-        """Write it. Raises `OSError`; `close` then leaves nothing behind."""
+        """Write the segment. Raises `OSError`; `close` then leaves nothing behind."""
         store = self._store
         try:
             store.files.write(self._opened(), segment.parts, store.offset_of(segment.number))
@@ -244,7 +244,7 @@ class ChunkWriter:
             self._put_in_place()
 
     def close(self) -> None:
-        """Leave nothing behind of a chunk that is not in its place. No thread may be writing it any more."""
+        """Remove a chunk that is not in place. No thread may still be writing it."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self._store.files.close(self._fd)
@@ -279,10 +279,10 @@ class ChunkWriter:
                 break
             except FileNotFoundError:
                 if not self._path.exists() and self._store.status_of(self.name) is not None:
-                    break  # NFS says so when the answer to the first request was lost
+                    break  # NFS reports this when the answer to the first request was lost
                 if attempt == _RENAME_TRIES - 1:
                     raise
-                target.parent.mkdir(mode=0o700, exist_ok=True)  # the first of its folder, or an empty one was removed
+                target.parent.mkdir(mode=0o700, exist_ok=True)  # its first chunk, or the empty folder was removed
         self._path = None
         self.is_done = True
 
@@ -290,8 +290,8 @@ class ChunkWriter:
 class ChunkReader:
     """Reads one chunk into memory, segment by segment in any order and from any thread.
 
-    `is_done` says that all of it has arrived, `damage` why a file that is there was no hit, and `errno`, if it could
-    not be read, what the system said; `used_at` is the time of the file's last use, as it was found.
+    `is_done`: all of it has arrived. `damage` says why an existing file was not a hit, and `errno` what the system
+    reported for a file that could not be read; `used_at` is the time of the file's previous use.
     """
 
     def __init__(self, store: ChunkFiles, name: ChunkName, target: Scattered) -> None:
@@ -327,7 +327,7 @@ class ChunkReader:
         return Segment(number, staging, parts)
 
     def finish(self, segment: Segment) -> None:
-        """Verify it, and have it where it should be. Raises `OSError` for a miss; the target may then hold anything."""
+        """Verify it and put it in place. Raises `OSError` for a miss; the target may then hold anything."""
         store = self._store
         start, end = store.range_of(segment.number)
         expected = (_MAGIC, self.name.digest, segment.number, end - start)
@@ -337,7 +337,7 @@ class ChunkReader:
             self._refuse(Damage.CORRUPT)
         if checksum != _checksum(self.name.digest, segment.number, parts, end - start):
             if not segment.is_staged and self._is_whole_on_disk(segment.number, checksum):
-                raise OSError(errno.EIO, "the caller's memory was changed while it was filled, or is given twice")
+                raise OSError(errno.EIO, "the caller's memory was changed while it was filled, or was passed twice")
             self._refuse(Damage.CORRUPT)
         if segment.is_staged:
             self._target.copy_from(segment.staging.address + PAGE_BYTES, start, end)
@@ -349,7 +349,7 @@ class ChunkReader:
                 self.is_done = True
 
     def _is_whole_on_disk(self, number: int, checksum: int) -> bool:
-        """Read a segment again, into memory that is ours alone."""
+        """Read a segment again, into private memory."""
         store = self._store
         start, end = store.range_of(number)
         staging = store.staging.take()
@@ -362,7 +362,7 @@ class ChunkReader:
             store.staging.give(staging)
 
     def close(self) -> None:
-        """No thread may be reading it any more."""
+        """No thread may still be reading it."""
         with self._lock:
             self._close()
 
@@ -370,7 +370,7 @@ class ChunkReader:
         store = self._store
         with self._lock:
             if self._fd < 0:
-                # Not blocking: whatever lies in a chunk's place, a pipe too, opening it must not wait.
+                # Non-blocking: opening must not wait, whatever is in a chunk's place, even a pipe.
                 flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | store.direct_flag
                 fd = store.files.open(Path(store.path_of(self.name)), flags)
                 self._fd = fd
@@ -396,7 +396,7 @@ class ChunkReader:
 
 
 def _checksum(digest: bytes, segment: int, parts: Sequence[memoryview], nbytes: int) -> int:
-    """Of the first `nbytes` of `parts`, and of the name too: the right bytes in the wrong place do not pass."""
+    """The checksum of the first `nbytes` of `parts` and of the name: the right bytes in the wrong place do not pass."""
     summed = xxhash.xxh3_64(digest, seed=segment)
     for part in parts:
         summed.update(part[:nbytes])

@@ -1,7 +1,7 @@
 """Names of a token sequence's chunks: a wide hash that is the identity, and Vineyard's Murmur hash for the folder.
 
-Both run on from chunk to chunk, so names cost the same however long the sequence is. Whoever stores a sequence bit by
-bit passes all of it as a prefix each time; the last few sequences are remembered with the state of their hashes.
+Both continue from chunk to chunk, so names cost the same however long the sequence is. A caller that stores a sequence
+piece by piece passes all of it as a prefix each time; the last few sequences are remembered with their hash states.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _IDENTITY = b"kvtier vineyard chunk 1"
 
 
 def identity_of(tensor_bytes: int, layer: int, chunk_tokens: int) -> Namespace:
-    """Caches of different shapes never have a chunk in common."""
+    """The identity of a shape: caches of different shapes never share a chunk."""
     shape = b"".join(number.to_bytes(8, "little") for number in (tensor_bytes, layer, chunk_tokens))
     return Namespace(hashlib.sha256(_IDENTITY + shape).digest())
 
 
 class NamedChunks:
-    """The names of all full chunks of a sequence that grows at its end. Of one thread at a time.
+    """The names of all full chunks of a sequence that grows at its end. Used by one thread at a time.
 
-    Until `trusted_until`, on the clock of whoever looks, all of its chunks are taken to be in the folder, where they
-    were all seen, unless something was removed that `trusted_removals` does not count.
+    Until `trusted_until`, on the reader's clock, all of its chunks count as present: all were when last checked, and
+    nothing has been removed since, apart from removals counted in `trusted_removals`.
     """
 
     def __init__(self, identity: Namespace, chunk_tokens: int, folder_digits: int) -> None:
@@ -51,7 +51,7 @@ class NamedChunks:
         self._murmur = mmh3.mmh3_32()
 
     def extend(self, tokens: list[int]) -> None:
-        """Whole chunks. Raises `ConfigError` for what is no token id; the sequence is then as before."""
+        """Add whole chunks. Raises `ConfigError` for invalid token ids, and then changes nothing."""
         parent = BlockHash(self.names[-1].digest) if self.names else None
         digests = block_hashes(self._identity, tokens, self._chunk_tokens, parent=parent)
         data = _little_endian(tokens)
@@ -64,7 +64,7 @@ class NamedChunks:
 
 
 class ChunkNames:
-    """Names for caches of one shape. Raises `ConfigError` where `mmh3` is not installed. Thread-safe."""
+    """Names for caches of one shape. Raises `ConfigError` if `mmh3` is not installed. Thread-safe."""
 
     def __init__(self, identity: Namespace, chunk_tokens: int, folder_digits: int) -> None:
         if mmh3 is None:
@@ -80,9 +80,9 @@ class ChunkNames:
         return self._named(_full(tokens, self._chunk_tokens)).names
 
     def continued(self, prefix: Sequence[int], tokens: Sequence[int]) -> NamedChunks:
-        """Those of `prefix`, which is whole chunks, and of the full chunks of `tokens` behind it.
+        """The names of `prefix`, which is whole chunks, and of the full chunks of `tokens` behind it.
 
-        The caller alone has them until it hands them to `remember`.
+        They belong to the caller until it hands them to `remember`.
         """
         known = self._recall(prefix if isinstance(prefix, list) else list(prefix))
         known.extend(_full(tokens, self._chunk_tokens))
@@ -110,12 +110,12 @@ class ChunkNames:
 def _is_same(tokens: list[int], others: list[int]) -> bool:
     try:
         return tokens == others
-    except ValueError as error:  # numpy's, about arrays in a list
+    except ValueError as error:  # raised by numpy, about arrays in a list
         raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
 
 
 def _check_ids(tokens: list[int]) -> None:
-    """Raises `ConfigError` for what only equals token ids, as 1.0 does."""
+    """Raises `ConfigError` for values that only equal token ids, such as 1.0."""
     try:
         array("I", tokens)
     except (OverflowError, TypeError) as error:

@@ -1,16 +1,17 @@
-"""How many bytes of chunks a folder may hold, over all processes that write into it, and what goes when.
+"""How many bytes of chunks a folder may hold, over all processes that write into it, and which are removed first.
 
-No process keeps the folder's books, for any may die: the truth is what a listing of the folder shows. Whoever wants to
-write first announces how much, as the size of a sparse file of its own in the temp folder, then lists, counting
-every announcement, and goes on only with what fits. Of two that announce at once, at least the later sees both, so
-chunks and what is being written never exceed the bound together. (Where listings lag, as NFS's may, the bound
-lags as much.) Listing costs time by the number of files, so more is announced than one write needs.
+No process keeps the folder's books, since any may die: the truth is a listing of the folder. A writer first announces
+how much it will write, as the size of a sparse file of its own in the temp folder, then lists the folder, counts every
+announcement, and writes only what fits. If two writers announce at once, at least the later sees both, so chunks and
+writes in flight together never exceed the bound. (Where listings lag, as on NFS, so does the bound.) Listing costs time
+for each file, so more is announced than one write needs.
 
-A bound is about chunks of one file size, which those of one shape have; chunks of other sizes neither count nor go for
-it. Announcements tell the size and their writer's bound: of those who live, the largest holds for all.
+A bound is for chunks of one file size, as chunks of one shape have; chunks of other sizes neither count towards it nor
+are removed for it. An announcement contains the size and its writer's bound: the largest bound of the living writers
+applies to all.
 
-Files are used when their mtime says: reading a chunk touches it. All times are the filesystem's own, so neither mount
-options nor other hosts' clocks matter.
+A file's mtime is the time of its last use: reading a chunk touches it. All times are the filesystem's own, so neither
+mount options nor other hosts' clocks matter.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kvtier.vineyard.file_owner import give_up_name, is_surely_dead
 
 ROOM_SUFFIX = ".room"
 BEAT_S = 15.0
-"""How often a writer shows that it lives."""
+"""How often a writer gives a sign of life."""
 STALE_S = 60.0
-"""After this long without a sign of life, a writer of another host is taken for dead."""
+"""Time without a sign of life after which a writer of another host counts as dead."""
 BUCKET_S = 5.0
-"""Times of use in the same bucket are about the same."""
+"""Times of use in the same bucket count as equal."""
 _MAX_SHARE_BYTES = 4 << 30
 _SPARE_SHARE = 16
 _EVICTED_SPARE_SHARE = 32
@@ -43,7 +44,7 @@ _RETRY_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A chunk's file as a listing shows it."""
+    """A chunk's file as listed."""
 
     path: str
     nbytes: int
@@ -52,15 +53,15 @@ class _Found:
 
     @property
     def coldness(self) -> tuple[int, int, float]:
-        """Smaller is colder. Of chunks used at about the same time, a prompt's end goes before its beginning."""
+        """Smaller is colder. Of chunks used at about the same time, a prompt's end is colder than its beginning."""
         return int(self.used_at // BUCKET_S), -self.depth, self.used_at
 
 
 @dataclass
 class _Announcements:
-    """What the living writers of chunks of our size have announced, and the largest of their bounds.
+    """The announcements of the living writers of chunks of our size, and the largest of their bounds.
 
-    One that has announced nothing counts: many may begin at once, and what each holds in advance is a share.
+    Writers that have announced nothing count, too: many may begin at once, and each holds a share in advance.
     """
 
     bound_bytes: int
@@ -70,7 +71,7 @@ class _Announcements:
 
 @dataclass
 class _Listing:
-    """`chunks` are those of our size, `others` those of any other."""
+    """`chunks` are those of our size, `others` those of any other size."""
 
     announced: _Announcements
     chunks: list[_Found] = field(default_factory=list)
@@ -78,13 +79,13 @@ class _Listing:
 
     @property
     def bytes_over(self) -> int:
-        """How much more is there or announced than may be."""
+        """Bytes present or announced beyond the bound."""
         return sum(found.nbytes for found in self.chunks) + self.announced.nbytes - self.announced.bound_bytes
 
 
 @dataclass
 class RoomCounts:
-    """What was removed so far, by this process."""
+    """Removals by this process so far."""
 
     evicted_chunks: int = 0
     expired_chunks: int = 0
@@ -92,10 +93,10 @@ class RoomCounts:
 
 
 class ChunkRoom:
-    """The share of a folder's bound that this process has, and the removal of what is old. Thread-safe."""
+    """This process's share of a folder's bound, and the removal of old files. Thread-safe."""
 
     def __init__(self, store: ChunkFiles, bound_bytes: int, stale_s: float = STALE_S) -> None:
-        """`bound_bytes` is for chunks of the store's file size; another writer's larger one holds while it lives.
+        """`bound_bytes` is for chunks of the store's file size; another writer's larger bound applies while it lives.
 
         Raises `OSError`.
         """
@@ -105,7 +106,7 @@ class ChunkRoom:
         self._stale_s = stale_s
         self._pid = os.getpid()
         self._path = str(store.temp / f"{store.owner}-{store.file_bytes}-{bound_bytes}{ROOM_SUFFIX}")
-        self._lock = threading.RLock()  # the garbage collector may close it wherever a thread of its own is
+        self._lock = threading.RLock()  # the garbage collector may close it at any point of a thread that has the lock
         self._is_closed = False
         self._in_flight = 0
         self._spare = 0
@@ -121,8 +122,8 @@ class ChunkRoom:
     def reserve(self, nbytes: int, keep: Callable[[], Collection[str]]) -> int:
         """Bytes that may be written now: `nbytes`, or less if the rest of the bound is in use or in `keep`.
 
-        The coldest chunks go to make room, none if that would make none. `keep` gives the paths that must stay. Give
-        the bytes back with `settle`. Raises `OSError` where the folder cannot be listed.
+        The coldest chunks are removed to make room, but none if that would not suffice. `keep` returns the paths that
+        must stay. Give the bytes back with `settle`. Raises `OSError` if the folder cannot be listed.
         """
         with self._lock:
             self._is_idle = False
@@ -134,7 +135,7 @@ class ChunkRoom:
             return granted
 
     def settle(self, *, written: int, unused: int) -> None:
-        """Of what was reserved, `written` bytes are chunks now and `unused` are not. Raises nothing."""
+        """Of the reserved bytes, `written` are chunks now and `unused` are not. Never raises."""
         with self._lock:
             self._in_flight -= written + unused
             self._spare += unused
@@ -142,9 +143,9 @@ class ChunkRoom:
                 self._publish()
 
     def beat(self) -> None:
-        """Show that this process lives; give back what it has not used since the last time. Raises `OSError`."""
+        """Show that this process lives; give back what it has not used since the last call. Raises `OSError`."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._path)  # at once: whoever has the lock may be listing for long
+            os.utime(self._path)  # without the lock, whose owner may be listing for long
         with self._lock:
             if self._is_idle:
                 self._spare = 0
@@ -152,7 +153,7 @@ class ChunkRoom:
             self._publish()
 
     def expire(self, max_age_s: float) -> int:
-        """Remove all chunks that nobody has used for so long, and empty folders. Returns how many. Raises `OSError`."""
+        """Remove all chunks unused for this long, and empty folders. Returns how many. Raises `OSError`."""
         with self._lock:
             now = self._now()
         num_expired = 0
@@ -166,7 +167,7 @@ class ChunkRoom:
         return num_expired
 
     def expire_of(self, paths: Collection[str], max_age_s: float) -> set[str]:
-        """Of these files, remove those that nobody has used for so long. Returns which of `paths` are gone."""
+        """Remove those of these files that are unused for this long. Returns the members of `paths` that are gone."""
         with self._lock:
             now = self._now()
         gone = set()
@@ -183,20 +184,20 @@ class ChunkRoom:
         return gone
 
     def sweep(self) -> None:
-        """Remove what dead writers left, and no chunk. Raises `OSError`."""
+        """Remove what dead writers left behind, but no chunks. Raises `OSError`."""
         with self._lock:
             self._list(self._now())
 
     def trim(self) -> None:
-        """Remove what dead writers left, and the coldest chunks beyond the bound. Raises `OSError`."""
+        """Remove what dead writers left behind, and the coldest chunks beyond the bound. Raises `OSError`."""
         with self._lock:
             listing = self._list(self._now())
             self._evict(listing.chunks, listing.bytes_over)
 
     def close(self) -> None:
-        """Give everything back, for good. Raises nothing. In a forked child it is the parent's, and stays.
+        """Give everything back, for good. Never raises. In a forked child, it belongs to the parent and stays.
 
-        What cannot be removed now is nobody's from now on: the next listing that can removes it.
+        Files that cannot be removed now are left without an owner: the next listing that can removes them.
         """
         if os.getpid() == self._pid:
             with self._lock:
@@ -205,7 +206,7 @@ class ChunkRoom:
                 give_up_name(self._store.owner)
 
     def _grow(self, nbytes: int, keep: Callable[[], Collection[str]]) -> None:
-        """Announce until `nbytes` are spare or the bound has no more to give. The lock is held."""
+        """Announce until `nbytes` are spare or the bound is exhausted. The lock is held."""
         unit = self._store.file_bytes
         announced = self._announcements(self._now())
         self._num_writers = max(1, announced.num_writers)
@@ -221,13 +222,13 @@ class ChunkRoom:
                 self._publish()
                 listing = self._list(self._now())
             except BaseException:
-                self._spare = before  # nobody has checked that there is room for more
+                self._spare = before  # no listing has shown room for more
                 raise
             over = listing.bytes_over
             if over > extra:
                 kept = keep()
                 removable = [found for found in listing.chunks if found.path not in kept]
-                if over - unit * len(removable) <= wanted + extra - unit:  # else it would all be for nothing
+                if over - unit * len(removable) <= wanted + extra - unit:  # otherwise nothing is gained
                     needed = over - extra + min(extra, self._share(_EVICTED_SPARE_SHARE))
                     over -= self._evict(removable, needed)
             excess = min(max(0, -(-over // unit) * unit), wanted + extra)
@@ -238,12 +239,12 @@ class ChunkRoom:
                 return
 
     def _share(self, of_bound: int) -> int:
-        """What one writer may hold in advance: all of them together a small part of the bound. Whole chunks."""
+        """How much one writer may hold in advance: all together hold a small part of the bound. Whole chunks."""
         unit = self._store.file_bytes
         return min(_MAX_SHARE_BYTES, self.bound_bytes // of_bound // self._num_writers) // unit * unit
 
     def _evict(self, chunks: Sequence[_Found], nbytes: int) -> int:
-        """Remove the coldest of these until `nbytes` are free; returns how many bytes are."""
+        """Remove the coldest of these until `nbytes` are free; returns how many bytes were freed."""
         freed = 0
         if nbytes <= 0:
             return freed
@@ -257,7 +258,7 @@ class ChunkRoom:
         return freed
 
     def _publish(self) -> None:
-        """Make our announcement as large as what we hold, and its time the filesystem's now. The lock is held."""
+        """Make our announcement as large as what we hold, with the filesystem's current time. The lock is held."""
         if self._is_closed:
             return
         nbytes = self._in_flight + self._spare
@@ -281,15 +282,15 @@ class ChunkRoom:
         return os.stat(self._path).st_mtime
 
     def _show_life(self) -> None:
-        """For what may take longer than others wait for a sign of life. Raises nothing."""
+        """Give a sign of life during long work. Never raises."""
         if time.monotonic() - self._shown_at > BEAT_S:
             self._shown_at = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
     def _list(self, now: float) -> _Listing:
-        """Everything of ours in the folder. Removes what dead writers left."""
-        # Announcements first: a chunk that is done while we look then counts twice rather than not at all.
+        """List all our files in the folder. Removes what dead writers left behind."""
+        # Announcements first: a chunk completed meanwhile then counts twice rather than not at all.
         listing = _Listing(self._announcements(now))
         with os.scandir(self._store.root) as entries:
             folders = [entry.path for entry in entries if is_chunk_folder(entry.name)]
@@ -305,7 +306,7 @@ class ChunkRoom:
         return listing
 
     def _announcements(self, now: float) -> _Announcements:
-        """What the temp folder tells. Removes what dead writers left."""
+        """Read the temp folder. Removes what dead writers left behind."""
         announced = _Announcements(self.bound_bytes)
         living = set()
         temps = []
@@ -324,13 +325,13 @@ class ChunkRoom:
                 announced.bound_bytes = max(announced.bound_bytes, int(numbers[1]))
                 announced.nbytes += status.st_size
                 announced.num_writers += 1
-        for path, status, owner in temps:  # part of what their owners have announced
+        for path, status, owner in temps:  # part of their owners' announcements
             if owner not in living:
                 self._is_left_behind(path, status, owner, now)
         return announced
 
     def _is_left_behind(self, path: str, status: os.stat_result, owner: str, now: float) -> bool:
-        """The owner of a file in the temp folder is dead. Removes the file then."""
+        """Whether the owner of a file in the temp folder is dead. If so, the file is removed."""
         is_silent = now - status.st_mtime > self._stale_s and now - _newest_time(path, status) > self._stale_s
         if is_silent or is_surely_dead(owner):
             self.counts.stale_temps += _remove(path)
@@ -346,7 +347,7 @@ class ChunkRoom:
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder; nothing if it is none, has just gone or is closed to us."""
+    """A folder's entries; empty if it is not a folder, was just removed or is not accessible."""
     try:
         with os.scandir(folder) as entries:
             yield from entries
@@ -355,7 +356,7 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """Of a plain file that is still there."""
+    """The status of a plain file, if it still exists."""
     try:
         return entry.stat(follow_symlinks=False) if entry.is_file(follow_symlinks=False) else None
     except FileNotFoundError:
@@ -363,7 +364,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _newest_time(path: str, status: os.stat_result) -> float:
-    """When the file was last written or touched; opening it makes NFS ask, whose listings may be a minute old."""
+    """When the file was last written or touched. Opening it makes NFS refresh listings, which may be a minute old."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -375,7 +376,7 @@ def _newest_time(path: str, status: os.stat_result) -> float:
 
 
 def _remove(path: str) -> bool:
-    """We removed it: not another process, and nothing stood in the way."""
+    """True if we removed it, rather than another process, and no error came in the way."""
     try:
         os.unlink(path)
     except OSError:

@@ -1,13 +1,13 @@
-"""Chunks between memory and files, in order, by several threads at once.
+"""Moves chunks between memory and files, in order, by several threads at once.
 
-A segment's way has two steps, its I/O and the work of the processor (copy and checksum), in this order for a read and
-in the other for a write. Threads of their own do the I/O, one read or write each, and go from one to the next without
-waiting for anybody; the caller and a thread for each further core do the rest. A call's chunks are taken in order, and
-the first that fails ends the call: nothing behind a gap is of use to anyone. Writes take a segment of several chunks in
-turn, since a filesystem lets in those who make one file longer one by one.
+A segment takes two steps: its I/O, and the processor's work (copy and checksum). A read does them in this order, a
+write in the other. I/O threads do one read or write at a time, and go from one to the next without waiting; the caller
+and a thread for each further core do the rest. A call's chunks are taken in order, and the first that fails ends the
+call: chunks behind a gap are useless. Writes take segments of several chunks in turn, since a filesystem serialises
+writes that extend one file.
 
-A call begins when as many I/O threads are free as it has use for, calls in the order in which they came. So there are
-never more than three segments on their way for each I/O thread, however many threads call.
+A call begins once as many I/O threads are free as it can use, in order of arrival. So there are never more than three
+segments in flight for each I/O thread, however many threads call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.vineyard.chunk_files import Segment
 
 
 class Direction(enum.Enum):
-    """Which of a segment's two steps is the I/O: the first of a read, the second of a write."""
+    """Which of a segment's two steps is the I/O: the first in a read, the second in a write."""
 
     READ = enum.auto()
     WRITE = enum.auto()
@@ -44,9 +44,9 @@ class MovingChunk(Protocol):
 
 
 class ChunkTransfers:
-    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own.
+    """The threads of one cache. Thread-safe: calls share the I/O threads, and each caller works for its own call.
 
-    A caller is a thread that no signal interrupts.
+    The calling thread must not be interrupted by signals.
     """
 
     def __init__(self, io_workers: int) -> None:
@@ -60,10 +60,10 @@ class ChunkTransfers:
     def move(
         self, direction: Direction, num_chunks: int, num_segments: int, make: Callable[[int], MovingChunk]
     ) -> OSError | None:
-        """Move chunks 0, 1, ... of `num_segments` each until one fails; returns why.
+        """Move chunks 0, 1, ... of `num_segments` each until one fails; returns the error.
 
-        `make` gives a chunk when it is its turn; by one thread at a time, in order. What it raises ends the call.
-        Nothing is under way any more afterwards, and no chunk holds a file.
+        `make` makes a chunk when its turn comes; it is called by one thread at a time, in order. If it raises, the call
+        ends. Afterwards nothing is in flight, and no chunk holds a file.
         """
         num_units = num_chunks * num_segments
         num_io = min(self._io_workers, num_units)
@@ -82,7 +82,7 @@ class ChunkTransfers:
             io_step, other_step = run.finish_all, run.start_all
         threads: list[Future[None]] = []
         try:
-            with self._lock:  # in one order for both pools: else two calls could each wait for a thread of the other's
+            with self._lock:  # one order for both pools: otherwise two calls could wait for each other's threads
                 for pool, step, count in (
                     (self._io_pool, io_step, num_io),
                     (self._helper_pool, other_step, num_helpers),
@@ -94,7 +94,7 @@ class ChunkTransfers:
             run.give_up()
             raise
         finally:
-            wait(threads)  # until then they may be at work in the caller's memory
+            wait(threads)  # until then they may use the caller's memory
             for chunk in run.chunks:
                 chunk.close()
         for thread in threads:
@@ -107,7 +107,7 @@ class ChunkTransfers:
 
 
 class _Turns:
-    """So many I/O threads, and the calls that wait for some of them, in the order in which they came. Thread-safe."""
+    """A number of I/O threads, and the calls that wait for some of them, in order of arrival. Thread-safe."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -140,7 +140,7 @@ class _Turns:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """In what order segments move: `width` chunks at a time, a segment of each in turn."""
+    """The order in which segments move: `width` chunks at a time, one segment of each in turn."""
 
     num_chunks: int
     num_segments: int
@@ -185,14 +185,14 @@ class _Run:
         self._started: SimpleQueue[_Moving | None] = SimpleQueue()
 
     def give_up(self) -> None:
-        """Whichever threads have begun start nothing more and wait for nobody."""
+        """Threads that have begun start nothing more and do not wait."""
         self._fail(0, None)
         self._may_start.release(self._num_starters + 1)
         for _ in range(self._num_finishers):
             self._started.put(None)
 
     def start_all(self) -> None:
-        """Do the first step of one segment after the other, until none is left. Several threads."""
+        """Do the first step of one segment after another, until none is left. Several threads."""
         try:
             while True:
                 self._may_start.acquire()
@@ -208,7 +208,7 @@ class _Run:
                     self._started.put(None)
 
     def finish_all(self) -> None:
-        """Do the second step of what is started, until nothing is left. Several threads."""
+        """Do the second step of started segments, until none is left. Several threads."""
         try:
             while (moving := self._started.get()) is not None:
                 index, chunk, segment = moving
@@ -220,11 +220,11 @@ class _Run:
                 self._may_start.release()
         except BaseException:
             self._fail(0, None)
-            self._may_start.release(self._num_starters + 1)  # nobody waits for one who will finish nothing more
+            self._may_start.release(self._num_starters + 1)  # no starter waits for a finisher that does no more
             raise
 
     def _start_next(self) -> bool:
-        """False when there is nothing left to start."""
+        """False if there is nothing left to start."""
         index = 0
         try:
             with self._lock:

@@ -1,9 +1,9 @@
 """The file half of `KVCache`: chunks of tokens in a folder that any number of processes and hosts share.
 
-Calls come from any thread. A thread of its own removes what nobody uses any more. After construction nothing of the
-filesystem's raises: what cannot be read is a miss, what cannot be written is not counted as stored. `close` waits for
-the calls under way; those that come later raise `TierUnavailable`. Ctrl-C in a call ends it after the chunks that are
-on their way, and leaves a cache that works.
+Calls come from any thread. A background thread removes unused chunks. After construction, no error of the filesystem is
+raised: chunks that cannot be read are misses, chunks that cannot be written do not count as stored. `close` waits for
+calls in progress; later calls raise `TierUnavailable`. Ctrl-C ends a call after the chunks in flight, and leaves a
+working cache.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MAX_CHUNK_BYTES = 1 << 40
 _MIN_BEAT_S = 0.01
 _TOUCH_S = 5.0
 _ALWAYS_LOOKED_CHUNKS = 128
-"""Prefixes of up to so many chunks are looked at whole by every update."""
+"""Prefixes of up to this many chunks are checked completely by every update."""
 _PASSING_ERRNOS = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
 )
-"""What a read may fail with that says nothing about the file."""
+"""Read errors that say nothing about the file."""
 _LOOK_SHARE = 0.1
-"""How much of the time may go to looking at longer ones."""
+"""Share of the time that checking longer prefixes may take."""
 
 
 class _Unwanted(Exception):
@@ -57,8 +57,8 @@ class _Unwanted(Exception):
 class FileCache:
     """Chunks of `config.chunk_size` tokens, `cache_capacity` tokens at most over all processes that use the folder.
 
-    That counts chunks of the same file size, and holds unless another cache that is open has a larger bound. Raises
-    `ConfigError` where the folder cannot be written or the sizes cannot work.
+    The limit counts chunks of the same file size, and applies unless another open cache has a larger one. Raises
+    `ConfigError` if the folder cannot be written or the sizes are impossible.
     """
 
     def __init__(
@@ -100,24 +100,24 @@ class FileCache:
         self._lock = threading.RLock()  # not the condition, which Ctrl-C could leave locked
         self._call_ended = threading.Condition(self._lock)
         self._callers: dict[object, int] = {}
-        """The thread of each call under way."""
+        """The threads of calls in progress."""
         self._is_closed = False
         self._is_closed_within_a_call = False
         self._counts: Counter[str] = Counter()
         self._num_damaged = 0
         self._used_paths: set[str] = set()
         self._unusable: dict[str, tuple[int, int]] = {}
-        """Files that are in a chunk's place and were no hit: what they were, to tell when they are others."""
+        """Files under a chunk's name that were not hits, with their identity, to notice when they are replaced."""
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvtier-chunk-keeper", daemon=True)
         self._keeper.start()
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
-        """Store the full chunks of `tokens`, which follow `prefix`; returns how many tokens of them are there now.
+        """Store the full chunks of `tokens`, which follow `prefix`; returns how many of these tokens are stored now.
 
-        Those that were there before count, unless this cache failed to read them: those are replaced. Nothing is stored
-        behind a prefix that is not there. A short count means that there was no room, or the filesystem failed. Raises
-        `ConfigError`, before anything is stored, for arguments that cannot be meant, also of chunks that are there.
+        Chunks stored before count, unless this cache failed to read them: those are replaced. Nothing is stored behind
+        an absent prefix. A short count means that there was no room, or that the filesystem failed. Raises
+        `ConfigError`, before anything is stored, for invalid arguments, even for chunks that are stored already.
         """
         prefix = [] if prefix is None else prefix
         self._check(tokens, kv)
@@ -141,10 +141,10 @@ class FileCache:
         return num_there * self._chunk_tokens
 
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
-        """Fill the tensors of the leading tokens that are there; returns how many tokens that is, whole chunks.
+        """Fill the tensors of the leading tokens that are stored; returns how many tokens that is, in whole chunks.
 
-        Tensors behind them may or may not be changed. Raises `ConfigError`, before any is filled, for arguments that
-        cannot be meant.
+        Tensors behind them may or may not be changed. Raises `ConfigError` for invalid arguments, before any tensor is
+        filled.
         """
         self._check(tokens, kv)
         return self._do(lambda is_wanted: self._query(tokens, kv, is_wanted))
@@ -176,7 +176,7 @@ class FileCache:
         return len(matched) * self._chunk_tokens
 
     def collect(self) -> None:
-        """Remove now what the settings say: old chunks, what dead writers left, what is beyond the capacity."""
+        """Apply the settings now: remove old chunks, what dead writers left behind, and chunks beyond the capacity."""
         self._do(lambda _: self._collect())
 
     def _collect(self) -> None:
@@ -185,12 +185,12 @@ class FileCache:
             self._collect_all()
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since the start: hits, misses, damaged files by kind, what was stored and removed.
+        """Counts since the start: hits, misses, damaged files by kind, chunks stored and removed.
 
-        `refused_chunks` were not stored; `no_room_chunks` of them, as the capacity was in use by others.
+        `refused_chunks` were not stored; of these, `no_room_chunks` because others used the capacity.
         """
         removed = self._room.counts
-        # In a forked child a thread of the parent's may have the lock for ever.
+        # In a forked child, a thread of the parent may hold the lock forever.
         with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
             return {
                 **self._counts,
@@ -200,10 +200,10 @@ class FileCache:
             }
 
     def close(self) -> None:
-        """Wait for calls under way and give everything back. Chunks stay. Further calls are harmless.
+        """Wait for calls in progress and give everything back. Chunks stay. Repeated calls are harmless.
 
-        From within a call, as the caller's own sequences may, it happens when that call ends. In a forked child nothing
-        does: all of it is the parent's.
+        From within a call, as from the caller's own sequences, it takes effect when that call ends. In a forked child
+        it does nothing: everything belongs to the parent.
         """
         if os.getpid() != self._pid:
             return
@@ -222,7 +222,7 @@ class FileCache:
         self._release()
 
     def _do(self, work: Callable[[IsWanted], _Result]) -> _Result:
-        """Do a call's work where no signal reaches it. Raises `TierUnavailable` when the cache is closed."""
+        """Do a call's work where no signal reaches it. Raises `TierUnavailable` if the cache is closed."""
         if os.getpid() != self._pid:
             raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
         if self._is_closed:
@@ -236,7 +236,7 @@ class FileCache:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed."""
+        """A call that `close` waits for. Raises `TierUnavailable` if the cache is closed."""
         call = object()
         with self._lock:
             if self._is_closed:
@@ -254,7 +254,7 @@ class FileCache:
 
     def _release(self) -> None:
         self._closing.set()
-        if self._keeper is not threading.current_thread():  # where the collector may have found this cache
+        if self._keeper is not threading.current_thread():  # the garbage collector may have found this cache there
             self._keeper.join()
         self._transfers.close()
         self._apart.close()
@@ -264,7 +264,7 @@ class FileCache:
     def _store_chunks(
         self, chunks: NamedChunks, num_prefix: int, kv: Sequence[TokenTensors], is_wanted: IsWanted
     ) -> int:
-        """How many chunks behind the prefix are there without a gap, after what is absent was stored."""
+        """Store absent chunks; returns how many chunks behind the prefix are stored without a gap."""
         names = chunks.names[num_prefix:]
         statuses = [self._status_of(name) for name in names]
         for name, status in zip(names, statuses, strict=True):
@@ -279,7 +279,7 @@ class FileCache:
         num_there = absent[written] if written < len(absent) else len(names)
         self._note_use(names[:num_there])
         if begun_at // BUCKET_S != time.time() // BUCKET_S:
-            for name in reversed(names[:num_there]):  # else the beginning, written first, would be the colder part
+            for name in reversed(names[:num_there]):  # otherwise the beginning, written first, would be colder
                 self._touch(name, float("-inf"))
         return num_there
 
@@ -293,7 +293,7 @@ class FileCache:
         """Write chunks, named with their position in `kv`; returns how many leading ones are in place."""
         file_bytes, tensor_bytes = self._store.file_bytes, self._tensor_bytes
         writers: list[ChunkWriter] = []
-        sources = contextlib.ExitStack()  # another cache's tensors among them stay where they are meanwhile
+        sources = contextlib.ExitStack()  # tensors of another cache among them stay in place meanwhile
 
         def make(number: int) -> ChunkWriter:
             _stop_unless(is_wanted)
@@ -327,15 +327,15 @@ class FileCache:
         return num_written
 
     def _paths_to_keep(self, chunks: NamedChunks, absent: Sequence[tuple[ChunkName, int]]) -> set[str]:
-        """Of a sequence nothing goes to make room for its rest, but for what is in the rest's place and unreadable."""
+        """No chunk of a sequence is evicted to make room for its rest, except unreadable files in the rest's place."""
         path_of = self._store.path_of
         return {path_of(name) for name in chunks.names} - {path_of(name) for name, _ in absent}
 
     def _has_prefix(self, chunks: NamedChunks, num_prefix: int) -> bool:
-        """All chunks of the prefix are there.
+        """Whether all chunks of the prefix are stored.
 
-        Of a long prefix, only the last is looked at if all were there a moment ago and this cache has removed nothing
-        since: whoever stores a long sequence chunk by chunk must not look at all of it again each time.
+        For a long prefix, only the last chunk is checked if all were stored a moment ago and this cache has removed
+        nothing since: a caller that stores a long sequence chunk by chunk must not check all of it each time.
         """
         begun_at = time.monotonic()
         num_removed = self._num_removed
@@ -346,7 +346,7 @@ class FileCache:
             and num_removed == chunks.trusted_removals
         ):
             first = num_prefix - 1
-        for name in reversed(chunks.names[first:num_prefix]):  # the end goes first, and its use is the older one
+        for name in reversed(chunks.names[first:num_prefix]):  # the end is evicted first, so its use must be older
             status = self._status_of(name)
             if status is None:
                 chunks.trusted_until = float("-inf")
@@ -360,11 +360,11 @@ class FileCache:
 
     @property
     def _num_removed(self) -> int:
-        """How many chunks this cache has removed so far, for whatever reason."""
+        """How many chunks this cache has removed so far, for any reason."""
         return self._num_damaged + self._room.counts.evicted_chunks + self._room.counts.expired_chunks
 
     def _status_of(self, name: ChunkName) -> os.stat_result | None:
-        """Of a file that looks whole, and that this cache has not failed to read. Raises nothing."""
+        """The stat of a file that looks whole and that this cache has not failed to read. Never raises."""
         status = self._store.status_of(name)
         if status is None or not self._unusable:
             return status
@@ -372,12 +372,12 @@ class FileCache:
         with self._lock:
             if self._unusable.get(path) == _kind_of(status):
                 return None
-        return status if os.access(path, os.R_OK, effective_ids=True) else None  # one is seldom closed to us alone
+        return status if os.access(path, os.R_OK, effective_ids=True) else None  # files are rarely closed to us alone
 
     def _check(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> None:
         """Raises `ConfigError` unless `kv` has tensors for every token and layer, of the right size in whole chunks."""
         if _length("tokens", tokens) != _length("KV", kv):
-            raise ConfigError(f"{len(tokens)} tokens and the KV of {len(kv)}: there must be as many of both")
+            raise ConfigError(f"{len(tokens)} tokens, but the KV of {len(kv)}: the numbers must be equal")
         for position, layers in enumerate(kv):
             if _length("a token's KV", layers) != self._layer:
                 raise ConfigError(f"token {position} has KV of {len(layers)} layers, not {self._layer}")
@@ -385,12 +385,12 @@ class FileCache:
         check_memory(kv[: len(kv) // self._chunk_tokens * self._chunk_tokens], self._tensor_bytes)
 
     def _tensors_of(self, kv: Sequence[TokenTensors], index: int) -> Sequence[TokenTensors]:
-        """Those of one chunk."""
+        """The tensors of one chunk."""
         first = index * self._chunk_tokens
         return kv[first : first + self._chunk_tokens]
 
     def _touch(self, name: ChunkName, used_at: float) -> None:
-        """Make the file's time the filesystem's now, unless it nearly is."""
+        """Set the file's time to the filesystem's now, unless it is close to it."""
         if abs(time.time() - used_at) > self._touch_s:
             with contextlib.suppress(OSError):
                 os.utime(self._store.path_of(name))
@@ -435,7 +435,7 @@ class FileCache:
         now = time.monotonic()
         own_at, all_at = now + config.client_gc_interval, now + config.global_gc_interval
         try:
-            self._room.sweep()  # chunks stay: a client with a small capacity that only reads must not empty the folder
+            self._room.sweep()  # chunks stay: a read-only client with a small capacity must not empty the folder
         except OSError as error:
             self._note_failure("collect", error)
         beat_s = max(_MIN_BEAT_S, min(BEAT_S, config.client_gc_interval, config.global_gc_interval))
@@ -452,7 +452,7 @@ class FileCache:
             if config.enable_global_gc and now >= all_at:
                 all_at = now + config.global_gc_interval
                 self._collect_all()
-        self._room.close()  # once more: this thread may have been at work in it when the collector closed the cache
+        self._room.close()  # again: this thread may have used it when the garbage collector closed the cache
 
     def _collect_own(self) -> None:
         with self._lock:
@@ -480,7 +480,7 @@ class FileCache:
 
 
 def _length(name: str, value: Sequence[object]) -> int:
-    """Raises `ConfigError` for what is no sequence."""
+    """Raises `ConfigError` if it is not a sequence."""
     try:
         value[:0]
         return len(value)
@@ -489,18 +489,18 @@ def _length(name: str, value: Sequence[object]) -> int:
 
 
 def _stop_unless(is_wanted: IsWanted) -> None:
-    """Raises `_Unwanted`, which ends a call, once Ctrl-C came to the thread that waits for it."""
+    """Raises `_Unwanted`, which ends a call, after Ctrl-C in the thread that waits for it."""
     if not is_wanted():
         raise _Unwanted
 
 
 def _kind_of(status: os.stat_result) -> tuple[int, int]:
-    """Which file it is and who may read it: its time changes with every use."""
+    """The identity and permissions of a file: its time changes with every use."""
     return status.st_ino, status.st_mode
 
 
 def _leading(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
-    """Those before the first that did not arrive."""
+    """The chunks before the first that is not done."""
     for position, chunk in enumerate(chunks):
         if not chunk.is_done:
             return chunks[:position]

@@ -17,7 +17,7 @@ _MAX_SECONDS = 10**10
 
 
 class FilesystemType(enum.Enum):
-    """Vineyard's word for where the files lie. All kinds are used in the same way here: by rename alone."""
+    """Vineyard's term for where the files lie. All kinds are used in the same way here: by rename alone."""
 
     LOCAL = "local"
 
@@ -27,11 +27,11 @@ class FileCacheConfig(msgspec.Struct, frozen=True):
 
     A chunk that this client wrote or found, and that no client of the folder has used for `ttl` seconds, is removed
     every `client_gc_interval` seconds; with `enable_global_gc`, so is every chunk unused for `global_ttl`, every
-    `global_gc_interval`. Clients with longer times note a use every five seconds at most: times of ten seconds and
-    more are exact enough. `io_workers` is how many reads or writes are under way at once.
+    `global_gc_interval`. With longer times, clients note a use at most every five seconds: times of ten seconds and
+    more are accurate enough. `io_workers` is the number of reads or writes in flight.
 
-    Files of other users are no hits, and a folder that others may write to is refused, unless `is_shared` says that
-    all who can write there are trusted. Raises `ConfigError`, which is a `ValueError`, for a wrong type or size.
+    Files of other users are not hits, and a folder that others may write to is refused, unless `is_shared` declares
+    that all users who can write there are trusted. Raises `ConfigError`, a `ValueError`, for a wrong type or size.
     """
 
     chunk_size: int = 16

@@ -1,4 +1,4 @@
-"""Whose a temporary file is, when processes of several hosts share a folder: a name that tells a dead owner."""
+"""The owner of a temporary file in a folder that several hosts share: a name that shows whether the owner is dead."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _names_in_use: set[str] = set()
-"""This process's."""
+"""The names of this process."""
 
 
 def owner_name() -> str:
-    """A name that no other owner has: this machine since its start, this process, and a number of chance.
+    """A name that no other owner has: this machine since its start, this process, and a random number.
 
     In use until `give_up_name`.
     """
@@ -23,14 +23,14 @@ def owner_name() -> str:
 
 
 def give_up_name(owner: str) -> None:
-    """A name of this process's is nobody's from now on. Further calls are harmless."""
+    """Give up a name of this process. Further calls are harmless."""
     _names_in_use.discard(owner)
 
 
 def is_surely_dead(owner: str) -> bool:
-    """The owner was a process of this machine and has ended, or this process has given the name up.
+    """True if the owner was a process of this machine and has ended, or this process has given the name up.
 
-    Of other machines' processes nothing is known.
+    Nothing is known about other machines' processes.
     """
     try:
         machine, pid, started_at, _ = owner.split(".")
@@ -48,12 +48,12 @@ def _machine() -> str:
     try:
         seen = _BOOT_ID.read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        seen = secrets.token_hex(16)  # nobody's: then age alone says who is dead
+        seen = secrets.token_hex(16)  # no owner can be identified: age alone decides
     return hashlib.sha256(seen.encode()).hexdigest()[:12]
 
 
 def _started_at(pid: int) -> str:
-    """When the process began, in the kernel's ticks; empty if there is none."""
+    """When the process began, in the kernel's ticks; empty if it does not exist."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:

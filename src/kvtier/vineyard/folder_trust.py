@@ -1,4 +1,4 @@
-"""Whether a folder is this user's: nobody else made it, can write into it, or can put another in its place."""
+"""Whether a folder is this user's: no other user made it, can write into it, or can replace it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ROOT_UID = 0
 
 
 def check_folder(folder: Path, own_uid: int) -> None:
-    """Raises `ConfigError` when others than this user, and root, decide what is in `folder` or the one it is in."""
+    """Raises `ConfigError` if users other than this one and root control what is in `folder` or above it."""
     own = (folder.resolve(), folder.parent.resolve())
-    # Links too: whoever owns one says where it leads.
+    # Links too: the owner of a link decides where it leads.
     for path in {*own, *folder.parents, *folder.resolve().parents}:
         status = _status(path)
         if status.st_uid not in ((own_uid,) if path in own else (own_uid, os.geteuid(), _ROOT_UID)):
             raise _untrusted(path, "belongs to another user")
-        # Where it is sticky, as /tmp is, others can add their own, which is no hit, and not touch ours.
+        # In a sticky folder such as /tmp, others can add files, which are not hits, but not touch ours.
         is_open = status.st_mode & WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX
         if is_open and not stat.S_ISLNK(status.st_mode):
             raise _untrusted(path, "can be written to by other users")

@@ -1,7 +1,7 @@
-"""The tokens that one query found, kept where they are until nobody looks at them any more.
+"""The tokens that one query found, kept in place until nothing refers to them.
 
-Tensors and arrays refer to the hold, the hold to the leases and the mapping. So memory that somebody can still reach
-through an object of ours is neither evicted nor unmapped. Any thread.
+Tensors and arrays refer to the hold, the hold to the leases and the mapping. So memory that a caller can still reach
+through one of our objects is neither evicted nor unmapped. Any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvtier.vineyard.kv_tensor import KVTensor, point_tensors
 class HeldTokens:
     """Memory of a cache that tensors point at (a `Hold`). `mapping` is whatever keeps that memory mapped.
 
-    When the last tensor is gone the leases are put into `forgotten`, for the cache to release with its next call: the
-    collector must not wait for a server.
+    When the last tensor is gone, the leases are put into `forgotten`, for the cache to release in its next call: the
+    garbage collector must not wait for a server.
     """
 
     __slots__ = ("__weakref__", "_forgotten", "_leases", "_mapping", "_pid", "_windows", "is_over")
@@ -36,7 +36,7 @@ class HeldTokens:
         self.is_over = False
 
     def enter(self) -> bool:
-        self._windows.append(None)  # first: who ends the hold looks at the windows after it has said so
+        self._windows.append(None)  # first: the thread that ends the hold marks it over before it checks the windows
         if self.is_over:
             self._windows.pop()
             return False
@@ -46,9 +46,9 @@ class HeldTokens:
         self._windows.pop()
 
     def end(self) -> None:
-        """Release the memory; a second call does nothing. Raises `LeaseError`, and holds on, while it is looked at.
+        """Release the memory; a second call does nothing. Raises `LeaseError`, and keeps it, while it is being read.
 
-        In a forked child it is over as well, but the memory is the parent's to release.
+        In a forked child the hold also ends, but the memory is the parent's to release.
         """
         if self.is_over:
             return
@@ -69,7 +69,7 @@ class HeldTokens:
 
 
 class FoundTokens:
-    """What a query found, without an object for each tensor. Ends with `release`, `with`, or when nobody has it.
+    """The hits of a query, without an object for each tensor. Ends with `release`, `with`, or its last reference.
 
     The K of token `t` and layer `l` is at `addresses[t] + offsets[2 * l]`, its V at
     `addresses[t] + offsets[2 * l + 1]`; each has `tensor_bytes`. The addresses are valid as long as this object lives
@@ -95,7 +95,7 @@ class FoundTokens:
         return self._addresses
 
     def tensors(self, token: int) -> list[tuple[KVTensor, KVTensor]]:
-        """The K and V of one token, layer by layer. They hold what they point at as a query's do.
+        """The K and V of one token, layer by layer. They keep their memory, like a query's tensors.
 
         Raises `IndexError` for a token that was not found.
         """
@@ -107,7 +107,7 @@ class FoundTokens:
         return made
 
     def release(self) -> None:
-        """Give the memory back; a second call does nothing. Raises `LeaseError` while arrays of it are in use."""
+        """Give the memory back; a second call does nothing. Raises `LeaseError` while arrays over it are in use."""
         if self._hold is not None:
             self._hold.end()
 

@@ -1,4 +1,4 @@
-"""Vineyard's settings that change nothing here: the log says so once a process. Any thread."""
+"""Vineyard's settings that have no effect here: the log says so once per process. Any thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _said: set[tuple[str, ...]] = set()
 
 
 def log_ignored(config: VineyardCacheConfig | FileCacheConfig) -> None:
-    """Say once which settings of `config` have no effect: a warning if one of them is not the default."""
+    """Log once which settings of `config` have no effect: a warning if one of them is not the default."""
     names, reason = _REASONS[type(config)]
     changed = tuple(name for name in names if getattr(config, name) != _default_of(type(config), name))
     shown = changed or names

@@ -1,4 +1,4 @@
-"""`KVCache`: Vineyard's class for people who hold KV tensors in an engine of their own. Its config picks the half."""
+"""`KVCache`: Vineyard's class for programs with KV tensors in an engine of their own. Its config picks the half."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Half(Protocol):
 class KVCache(ClosedAtExit):
     """The KV of token sequences, `layer` pairs of tensors of `tensor_bytes` for each token, `cache_capacity` tokens.
 
-    With `VineyardCacheConfig` in the shared memory of cache servers, with `FileCacheConfig` in files of a folder.
-    Raises `ConfigError`, a `ValueError`, for settings that cannot work. Any thread; ends with `close` or `with`.
+    With `VineyardCacheConfig`, it is in the shared memory of cache servers; with `FileCacheConfig`, in files of a
+    folder. Raises `ConfigError`, a `ValueError`, for impossible settings. Any thread; ends with `close` or `with`.
     """
 
     def __init__(
@@ -47,46 +47,46 @@ class KVCache(ClosedAtExit):
         self.layer = whole_number("layer", layer, most=MAX_LAYERS)
         self._half = _open(cache_config, self.tensor_bytes, self.cache_capacity, self.layer)
         if isinstance(self._half, FileCache):
-            weakref.finalize(self, self._half.close)  # for programs that never call `close`, as Vineyard's
+            weakref.finalize(self, self._half.close)  # for programs that never call `close`, such as Vineyard's
 
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv_cache_list: Sequence[TokenTensors]) -> int:
         """Store the KV of `tokens`, which follow `prefix`: `kv_cache_list[token][layer]` is a pair of `KVTensor`.
 
-        Returns how many of the tokens are in the cache afterwards, from the first on; those that were there count,
-        and none do when the prefix is not there. With files, whole chunks count, and the prefix must be whole chunks.
-        Raises `ConfigError` for arguments that cannot be meant. The caller's memory is free again on return.
+        Returns how many of the tokens are in the cache afterwards, from the first on. Tokens stored before count; the
+        result is 0 if the prefix is absent. With files, whole chunks count, and the prefix must be whole chunks. Raises
+        `ConfigError` for invalid arguments. The caller may reuse its memory on return.
         """
         return self._half.update(prefix, tokens, kv_cache_list)
 
     def query(self, tokens: Sequence[int], kv_cache_list: Sequence[TokenTensors]) -> int:
-        """Find the KV of as many leading tokens as are there; returns how many.
+        """Find the KV of the leading tokens that are cached; returns how many.
 
         With files, the caller's tensors are filled. With shared memory, they are pointed into it: read-only, and valid
-        until the cache is closed or the tensors and all arrays made of them are gone. Raises `ConfigError` for
-        arguments that cannot be meant; whatever fails in the cache is a miss.
+        until the cache is closed or the tensors and all arrays made of them are gone. Raises `ConfigError` for invalid
+        arguments; any failure in the cache is a miss.
         """
         return self._half.query(tokens, kv_cache_list)
 
     def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
-        """As `query`, for shared memory only, without an object for each tensor. Raises `ConfigError` with files."""
+        """Like `query`, for shared memory only, without an object for each tensor. Raises `ConfigError` with files."""
         if isinstance(self._half, SharedCache):
             return self._half.query_addresses(tokens)
         raise ConfigError("chunks in files have no addresses; query fills the caller's tensors")
 
     def release(self) -> None:
-        """Give back what queries have found in shared memory; their tensors point at nothing from now on.
+        """Release the hits of all queries in shared memory; their tensors can no longer be read.
 
-        Raises `LeaseError` while arrays or views of some of them are in use. With files there is nothing to give back.
+        Raises `LeaseError` while arrays or views of some of them are in use. With files, there is nothing to release.
         """
         if isinstance(self._half, SharedCache):
             self._half.release()
 
     def stats(self) -> Mapping[str, int]:
-        """Counts of this object since its start: hits, misses, what was damaged, refused or evicted."""
+        """Counts of this object since its start: hits, misses, and what was damaged, refused or evicted."""
         return self._half.stats()
 
     def close(self) -> None:
-        """Give everything back; what is cached stays. May be called again."""
+        """Release everything; cached tokens stay. May be called again."""
         self._half.close()
 
 

@@ -1,8 +1,8 @@
-"""`KVTensor`: one tensor of one token and layer, as an address and a length, that offers the buffer protocol.
+"""`KVTensor`: one tensor of one token and layer, as an address and a length, with the buffer protocol.
 
-A tensor is either the caller's own memory, which the caller keeps alive, or memory of a cache, which a *hold* keeps.
-On Python 3.11 a class written in Python has no way to offer its bytes, so there this one's buffer slots are set by
-address; from 3.12 on it is `__buffer__`. Any thread.
+A tensor is either the caller's own memory, which the caller keeps alive, or memory of a cache, which a *hold* keeps. On
+Python 3.11, a class written in Python cannot offer its bytes, so there its buffer slots are set by address; from 3.12
+on, it has `__buffer__`. Any thread.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvtier.errors import ConfigError, LeaseError
 from kvtier.vineyard.whole_numbers import whole_number
 
 _MAX_ADDRESS = 1 << 56
-"""Where the memory of a process ends at the latest, on any processor with 64 bits: x86-64 with five levels of pages."""
+"""Upper bound of a process's addresses on any 64-bit processor: x86-64 with five levels of pages."""
 
 
 class Hold(Protocol):
-    """Keeps memory that tensors point at. Whoever looks at it calls `enter`, and `leave` afterwards."""
+    """Keeps memory that tensors point at. A reader calls `enter`, and `leave` afterwards."""
 
     @property
     def is_over(self) -> bool: ...
 
     def enter(self) -> bool:
-        """From now on it is looked at; False, and it is not, when it is over."""
+        """Begin to read; False if the hold is over."""
         ...
 
     def leave(self) -> None: ...
@@ -39,10 +39,10 @@ class Hold(Protocol):
 class KVTensor:
     """`nbytes` bytes at `address`; `numpy.frombuffer`, `memoryview` and the like read them.
 
-    A tensor made by a caller reads and writes what is there, for as long as the caller keeps that memory. A tensor
-    that a query has pointed into a cache is read-only, and keeps what it points at from being evicted; so does every
-    array or view made of it. Once the cache has released it, its address cannot be had (`LeaseError`) and nobody gets a
-    buffer of it: `BufferError` from Python 3.12 on, on 3.11 what the caller makes of a refusal, mostly `SystemError`.
+    A tensor made by a caller reads and writes the memory at its address, which the caller must keep. A tensor that a
+    query has pointed into a cache is read-only, and keeps its bytes from being evicted; so does every array or view
+    made of it. Once the cache has released it, its address raises `LeaseError` and it has no buffer: `BufferError`
+    from Python 3.12 on; on 3.11 it depends on the caller, mostly `SystemError`.
     """
 
     __slots__ = ("__weakref__", "_address", "_hold", "_nbytes")
@@ -56,7 +56,7 @@ class KVTensor:
 
     @property
     def address(self) -> int:
-        """Where its first byte is; for one from a cache, valid as long as this object lives and is not released."""
+        """The address of its first byte. For a tensor of a cache, valid while this object lives and is not released."""
         if self._hold is not None and self._hold.is_over:
             raise LeaseError("the cache has released this tensor")
         return self._address
@@ -77,7 +77,7 @@ class KVTensor:
         return f"KVTensor({self._address:#x}, {self._nbytes})"
 
     def _open(self) -> memoryview:
-        """A view of the bytes. Raises `BufferError` when they are released."""
+        """A view of the bytes. Raises `BufferError` once they are released."""
         hold = self._hold
         if hold is not None and not hold.enter():
             raise BufferError("the cache has released this tensor")
@@ -95,11 +95,11 @@ class KVTensor:
             return self._open()
 
         def __release_buffer__(self, view: memoryview, /) -> None:
-            """That it is there makes numpy keep the view, not only the tensor."""
+            """Makes numpy keep the view, not only the tensor, by its presence."""
 
 
 class _Moving:
-    """The hold of a tensor that is being pointed elsewhere: nobody may look at it now."""
+    """The hold of a tensor that is being pointed elsewhere: it must not be read now."""
 
     is_over = True
 
@@ -135,8 +135,8 @@ def check_shape(kv: Sequence[TokenTensors], num_tokens: int, layers: int) -> Non
 
 
 def check_tensors(kv: Sequence[TokenTensors]) -> None:
-    """Raises `ConfigError` unless all there is in `kv`, whose shape has been checked, are pairs of `KVTensor`."""
-    from_iterable = itertools.chain.from_iterable  # nothing is run for each of the tensors, of which there are many
+    """Raises `ConfigError` unless `kv`, whose shape has been checked, consists of pairs of `KVTensor`."""
+    from_iterable = itertools.chain.from_iterable  # no Python code runs for each tensor, since there are many
     try:
         if set(map(len, from_iterable(kv))) - {2}:
             raise ConfigError(_NO_PAIRS)
@@ -148,7 +148,7 @@ def check_tensors(kv: Sequence[TokenTensors]) -> None:
 
 
 def check_memory(kv: Sequence[TokenTensors], nbytes: int) -> None:
-    """Raises `ConfigError` for a tensor that is not `nbytes` of memory, or is released. They are `KVTensor`, all."""
+    """Raises `ConfigError` for a tensor that is not `nbytes` of memory, or is released. All must be `KVTensor`."""
     from_iterable = itertools.chain.from_iterable
     sizes = set(map(_nbytes_of, from_iterable(from_iterable(kv))))
     holds = set(map(_hold_of, from_iterable(from_iterable(kv))))
@@ -161,7 +161,7 @@ def check_memory(kv: Sequence[TokenTensors], nbytes: int) -> None:
 
 @contextlib.contextmanager
 def held_addresses(kv: Sequence[TokenTensors], nbytes: int) -> Iterator[list[int]]:
-    """Where the tensors are, by token, layer, K and V. Those of a cache stay there, released by nobody, meanwhile.
+    """The tensors' addresses, by token, layer, K and V. Within the scope, those of a cache cannot be released.
 
     Raises `ConfigError` for one that is not `nbytes` of memory, or is released.
     """
@@ -182,7 +182,7 @@ def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.Exit
                         entered.callback(hold.leave)
                         holds.add(hold)
                     add(tensor._address)
-                    # In this order: a tensor that another thread points elsewhere meanwhile has another hold now.
+                    # In this order: a tensor that another thread redirects meanwhile has another hold now.
                     if tensor._nbytes != nbytes or hold not in holds or tensor._hold is not hold:
                         raise ConfigError(f"{tensor!r} is not a tensor of {nbytes} bytes")
     except (AttributeError, TypeError) as error:
@@ -193,7 +193,7 @@ def _addresses(kv: Sequence[TokenTensors], nbytes: int, entered: contextlib.Exit
 
 
 def target_addresses(kv: Sequence[TokenTensors], nbytes: int) -> list[int]:
-    """As `held_addresses`, of memory to be filled: raises `ConfigError` also for a tensor that is a cache's."""
+    """Like `held_addresses`, for memory to be filled: also raises `ConfigError` for a tensor of a cache."""
     with held_addresses(kv, nbytes) as found:
         if any(key._hold is not None or value._hold is not None for of_token in kv for key, value in of_token):
             raise ConfigError("a tensor that points into a cache cannot be filled; make KVTensors of your own memory")
@@ -221,7 +221,7 @@ def point_tensors(
 
 
 class _Window(ctypes.Array[ctypes.c_ubyte]):
-    """Bytes that somebody looks at. Views keep it alive; its end tells the hold."""
+    """Bytes that are being read. Views keep the window alive; its end notifies the hold."""
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
@@ -241,7 +241,7 @@ def _window_type(nbytes: int) -> type[_Window]:
 # --- Python 3.11 ----------------------------------------------------------------------------------------------------
 
 _TP_AS_BUFFER = 160
-"""Where a type object of CPython 3.11 keeps the address of its buffer slots, on 64 bits."""
+"""Offset of the address of the buffer slots in a type object of CPython 3.11, on 64 bits."""
 
 _GetBuffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _ReleaseBuffer = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p)
@@ -253,20 +253,20 @@ class _PyBufferHead(ctypes.Structure):
 
 
 def _lend(tensor: KVTensor, view: int, flags: int) -> int:
-    """The view it fills in refers to the window, not to the tensor, and so keeps its hold whatever becomes of that."""
+    """The view that it fills in refers to the window, not to the tensor, and so keeps its hold in any case."""
     try:
         return int(_get_buffer(tensor._open(), view, flags))
-    except BaseException:  # none can be set from here, and what is not told is taken for success
+    except BaseException:  # no exception can be set from here, and without a result it would count as success
         _PyBufferHead.from_address(view).obj = None
         return -1
 
 
 def _take_back(tensor: KVTensor, view: int) -> None:
-    """Never called, as no view refers to a tensor. That it is there makes numpy keep the view, not only the tensor."""
+    """Never called, as no view refers to a tensor. Its presence makes numpy keep the view, not only the tensor."""
 
 
 _SLOTS = (_GetBuffer(_lend), _ReleaseBuffer(_take_back))
-"""Kept for ever: the type refers to them."""
+"""Kept forever: the type refers to them."""
 
 
 def _offer_buffers() -> None:

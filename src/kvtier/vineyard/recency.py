@@ -1,8 +1,8 @@
 """When each token of a tree was last used, by any process of this host: a table in the server's own shared memory.
 
-It is a hint for pruning and nothing else, so nobody locks it: an entry that two processes write at once may be wrong
-until the token is used again. Entries are a hash's first eight bytes and a time; of a few places that an entry may
-have, the one used longest ago is overwritten. Any thread.
+It is only a hint for pruning, so it has no lock: an entry that two processes write at once may be wrong until the token
+is used again. An entry is the first eight bytes of a hash and a time; of the few places that an entry may take, the one
+with the oldest use is overwritten. Any thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _RETRY_S = 5.0
 
 
 class Recency(Protocol):
-    """Times of last use. Greater is later; 0 is not known."""
+    """Times of last use. Greater is later; 0 is unknown."""
 
     def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
-        """These, which follow each other, were used then; the last of them counts as used first."""
+        """Consecutive tokens were used at this time; the last of them counts as used first."""
         ...
 
     def times(self, hashes: Sequence[BlockHash]) -> list[int]: ...
@@ -45,7 +45,7 @@ class Recency(Protocol):
 
 
 class LocalRecency:
-    """What this process used; for servers whose memory it has not mapped."""
+    """Uses by this process only; for servers whose memory it has not mapped."""
 
     def __init__(self, capacity: int) -> None:
         self._max_entries = 4 * capacity
@@ -68,10 +68,10 @@ class LocalRecency:
 
 
 class SharedRecency:
-    """The table of one tree, a block of a namespace beside the tree's; the first process to need it makes it.
+    """The table of one tree, a block of a namespace beside the tree's; the first process that needs it creates it.
 
-    Without it (the server is down, or full of what is leased) nothing is noted and nothing is known; it is looked for
-    again after some seconds, or at once on another server. A forked child does not use its parent's.
+    Without it (the server is down, or full of leased blocks), nothing is noted or known; it is retried after some
+    seconds, or at once on another server. A forked child does not use its parent's.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SharedRecency:
         timeout_s: float,
         disk_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`slot_bytes` is what a token takes of the server's memory and disk, and so how many there can be.
+        """`slot_bytes` is a token's room in the server's memory and disk, and so determines how many there can be.
 
         `disk_bytes` may raise a `TierError`.
         """
@@ -101,7 +101,7 @@ class SharedRecency:
         self._entries: memoryview | None = None
 
     def follow(self, tree_arena: MappedArena) -> None:
-        """The tree is in this arena now: another one after the server was restarted, and then so is the table."""
+        """The tree is in this arena now. After a server's restart, it is another one, and so is the table."""
         with self._lock:
             if self._tree_arena is tree_arena and (self._entries is not None or time.monotonic() < self._retry_at):
                 return
@@ -139,7 +139,7 @@ class SharedRecency:
                 return False
 
     def _connect(self, memory_bytes: int) -> CacheClient:
-        """Every process that shares the tree finds the same table, for its size follows from the server's."""
+        """Every process that shares the tree finds the same table: its size follows from the server's."""
         num_tokens = (memory_bytes + self._disk_bytes()) // self._slot_bytes
         nbytes = min(_MAX_TABLE_BYTES, memory_bytes // _MAX_PART_OF_MEMORY, 2 * _ENTRY_BYTES * num_tokens)
         nbytes = 1 << (max(SLOT_ALIGN_BYTES, nbytes) - 1).bit_length()
@@ -156,7 +156,7 @@ class SharedRecency:
         )
 
     def _make(self, client: CacheClient) -> bool:
-        """All zeros, unless another process is about to. False when there is no room."""
+        """Create it with zeros, unless another process is creating it. False if there is no room."""
         try:
             with client.reserve([self._hash]) as reservation:
                 if reservation.num_blocks:
@@ -197,9 +197,9 @@ def _write(entries: memoryview, mask: int, hashes: Sequence[BlockHash], used_at_
 
 
 def _place_for(entries: memoryview, mask: int, name: int) -> int:
-    """Where `name` is, or where it goes: an empty place, or that of the entry used longest ago."""
+    """The place of `name`, or else an empty one, or that of the entry with the oldest use."""
     coldest, coldest_time = 0, 1 << 64
-    stride = name >> 32 | 1  # another one for each name: neighbours would fill up together
+    stride = name >> 32 | 1  # differs by name: otherwise neighbours would fill up together
     for step in range(_PLACES):
         place = 2 * ((name + step * stride) & mask)
         if entries[place] == name:

@@ -1,4 +1,4 @@
-"""`with` for caches, one of which stays open when an error leaves arrays of its tensors in use."""
+"""`with` for caches; a cache stays open if an error leaves arrays of its tensors in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClosedAtExit:
-    """Closed by the end of a `with`. There, an error of the program is not replaced by one of `close`."""
+    """Closed at the end of a `with`. An error of the program is not replaced there by one of `close`."""
 
     def close(self) -> None:
         """Raises `LeaseError`, and stays open, while arrays or views of tensors are in use."""

@@ -1,4 +1,4 @@
-"""Long prefixes that were all there a moment ago: who appends to one has only its last token looked for."""
+"""Long prefixes that were fully cached a moment ago: an append to one looks up only its last token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_PREFIXES = 256
 
 
 class SeenPrefixes:
-    """By the hash of their last token. Short ones are not kept: those are looked for in no time. Thread-safe."""
+    """Prefixes by the hash of their last token. Short ones are not kept: their lookup is quick. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._used_at: dict[BlockHash, int] = {}  # the last noted last
+        self._used_at: dict[BlockHash, int] = {}  # the latest last
 
     def note(self, last: BlockHash, num_tokens: int, used_at_ns: int) -> None:
-        """The prefix that ends with `last` was all there, and all of it used, at that time of `time.monotonic_ns`."""
+        """All of the prefix that ends with `last` was present and used at that time of `time.monotonic_ns`."""
         if num_tokens < _LONG_TOKENS:
             return
         with self._lock:
@@ -30,7 +30,7 @@ class SeenPrefixes:
                 del self._used_at[next(iter(self._used_at))]
 
     def used_at_ns(self, last: BlockHash) -> int | None:
-        """When the prefix was seen, if that is so short a time ago that it need not be looked for."""
+        """When the prefix was last seen, if that is recent enough to skip the lookup."""
         with self._lock:
             used_at_ns = self._used_at.get(last)
         if used_at_ns is None or time.monotonic_ns() - used_at_ns > _FRESH_NS:

@@ -1,8 +1,8 @@
 """The shared-memory half of `KVCache`: a radix tree over tokens in a cache server's arena, live for every process.
 
 Each token is a block of its own, named by a hash of itself and everything before it, so sequences share their common
-beginnings and match at any length. What a query finds is read where it lies. Any thread may call; a server that is
-down after construction makes updates of nothing and misses, and is used again when it is back.
+beginnings and match at any length. Hits are read in place. Any thread may call. If the server goes down after
+construction, updates store nothing and queries miss, until it is back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COPY_THREADS = min(4, os.cpu_count() or 1)
 _TENSOR_ALIGN_BYTES = 64
 _PART_BYTES = 256 << 20
 _PART_TOKENS = 1 << 16
-"""A request for so many takes a fraction of the default timeout; a server takes requests for eight times as many."""
+"""Tokens per request: this takes a fraction of the default timeout, and servers accept eight times as many."""
 _SHARED_COPY_BYTES = 8 << 20
 _SHARED_TENSOR_BYTES = 32 << 10
 _PENDING_S = 2.0
@@ -59,23 +59,23 @@ _COUNTS = ("hit_tokens", "missed_tokens", "stored_tokens", "refused_tokens", "pr
 class SharedCache(ClosedAtExit):
     """KV of tokens in shared memory: `layer` pairs of `tensor_bytes` for each of at most `cache_capacity` tokens.
 
-    Tensors that `query` has pointed into the cache are read where they lie, without a copy. What they point at stays
-    as it is, evicted by nobody, until the last of a query's tensors, and of the arrays made of them, is gone, or until
-    `release` or `close`; then the tensors give up neither address nor bytes. Addresses that were read out of a tensor
-    are the caller's to use no longer than that. One process may so hold as much as the server allows a client, half of
-    its memory by default; a query that would hold more matches less.
+    Tensors that `query` has pointed into the cache are read in place, without a copy. Their bytes stay unchanged, safe
+    from eviction, until the last of a query's tensors, and of the arrays made of them, is gone, or until `release` or
+    `close`; after that, the tensors give neither address nor bytes. Addresses read from a tensor are valid no longer
+    than that. One process may hold as much in this way as the server allows a client, by default half of its memory;
+    a query that would hold more matches less.
     """
 
     def __init__(self, config: VineyardCacheConfig, *, tensor_bytes: int, cache_capacity: int, layer: int) -> None:
-        """Raises `ConfigError` for bad sizes, `TierUnavailable` when the server does not answer, `TierRefused` when it
-        will not have blocks of this size.
+        """Raises `ConfigError` for bad sizes, `TierUnavailable` if the server does not answer, and `TierRefused` if it
+        refuses blocks of this size.
         """
         tensor_bytes = whole_number("tensor_bytes", tensor_bytes, most=MAX_TOKEN_BYTES)
         cache_capacity = whole_number("cache_capacity", cache_capacity)
         layer = whole_number("layer", layer, most=MAX_LAYERS)
         stride = -(-tensor_bytes // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES
         if 2 * layer * stride > MAX_TOKEN_BYTES:
-            raise ConfigError(f"{layer} layers of tensors of {tensor_bytes} bytes are over a tebibyte a token")
+            raise ConfigError(f"{layer} layers of tensors of {tensor_bytes} bytes exceed a tebibyte per token")
         self._tensor_bytes = tensor_bytes
         self._layer = layer
         self._capacity = cache_capacity
@@ -103,11 +103,11 @@ class SharedCache(ClosedAtExit):
     def update(self, prefix: Sequence[int] | None, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
         """Store the KV of `tokens`, which follow `prefix`. Returns how many leading ones of them are cached now.
 
-        That includes those that were cached before, whose KV is not looked at. It is 0 when not all of `prefix` is
-        cached, and less than all when the sequence exceeds `cache_capacity` or the room there is. Of a long prefix
-        that this object has seen whole within the last second only the end is looked for. The caller's memory is read
-        until this returns; tensors of a cache cannot be released meanwhile. Raises `ConfigError`, before anything is
-        stored, for KV of another length or size.
+        That includes tokens cached before, whose KV is not read. It is 0 if not all of `prefix` is cached, and less
+        than all if the sequence exceeds `cache_capacity` or the available room. For a long prefix that this object has
+        seen whole within the last second, only the end is looked up. The caller's memory is read until this returns;
+        tensors of a cache cannot be released meanwhile. Raises `ConfigError`, before anything is stored, for KV of
+        another length or size.
         """
         check_shape(kv, _num_tokens(tokens), self._layer)
         with self._call(), held_addresses(kv, self._tensor_bytes) as sources:
@@ -134,10 +134,10 @@ class SharedCache(ClosedAtExit):
     def _extend(
         self, hashes: Sequence[BlockHash], num_before: int, first: int, sources: Sequence[int], used_at_ns: int
     ) -> int:
-        """Store what is missing behind the prefix of `num_before`, of which only what follows `first` is looked for.
+        """Store what is missing behind the prefix of `num_before`; only the part of it after `first` is looked up.
 
-        Returns how many leading tokens are there now; 0 when not all of the prefix is. `used_at_ns` is when those
-        before `first` were seen: the others count as used then as well, so no end is warmer than its beginning.
+        Returns how many leading tokens are cached now; 0 if not all of the prefix is. `used_at_ns` is when those before
+        `first` were seen: the others also count as used then, so that no end is warmer than its beginning.
         """
         with self._leased(hashes[first:] if first else hashes) as num_found:
             num_present = first + num_found
@@ -154,10 +154,10 @@ class SharedCache(ClosedAtExit):
         return num_present
 
     def query(self, tokens: Sequence[int], kv: Sequence[TokenTensors]) -> int:
-        """Point the tensors of the longest cached prefix into the cache. Returns how many tokens that is.
+        """Point the tensors of the longest cached prefix into the cache. Returns its number of tokens.
 
-        The other tensors stay as they are. Raises `ConfigError`, before any is pointed, for KV of another length or of
-        other objects.
+        The other tensors stay unchanged. Raises `ConfigError`, before any tensor is pointed, for KV of another length
+        or with other objects.
         """
         check_shape(kv, _num_tokens(tokens), self._layer)
         check_tensors(kv)
@@ -168,25 +168,25 @@ class SharedCache(ClosedAtExit):
         return len(addresses)
 
     def query_addresses(self, tokens: Sequence[int]) -> FoundTokens:
-        """As `query`, for whoever needs addresses and not an object for each tensor."""
+        """Like `query`, for callers that need addresses rather than an object for each tensor."""
         _num_tokens(tokens)
         with self._call():
             addresses, hold = self._find(tokens)
             return FoundTokens(addresses, self._offsets, self._tensor_bytes, hold)
 
     def stats(self) -> Mapping[str, int]:
-        """Counts of this object: tokens that queries found or did not, that updates stored, could not, or pruned.
+        """Counts of this object: tokens that queries found or missed, that updates stored, could not store, or pruned.
 
-        `held_queries` is how many queries' tensors hold something now.
+        `held_queries` is the number of queries whose tensors hold memory now.
         """
         with contextlib.nullcontext() if self._is_inherited else self._lock:
             return {**self._counts, "held_queries": sum(not hold.is_over for hold in self._holds)}
 
     def release(self) -> None:
-        """Give back what queries have found; their tensors point at nothing from now on.
+        """Release the hits of all queries; their tensors can no longer be read.
 
-        Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released. In a
-        forked child nothing happens: all of it is the parent's.
+        Raises `LeaseError` while arrays or views of some of them are in use; those stay, the others are released. Does
+        nothing in a forked child: everything belongs to the parent.
         """
         if self._is_inherited:
             return
@@ -203,10 +203,10 @@ class SharedCache(ClosedAtExit):
             raise LeaseError(str(in_use))
 
     def close(self) -> None:
-        """Wait for calls under way, release everything, disconnect; what is stored stays. A second call does nothing.
+        """Wait for calls in progress, release everything, disconnect; stored tokens stay. A second call does nothing.
 
-        Raises `LeaseError`, and stays open, while arrays or views of tensors are in use. In a forked child nothing
-        happens: all of it is the parent's.
+        Raises `LeaseError`, and stays open, while arrays or views of tensors are in use. Does nothing in a forked
+        child: everything belongs to the parent.
         """
         if self._is_inherited:
             return
@@ -218,7 +218,7 @@ class SharedCache(ClosedAtExit):
             with self._lock:
                 self._lock.wait_for(lambda: not self._num_calls)
             self.release()
-        except BaseException:  # arrays are in use, or Ctrl-C came
+        except BaseException:  # arrays are in use, or Ctrl-C
             self._is_closed = False
             raise
         self._copiers.close()
@@ -227,7 +227,7 @@ class SharedCache(ClosedAtExit):
     # --- private: reading ------------------------------------------------------------------------------------------
 
     def _find(self, tokens: Sequence[int]) -> tuple[list[int], HeldTokens | None]:
-        """Where the tokens of the longest cached prefix are, and what keeps them there."""
+        """The addresses of the tokens of the longest cached prefix, and the hold that keeps them."""
         hashes = self._chain.hashes(tokens)
         used_at_ns = time.monotonic_ns()
         addresses, hold = self._hold(hashes)
@@ -261,7 +261,7 @@ class SharedCache(ClosedAtExit):
         return addresses, hold
 
     def _locate(self, lease: Lease) -> tuple[list[int], object]:
-        """Where the leased tokens are, and what keeps that memory there, unless the lease does."""
+        """The addresses of the leased tokens, and what keeps that memory mapped, unless the lease does."""
         if not lease.wait():
             return [], None
         if lease.arena is not None:
@@ -272,7 +272,7 @@ class SharedCache(ClosedAtExit):
         return self._fetch(lease)
 
     def _fetch(self, lease: Lease) -> tuple[list[int], bytearray]:
-        """A copy, in memory of this process, of what lies in that of another host."""
+        """A copy, in this process's memory, of tokens on another host."""
         block_bytes = self._reader.layout.block_bytes
         memory = bytearray(lease.num_blocks * block_bytes)
         whole = memoryview(memory)
@@ -285,7 +285,7 @@ class SharedCache(ClosedAtExit):
 
     @contextlib.contextmanager
     def _leased(self, hashes: Sequence[BlockHash]) -> Iterator[int]:
-        """How many leading tokens are there; they stay, as far as one client may lease them."""
+        """How many leading tokens are cached; they are leased, as far as one client may."""
         num_present = 0
         with contextlib.ExitStack() as leases:
             for part in _parts(hashes):
@@ -299,7 +299,7 @@ class SharedCache(ClosedAtExit):
             yield num_present
 
     def _store(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> int:
-        """Store tokens whose tensors are at `sources`. Returns how many leading ones are there now."""
+        """Store tokens whose tensors are at `sources`. Returns how many leading ones are cached now."""
         num_stored = 0
         step = min(_PART_TOKENS, max(1, _PART_BYTES // self._writer.layout.block_bytes))
         deadline = time.monotonic() + _PENDING_S
@@ -311,7 +311,7 @@ class SharedCache(ClosedAtExit):
                     first = num_stored * len(self._offsets)
                     of_part = sources[first : first + len(part) * len(self._offsets)]
                     if self._writer.is_local:
-                        # Open until all is stored: nothing of a sequence is evicted to make room for its end.
+                        # Open until all is stored: no part of a sequence is evicted to make room for its end.
                         reservation = held.enter_context(self._writer.reserve(part))
                         self._write(reservation, of_part)
                         is_whole = not reservation.num_pending and not reservation.num_refused
@@ -329,7 +329,7 @@ class SharedCache(ClosedAtExit):
         return num_stored
 
     def _write(self, reservation: Reservation, sources: Sequence[int]) -> None:
-        """Copy the tensors of the reserved tokens to their places and show them to everyone."""
+        """Copy the tensors of the reserved tokens to their places and make them visible to all."""
         if not reservation.num_blocks:
             return
         arena = reservation.arena
@@ -348,7 +348,7 @@ class SharedCache(ClosedAtExit):
         reservation.commit()
 
     def _send(self, hashes: Sequence[BlockHash], sources: Sequence[int]) -> bool:
-        """To a server whose memory is not written in place: gathered here first. True when it took every token."""
+        """For a server whose memory is not written in place: gather here first. True if it took every token."""
         block_bytes = self._writer.layout.block_bytes
         memory = memoryview(bytearray(len(hashes) * block_bytes))
         start = address_of(memory)
@@ -358,7 +358,7 @@ class SharedCache(ClosedAtExit):
         return self._writer.set(hashes, blocks) == len(hashes)
 
     def _copy(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """By several threads where there is much to copy, in pieces long enough that they do not wait for the GIL."""
+        """Uses several threads for large copies, in pieces long enough that they do not wait for the GIL."""
         count = len(targets)
         if self._tensor_bytes < _SHARED_TENSOR_BYTES or count * self._tensor_bytes < _SHARED_COPY_BYTES:
             copy_blocks(targets, sources, self._tensor_bytes)
@@ -377,7 +377,7 @@ class SharedCache(ClosedAtExit):
 
     @property
     def _is_inherited(self) -> bool:
-        """This is a forked child. Locks may be held by threads that are not here, and calls never end."""
+        """This is a forked child. Locks may be held by threads that do not exist here, and calls never end."""
         return os.getpid() != self._pid
 
     def _release_forgotten(self) -> None:
@@ -391,7 +391,7 @@ class SharedCache(ClosedAtExit):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """A call that `close` waits for. Raises `TierUnavailable` when the cache is closed, or the parent's."""
+        """A call that `close` waits for. Raises `TierUnavailable` if the cache is closed, or the parent's."""
         if self._is_inherited:
             raise TierUnavailable("this cache belongs to the process that opened it; open one after the fork")
         with self._lock:
@@ -408,17 +408,17 @@ class SharedCache(ClosedAtExit):
 
 
 def _num_tokens(tokens: Sequence[int]) -> int:
-    """Raises `ConfigError` for what has no order or no length. Arrays and the like are sequences here."""
+    """Raises `ConfigError` for anything without an order or a length. Arrays and the like count as sequences."""
     if not isinstance(tokens, Sized) or not hasattr(tokens, "__getitem__") or isinstance(tokens, Mapping):
         raise ConfigError(f"tokens are a sequence of token ids, not a {type(tokens).__name__}")
     try:
         return len(tokens)
-    except TypeError as error:  # an array of no dimension
+    except TypeError as error:  # a zero-dimensional array
         raise ConfigError(f"tokens are a sequence of token ids: {error}") from error
 
 
 def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
-    """In so few that each is one request."""
+    """Runs small enough for one request each."""
     if len(hashes) <= _PART_TOKENS:
         yield hashes
         return

@@ -1,9 +1,8 @@
-"""Calls of the main thread, made by a thread that no signal reaches.
+"""Runs calls of the main thread in a thread that no signal reaches.
 
-Python raises Ctrl-C in the main thread between any two steps, also inside its own conditions, semaphores and thread
-pools: one that is interrupted there stays locked, and everybody waits for it for ever. So the main thread hands its
-call over and waits for the end of it. What it uses for this is a queue, a lock and attributes, none of which can be
-left half changed.
+Python raises Ctrl-C in the main thread between any two steps, even inside its own conditions, semaphores and thread
+pools: a lock interrupted there stays locked, and every thread waits for it forever. So the main thread hands its call
+over and waits for its end, with only a queue, a lock and attributes, none of which can be left half changed.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 _Result = TypeVar("_Result")
 
 IsWanted: TypeAlias = Callable[[], bool]
-"""False once Ctrl-C, or whatever else a signal's handler raised, came to the thread that waits for the call."""
+"""False once Ctrl-C, or another exception of a signal handler, came to the thread that waits for the call."""
 
 _LOOK_S = 0.2
-"""How often the main thread looks whether the other is still there."""
+"""How often the main thread checks that the other thread still runs."""
 
 
 class _Call(Generic[_Result]):
-    """Made at most once, however often it is in the queue."""
+    """Runs at most once, however often it is in the queue."""
 
     def __init__(self, work: Callable[[IsWanted], _Result]) -> None:
         self.is_over = False
@@ -52,7 +51,7 @@ class _Call(Generic[_Result]):
 
 
 class SignalFreeThread:
-    """One thread for the calls of the main thread; those of other threads are made where they are. Thread-safe."""
+    """One thread for the calls of the main thread; calls of other threads run where they are. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
@@ -60,14 +59,14 @@ class SignalFreeThread:
         threading.Thread(target=self._make_calls, name=name, daemon=True).start()
 
     def do(self, work: Callable[[IsWanted], _Result]) -> _Result:
-        """What `work` returns or raises. Ctrl-C is raised when it is over, and tells it that it is not wanted."""
+        """What `work` returns or raises. Ctrl-C tells it that it is unwanted, and is raised when it is over."""
         if threading.current_thread() is not threading.main_thread():
             return work(_always)
         call = _Call(work)
         came: BaseException | None = None
         while not call.is_over:
             try:
-                self._calls.put(call)  # once more after an interrupt, which may have come before
+                self._calls.put(call)  # again after an interrupt, which may have come before the first
                 while not call.over.acquire(timeout=_LOOK_S):
                     if self._has_ended and not call.is_over:
                         return work(_always)  # it was closed at the same moment
@@ -86,7 +85,7 @@ class SignalFreeThread:
         while (call := self._calls.get()) is not None:
             if not call.is_over:
                 call.make()
-            del call  # what it refers to may go
+            del call  # release what it refers to
         self._has_ended = True
 
 

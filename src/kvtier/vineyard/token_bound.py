@@ -1,15 +1,15 @@
-"""Keeps a tree at `capacity` tokens: when an update has brought more, those used longest ago go, sequences' ends first.
+"""Keeps a tree at `capacity` tokens: after an update, the excess is pruned: least recently used first, from the ends.
 
-The bound holds whenever no update is under way, for all processes together, as each prunes after its own. A server's
-memory is a bound as well, which the server keeps by itself; where that is the smaller one, and there is no disk,
-nothing is done here.
+The bound holds whenever no update is running, for all processes together, as each prunes after its own. A server's
+memory is also a bound, which the server keeps by itself; if that is the smaller one, and there is no disk, nothing is
+done here.
 
-Whoever prunes lists the tree, orders it by time of use and remembers the colder half, for the next times: what was used
-meanwhile is told by its time, and what has come since is not as cold. So a listing is paid for by as many updates as
-bring half of the tree.
+To prune, a process lists the tree, orders it by time of use and remembers the colder half for later: recorded times
+show which were used meanwhile, and newer tokens are not as cold. So the cost of a listing is spread over as many
+updates as store half of the tree.
 
-A server with a disk does not say how many blocks it has both there and in memory. So where there may be too many they
-are listed, a sixteenth more are pruned than must be, and nobody lists again before as many were stored.
+A server with a disk does not report how many blocks it has both there and in memory. So if there may be too many, they
+are listed, a sixteenth more than needed are pruned, and the next listing comes after as many were stored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 _SPARE_PART = 16
 _SAME_START_S = 1.0
-"""A server says how long it has been running; an answer takes some of that."""
+"""Tolerance of a server's start time: it reports how long it has been running, and the answer takes some time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Blocks of the tree as the server counts them: `num_tokens` at least, `most_tokens` at most.
+    """Blocks of the tree as the server counts them: at least `num_tokens`, at most `most_tokens`.
 
     `num_returns` is how often the server came back, `began_at` when it was started, and `num_stored` how many blocks it
     has stored since.
@@ -50,13 +50,13 @@ class _Counts:
     num_stored: int
 
     def num_stored_since(self, before: _Counts) -> int | None:
-        """How many blocks were stored since; None when the server was started anew."""
+        """How many blocks were stored since then; None if the server was restarted."""
         is_same = self.num_returns == before.num_returns and abs(self.began_at - before.began_at) <= _SAME_START_S
         return self.num_stored - before.num_stored if is_same and self.num_stored >= before.num_stored else None
 
 
 class TokenBound:
-    """Of one cache object on `server`. Thread-safe."""
+    """The bound of one cache object on `server`. Thread-safe."""
 
     def __init__(self, server: CacheClient, namespace: Namespace, *, capacity: int, timeout_s: float) -> None:
         self._server = server
@@ -75,15 +75,15 @@ class TokenBound:
             self._recency = LocalRecency(capacity)
 
     def touch(self, hashes: Sequence[BlockHash], used_at_ns: int) -> None:
-        """These tokens, which follow each other, were used at that time of `time.monotonic_ns`."""
+        """These consecutive tokens were used at that time of `time.monotonic_ns`."""
         if hashes and self._can_be_reached():
             self._follow()
             self._recency.touch(hashes, used_at_ns)
 
     def enforce(self, hashes: Sequence[BlockHash], num_kept: int) -> int:
-        """Prune what is too many, but nothing of the leading `num_kept`. Returns how many tokens went.
+        """Prune the excess, but none of the leading `num_kept`. Returns how many tokens were pruned.
 
-        Nothing goes while the server is away: what it has counts again when it is back.
+        Nothing is pruned while the server is away: its tokens count again when it is back.
         """
         if not self._can_be_reached():
             return 0
@@ -104,7 +104,7 @@ class TokenBound:
         self._recency.close()
 
     def _can_be_reached(self) -> bool:
-        """The server has room for more tokens than may be there. One that never answered has none yet."""
+        """Whether the server has room for more tokens than the bound. A server that never answered has none yet."""
         if not self._server.is_local or self._server.has_disk:
             return True
         try:
@@ -120,7 +120,7 @@ class TokenBound:
                 logger.debug("times of use are not noted: %s", error)
 
     def _counts(self) -> _Counts:
-        """Those being written count. Raises a `TierError`."""
+        """Counts tokens being written, too. Raises a `TierError`."""
         digest = self._namespace.hex()
         num_tokens = most_tokens = 0
         num_returns = self._server.num_returns
@@ -135,7 +135,7 @@ class TokenBound:
         return _Counts(num_tokens, most_tokens, num_returns, began_at, int(str(described["stored_blocks"])))
 
     def _prune_listed(self, counts: _Counts, kept: Collection[BlockHash]) -> int:
-        """Prune by a listing, and to less than the capacity; or not at all if it is known that there are not too many.
+        """List and prune to less than the capacity, or do nothing if there are known not to be too many.
 
         `counts` are from before.
         """
@@ -151,10 +151,10 @@ class TokenBound:
             excess = len(hashes) - self._capacity + self._capacity // _SPARE_PART
             self._remember_cold(hashes, excess + len(kept))
             while num_pruned < excess and (victims := self._still_cold(excess - num_pruned, kept)):
-                # It says how many it had in memory or on disk, whichever is more, and not how many in all.
+                # The server reports the larger of its counts in memory and on disk, not the total.
                 self._server.drop(victims)
                 num_pruned += len(victims)
-        if len(hashes) >= counts.num_tokens:  # else others pruned
+        if len(hashes) >= counts.num_tokens:  # otherwise others pruned
             self._last_listed = (counts, self._capacity - len(hashes) + num_pruned)
         return num_pruned
 
@@ -164,7 +164,7 @@ class TokenBound:
         while num_pruned < excess:
             victims = self._still_cold(excess - num_pruned, kept)
             if victims:
-                num_pruned += self._server.drop(victims)  # fewer than that where another process was first
+                num_pruned += self._server.drop(victims)  # fewer if another process was first
             elif has_listed:
                 break
             else:
@@ -173,7 +173,7 @@ class TokenBound:
         return num_pruned
 
     def _still_cold(self, count: int, kept: Collection[BlockHash]) -> list[BlockHash]:
-        """The next of the remembered that were not used since. Empty when none are left."""
+        """The next remembered tokens that were not used since. Empty if none are left."""
         found: list[BlockHash] = []
         while self._cold and not found:
             some = [self._cold.popleft() for _ in range(min(count, len(self._cold)))]
@@ -192,7 +192,7 @@ class TokenBound:
     def _remember_cold(self, hashes: Sequence[BlockHash], count: int) -> None:
         """Remember the colder half of the tree, or `count` if that is more.
 
-        First are those of an unknown time, of them the last stored first: no end is left without its beginning.
+        Those of an unknown time come first, and of them the last stored: no end is left without its beginning.
         """
         times = self._recency.times(hashes)
         order = sorted(range(len(hashes)), key=times.__getitem__)[: max(count, len(hashes) // 2)]

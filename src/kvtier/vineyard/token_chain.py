@@ -1,4 +1,4 @@
-"""The hashes of token sequences, remembered: who appends to a sequence token by token pays for the new ones only."""
+"""The hashes of token sequences, remembered: appending token by token hashes only the new tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TokenChain:
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._recent: list[tuple[bytes, list[BlockHash]]] = []  # the last used first
+        self._recent: list[tuple[bytes, list[BlockHash]]] = []  # the most recently used first
 
     def hashes(self, *parts: Sequence[int]) -> list[BlockHash]:
-        """Of the tokens of `parts`, one after the other. Raises `ConfigError` for what is no token id."""
+        """The hashes of the tokens of `parts`, in order. Raises `ConfigError` for invalid token ids."""
         ids = array("I")
         for part in parts:
             try:
-                # Of bytes an array would make machine words.
+                # From bytes, an array would make machine words.
                 ids.extend(array("I", list(part) if isinstance(part, bytes | bytearray) else part))
             except (OverflowError, TypeError) as error:
                 raise ConfigError(f"token ids must be whole numbers from 0 to 2**32-1: {error}") from error
@@ -50,7 +50,7 @@ class TokenChain:
             return found
 
     def _remember(self, data: bytes, hashes: list[BlockHash]) -> None:
-        """In the place of the sequences that it begins with."""
+        """Replaces the sequences that are its prefixes."""
         with self._lock:
             if any(len(text) > len(data) and text.startswith(data) for text, _ in self._recent):
                 return

@@ -1,8 +1,8 @@
-"""The connections of one cache object, closed also when a program forgets to.
+"""The connections of one cache object, closed even if a program forgets to.
 
-A cache and the holds of its queries refer to them. When the last of those is gone and nobody has closed the cache, they
+A cache and the holds of its queries refer to them. When the last of those is gone and the cache was not closed, they
 are put aside, and the next cache or call of this process closes them: the garbage collector must not wait for a server.
-A forked child closes nothing of its parent's: another thread may have had its locks.
+A forked child closes nothing of its parent's: another thread may have held its locks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class TreeClients:
-    """Two clients, as what queries hold is not counted against what updates may, and the bound over what they store.
+    """Two clients, since what queries hold must not count against what updates may hold, and the bound over the tree.
 
     `forgotten` are leases of queries whose tensors are all gone.
     """
@@ -37,7 +37,7 @@ class TreeClients:
         _release(self.forgotten)
 
     def close(self) -> None:
-        """Whoever calls it has released everything else."""
+        """The caller has released everything else."""
         self._is_closed = True
         _close(self._open, self.forgotten)
 
@@ -50,7 +50,7 @@ _Open: TypeAlias = tuple[CacheClient, CacheClient, TokenBound]
 
 _abandoned: deque[tuple[int, _Open, deque[Lease]]] = deque()
 _left_to_parent: list[object] = []
-"""Kept for ever: leases that are collected would be ended."""
+"""Kept forever: leases that are garbage-collected would end."""
 
 
 def close_abandoned() -> None:
@@ -64,7 +64,7 @@ def close_abandoned() -> None:
             try:
                 _close(clients, forgotten)
             except KvtierError as error:
-                logger.debug("a cache that nobody closed: %s", error)
+                logger.debug("a cache that was not closed: %s", error)
 
 
 def _close(clients: _Open, forgotten: deque[Lease]) -> None:

@@ -15,8 +15,8 @@ _MAX_TIMEOUT_S = 3600.0
 
 
 class VineyardCacheConfig(msgspec.Struct, frozen=True):
-    """`socket` is the Unix socket of a cache server (`kvtier cache-server`); an address (`tcp://host:port`, with a
-    `token`) may stand for it.
+    """`socket` is the Unix socket of a cache server (`kvtier cache-server`), or an address (`tcp://host:port`, with a
+    `token`).
 
     `llm_cache_object_name` names the tree: caches of the same name, layers and tensor size share it. `block_size`,
     `sync_interval`, `llm_cache_sync_lock` and `llm_ref_cnt_object_name` are accepted and do nothing: tokens are
@@ -54,7 +54,7 @@ class VineyardCacheConfig(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """The server as kvtier writes it."""
+        """The server's address in kvtier's form."""
         return self.socket if self.socket.startswith(("unix:", "tcp://")) else f"unix:{self.socket}"
 
 

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 def whole_number(name: str, value: object, *, least: int = 1, most: int = 1 << 40) -> int:
     """`value` as an `int`. Raises `ConfigError` with a sentence about `name` unless it is one, from `least` to `most`.
 
-    True and False are none.
+    True and False are not numbers.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]

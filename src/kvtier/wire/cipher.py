@@ -1,6 +1,6 @@
-"""Encryption of what goes over a connection, for TCP without TLS: AES-256-GCM with keys of this connection alone.
+"""Encryption of a connection, for TCP without TLS: AES-256-GCM with keys of this connection alone.
 
-Both ends have a secret, from a file. Each direction has a key, made of the secret and of both sides' nonces, and
+Both ends have a secret, from a file. Each direction has a key, derived from the secret and both sides' nonces, and
 numbers what it seals: nothing can be read, altered, left out, repeated or moved without the other end noticing. Only
 the header of a frame is readable, and it is authenticated with the body.
 """
@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, RemoteProtocolError
 from kvtier.memory.aead import Aead, InvalidTag, require_aead
 
 PIECE_BYTES = 1 << 20
-"""A payload is sealed in pieces of at most this: each is opened as soon as it is there."""
+"""A payload is sealed in pieces of at most this size: each is opened as soon as it has arrived."""
 MIN_SECRET_BYTES = 16
 
 
@@ -25,11 +25,11 @@ class Seal(Protocol):
     def seal(self, data: memoryview | bytes, about: bytes) -> bytes: ...
 
     def open(self, data: bytearray, about: bytes, into: memoryview) -> None:
-        """Into `into`, which is as long. Raises `RemoteProtocolError` unless the other end has sealed just this."""
+        """Decrypt to `into`, of the same length. Raises `RemoteProtocolError` if the other end has not sealed this."""
 
 
 class AesSeal:
-    """With a key of 32 bytes that nobody else uses."""
+    """A seal with a key of 32 bytes that has no other use."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = Aead(key)
@@ -61,14 +61,14 @@ class Seals:
 
 
 def check_secret(secret: bytes) -> None:
-    """Raises `ConfigError` when it cannot be used."""
+    """Raises `ConfigError` if it cannot be used."""
     require_aead()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"the secret for encryption is too short: use {MIN_SECRET_BYTES} characters or more")
 
 
 def seals_of(secret: bytes, client_nonce: bytes, server_nonce: bytes) -> Seals:
-    """For a connection whose ends have these nonces, as the client sees it."""
+    """The seals for a connection with these nonces, as seen by the client."""
     root = hmac.digest(client_nonce + server_nonce, secret, hashlib.sha256)  # as HKDF does
     of_client, of_server = (
         AesSeal(hmac.digest(root, b"kvtier frames of the " + end + b"\x01", hashlib.sha256))

@@ -29,7 +29,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest body and payload a receiver takes."""
+    """The largest body and payload that a receiver accepts."""
 
     body_bytes: int
     payload_bytes: int
@@ -38,9 +38,9 @@ class FrameLimits:
 HANDSHAKE_LIMITS = FrameLimits(body_bytes=4096, payload_bytes=0)
 MAX_BODY_BYTES = 16 << 20
 MAX_HASHES = MAX_BODY_BYTES // 32 - 32
-"""The most hashes one message holds: a prompt of eight million tokens."""
+"""Limit on the hashes in one message: a prompt of eight million tokens."""
 FIRST_BODY_BYTES = 256 << 10
-"""Memory for the first part of a body; there is more once this much has arrived."""
+"""Memory for the first part of a body; more follows once this much has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def encode_frame(request: int, body: bytes, payload_bytes: int = 0) -> bytes:
 
 
 def sealed_frame(seal: Seal, request: int, body: bytes, payload: Sequence[memoryview]) -> BufferList:
-    """A frame as it goes over an encrypted connection: sizes in the header are those of what was sealed."""
+    """A frame for an encrypted connection: sizes in the header are those of the plaintext."""
     header = _HEADER.pack(MAGIC, VERSION, 0, request, len(body), sum(map(len, payload)))
     pieces = [memoryview(header), memoryview(seal.seal(body, header))]
     for view in payload:
@@ -69,11 +69,11 @@ class FrameReader(Generic[_Message]):
     """Turns a byte stream into frames.
 
     Fill the buffers of `want()` in order (``recvmsg_into`` does so without a copy), report the count to `advance()`,
-    and get the frame back once all of it has arrived. `place` is called once per payload, with the decoded message,
-    and says where its bytes go: views that together hold exactly the payload. `taste` is called with each piece of it
-    as it arrives, in order, and whether it ends a view: a checksum over it finds the bytes in the CPU's cache. `admit`
-    is called with the size of a body of more than `FIRST_BODY_BYTES` before memory for the rest is taken. Any error
-    means the stream is lost.
+    and get the frame back once all of it has arrived. `place` is called once per payload, with the decoded message, and
+    returns where its bytes go: views that together hold exactly the payload. `taste` is called with each piece of it as
+    it arrives, in order, and with whether it ends a view: a checksum over it finds the bytes in the CPU's cache.
+    `admit` is called with the size of a body of more than `FIRST_BODY_BYTES` before memory for the rest is taken. After
+    any error, the stream is unusable.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FrameReader(Generic[_Message]):
         self._frame: Frame[_Message] | None = None
         self._places: list[tuple[memoryview, bool]] = []
         self.seal: Seal | None = None
-        """What the frames that arrive from now on were sealed with."""
+        """The seal of frames that arrive from now on."""
         self._start()
 
     def want(self) -> BufferList:
@@ -106,7 +106,7 @@ class FrameReader(Generic[_Message]):
         return self._stage == self._end_of_header and len(self._left[0]) == HEADER_BYTES
 
     def drop(self) -> None:
-        """Let go of all memory: the body's, and the views that a payload was going into. The end of the reader."""
+        """Release all memory: the body's, and the views of a payload in progress. The reader is then finished."""
         self._left.clear()
         self._places.clear()
         self._raw_body = self._piece = bytearray()
@@ -157,7 +157,7 @@ class FrameReader(Generic[_Message]):
         self._left = [memoryview(self._raw_body)]
 
     def _grow_body(self) -> None:
-        """Twice as much as has arrived: a peer that promises a large body does not get its memory for that."""
+        """Allow twice as much as has arrived: promising a large body is not enough to take memory for it."""
         done = len(self._raw_body)
         if done == FIRST_BODY_BYTES:
             self._admit(self._body_bytes)
@@ -188,7 +188,7 @@ class FrameReader(Generic[_Message]):
         return None
 
     def _begin_sealed(self, views: BufferList) -> None:
-        """Receive a payload piece by piece, each of which is opened into its place."""
+        """Receive a payload piece by piece, and open each into its place."""
         self._places = [
             (view[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(view))
             for view in reversed(views)

@@ -16,6 +16,7 @@ import msgspec
 from kvtier.blocks.hashing import HASH_BYTES
 from kvtier.blocks.match_end import MatchEnd, most_telling
 from kvtier.blocks.namespace import NAMESPACE_BYTES
+from kvtier.blocks.retention import MAX_ACCOUNT_CHARS, MAX_PRIORITY, MAX_TTL_S, MIN_PRIORITY
 from kvtier.errors import RemoteProtocolError
 
 NONCE_BYTES = 16
@@ -23,6 +24,7 @@ HOLDER_BYTES = 16
 MAX_FIELDS_CHARS = 64 << 10
 MAX_REQUEST_ID_CHARS = 256
 MAX_NOTE_CHARS = 64 << 10
+MAX_POSITION = (1 << 32) - 1
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -55,7 +57,7 @@ class Hello(_Message, frozen=True, tag=1):
 
 
 class Challenge(_Message, frozen=True, tag=2):
-    """The server wants proof of the token."""
+    """The server requires proof of the token."""
 
     nonce: bytes
 
@@ -68,9 +70,9 @@ class Proof(_Message, frozen=True, tag=3):
 
 
 class Welcome(_Message, frozen=True, tag=4):
-    """The client is in. `mac` proves that the server knows the token too; `arena_bytes` is 0 without an arena.
+    """The client is accepted. `mac` proves that the server knows the token, too; `arena_bytes` is 0 without an arena.
 
-    The arena's descriptor travels beside this message.
+    The arena's descriptor is sent with this message.
     """
 
     server: str
@@ -90,7 +92,7 @@ class Welcome(_Message, frozen=True, tag=4):
 class Open(_Message, frozen=True, tag=10):
     """Use a namespace on this connection; `name` is for people. Answered by `Opened`.
 
-    `fields` is what the namespace covers, as JSON, for whoever asks why two differ; empty when the client knows it not.
+    `fields` is what the namespace covers, as JSON, to find out why two namespaces differ; empty if unknown.
     """
 
     namespace: bytes
@@ -119,7 +121,7 @@ class MatchRequest(_Hashes, frozen=True, tag=11):
     """Lease the longest cached prefix. Answered by `Matched`.
 
     The client numbers its leases and reservations itself, so that it can end one whose reply never reached it. A lazy
-    match starts no read from disk: it counts what could be read, and leases what is in memory before it.
+    match starts no read from disk: it counts what could be read, and leases the blocks in memory before that.
     """
 
     lease: int
@@ -127,13 +129,13 @@ class MatchRequest(_Hashes, frozen=True, tag=11):
 
 
 class ReserveRequest(_Hashes, frozen=True, tag=12):
-    """Take slots for the absent ones of these. Answered by `Reserved`."""
+    """Take slots for the absent blocks of these. Answered by `Reserved`."""
 
     reservation: int
 
 
 class GetRequest(_Hashes, frozen=True, tag=13):
-    """Send the longest cached prefix as payload, `frame_blocks` to a frame. Answered by `Blocks`, until one is last."""
+    """Send the longest cached prefix as payload, `frame_blocks` to a frame. Answered by `Blocks`, until the last."""
 
     frame_blocks: int
 
@@ -147,21 +149,57 @@ class ContainsRequest(_Hashes, frozen=True, tag=14):
 
 
 class PinRequest(_Hashes, frozen=True, tag=15):
-    """Keep what is cached of these, or stop keeping it. Answered by `Counted`."""
+    """Pin the cached blocks of these, or unpin them. Answered by `Counted`."""
 
     keep: bool
 
 
 class DropRequest(_Hashes, frozen=True, tag=16):
-    """Forget these; all of the namespace when there are none. Answered by `Counted`."""
+    """Drop these, or all of the namespace if there are none. Answered by `Counted`."""
 
 
 class SuspectRequest(_Hashes, frozen=True, tag=33):
-    """These arrived with bytes that their checksums do not fit. Answered by `Counted`: altered ones, now dropped."""
+    """These blocks arrived with wrong checksums. Answered by `Counted`: the altered ones, which are now dropped."""
+
+
+class PlaceRequest(_Message, frozen=True, tag=34):
+    """A block's place: its number in its prompt, and the first block of its segment. Answered by `Done`.
+
+    Only for a server that has announced the blocks per segment (`session`).
+    """
+
+    space: int
+    block: bytes
+    head: bytes
+    position: int
+
+    def __post_init__(self) -> None:
+        _require(len(self.block) == len(self.head) == HASH_BYTES, "a hash has 32 bytes")
+        _require(0 <= self.position <= MAX_POSITION, "a place in a prompt")
+
+
+class RetainRequest(_Hashes, frozen=True, tag=35):
+    """Keep the leading ones of these, cached or not, for `ttl_s` seconds; 0 ends that. Answered by `Retained`.
+
+    They count towards `account`, a name for one of the client's own callers, which may have `account_bytes` retained;
+    0 means no limit but the client's own. Only for a server that has announced support (`session`).
+    """
+
+    ttl_s: int
+    priority: int
+    account: str
+    account_bytes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 <= self.ttl_s <= MAX_TTL_S, f"ttl_s is from 0 to {MAX_TTL_S}")
+        _require(MIN_PRIORITY <= self.priority <= MAX_PRIORITY, f"priority is from {MIN_PRIORITY} to {MAX_PRIORITY}")
+        _require(len(self.account) <= MAX_ACCOUNT_CHARS, f"an account has at most {MAX_ACCOUNT_CHARS} characters")
+        _require(0 <= self.account_bytes < 1 << 63, "account_bytes must not be negative")
 
 
 class ListRequest(_Message, frozen=True, tag=27):
-    """What is cached of a namespace, from a place in the server's order on. Answered by `Listed`."""
+    """List the cached blocks of a namespace, from a place in the server's order on. Answered by `Listed`."""
 
     space: int
     first: int
@@ -171,7 +209,7 @@ class ListRequest(_Message, frozen=True, tag=27):
 
 
 class VerifyRequest(_Hashes, frozen=True, tag=28):
-    """Read these from disk and compare their checksums. Answered by `Contained`: 1 where it is whole."""
+    """Read these from disk and compare their checksums. Answered by `Contained`: 1 for an intact block."""
 
 
 class PresenceRequest(_Message, frozen=True, tag=29):
@@ -189,7 +227,7 @@ class PresenceRequest(_Message, frozen=True, tag=29):
 
 
 class NoteRequest(_Message, frozen=True, tag=30):
-    """Keep what is to be said of a request, as JSON, among the last of many. Answered by `Done`."""
+    """Keep a note on a request, as JSON, among the last of many. Answered by `Done`."""
 
     request_id: str
     text: str
@@ -200,7 +238,7 @@ class NoteRequest(_Message, frozen=True, tag=30):
 
 
 class NotedRequest(_Message, frozen=True, tag=31):
-    """Read a note back. Answered by `Document`, empty when there is none."""
+    """Read a note back. Answered by `Document`, empty if there is none."""
 
     request_id: str
 
@@ -209,7 +247,7 @@ class NotedRequest(_Message, frozen=True, tag=31):
 
 
 class Release(_Message, frozen=True, tag=17):
-    """End a lease. Answered by `Done`, also when it is not known; a lease of that number is then never granted."""
+    """End a lease. Answered by `Done`, even if it is unknown; then a lease of that number is never granted."""
 
     lease: int
 
@@ -237,7 +275,7 @@ class Commit(_Message, frozen=True, tag=19):
 
 
 class Close(_Message, frozen=True, tag=20):
-    """End a reservation; what was not committed is given back. Answered by `Done`, also when it is not known."""
+    """End a reservation; uncommitted slots are given back. Answered by `Done`, even if it is unknown."""
 
     reservation: int
 
@@ -253,7 +291,7 @@ class Await(_Message, frozen=True, tag=26):
 
 
 class Flush(_Message, frozen=True, tag=21):
-    """Answered by `Done` when all that was committed before is as durable as the server makes it."""
+    """Answered by `Done` once everything committed before is as durable as the server makes it."""
 
 
 class InfoRequest(_Message, frozen=True, tag=22):
@@ -270,7 +308,19 @@ class SpacesRequest(_Message, frozen=True, tag=32):
 
 
 class StatsRequest(_Message, frozen=True, tag=23):
-    """Answered by `Document`: what the server holds and has done."""
+    """Answered by `Document`: the server's contents and counters."""
+
+
+class MissCurveRequest(_Message, frozen=True, tag=37):
+    """Answered by `Document`: what share of prompts a cache of any size would have hit.
+
+    If `prompts_from` is not 0, the document has the prompts that clients asked for, from that number on.
+    """
+
+    prompts_from: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.prompts_from < 1 << 48, "a place in a listing")
 
 
 class Ping(_Message, frozen=True, tag=24):
@@ -278,7 +328,7 @@ class Ping(_Message, frozen=True, tag=24):
 
 
 class Bye(_Message, frozen=True, tag=25):
-    """The client has stopped using everything it held. Answered by `Done`."""
+    """The client no longer uses anything it held. Answered by `Done`."""
 
 
 # --- replies -------------------------------------------------------------------------------------------------------
@@ -289,10 +339,10 @@ class Opened(_Message, frozen=True, tag=40):
 
 
 class Matched(_Message, frozen=True, tag=41):
-    """`offsets` are the arena offsets of the matched blocks (one u64 each). `ended` says what came next.
+    """`offsets` are the arena offsets of the matched blocks (one u64 each). `ended` says why the match ended there.
 
-    There is no lease when nothing matched. The first `num_ready` blocks hold their bytes; `Await` the others. After a
-    lazy match, `num_stored` more blocks are on disk or in memory, unleased, and `ended` says what came after them.
+    If nothing matched, there is no lease. The first `num_ready` blocks hold their bytes; `Await` the others. After a
+    lazy match, `num_stored` more blocks are on disk or in memory, unleased, and `ended` applies behind them.
     """
 
     offsets: bytes
@@ -311,6 +361,16 @@ class Matched(_Message, frozen=True, tag=41):
         return _MATCH_ENDS[self.ended]
 
 
+class SharedMatch(Matched, frozen=True, tag=50):
+    """Like `Matched`, for clients that report blocks' places: `num_shared` of `num_stored` are in a cluster."""
+
+    num_shared: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(0 <= self.num_shared <= self.num_stored, "num_shared must be a part of num_stored")
+
+
 ENDING_WORDS = {
     MatchEnd.ALL: "all",
     MatchEnd.NEVER_STORED: "miss",
@@ -325,7 +385,7 @@ _MATCH_ENDS = {word: end for end, word in ENDING_WORDS.items()}
 class Reserved(_Message, frozen=True, tag=42):
     """Slot `i` is at `offsets[i]` and is for the hash at `positions[i]`. There is no reservation without slots.
 
-    `num_refused` found no room, and `reason` says why.
+    `num_refused` found no room, for the `reason` given.
     """
 
     positions: bytes
@@ -354,7 +414,7 @@ class Blocks(_Message, frozen=True, tag=43):
 
 
 class Contained(_Message, frozen=True, tag=44):
-    """One byte per hash: 1 where it is cached, or its LISTED_ flags."""
+    """One byte per hash: 1 if it is cached, or its LISTED_ flags."""
 
     flags: bytes
 
@@ -377,11 +437,13 @@ LISTED_MEMORY = 1
 LISTED_DISK = 2
 LISTED_PINNED = 4
 LISTED_PENDING = 8
-"""Being written."""
+"""It is being written."""
 LISTED_EVICTED = 16
-"""In neither place, but it was, not long ago."""
+"""It is in neither place, but was not long ago."""
 LISTED_DOWN = 32
-"""Not found, and a place where it may be does not answer."""
+"""It was not found, and a place where it may be does not answer."""
+LISTED_CLUSTER = 64
+"""It is not here, but in the cluster below the server."""
 LISTED_CACHED = LISTED_MEMORY | LISTED_DISK
 _ENDS_BY_FLAG = {
     LISTED_PENDING: MatchEnd.PENDING,
@@ -397,12 +459,26 @@ class Counted(_Message, frozen=True, tag=45):
         _require(self.count >= 0, "a count must not be negative")
 
 
+class Retained(_Message, frozen=True, tag=51):
+    """The leading `count` blocks are retained for `ttl_s` seconds. If that is less than requested, `reason` says why.
+
+    If a retention was to end, `count` is how many blocks were released.
+    """
+
+    count: int
+    ttl_s: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 0 and 0 <= self.ttl_s <= MAX_TTL_S, "what is retained must be within its bounds")
+
+
 class Done(_Message, frozen=True, tag=46):
     pass
 
 
 class Document(_Message, frozen=True, tag=47):
-    """JSON, for people and tools; empty where there is none."""
+    """JSON, for users and tools; empty if there is none."""
 
     text: str
 
@@ -426,6 +502,8 @@ Request: TypeAlias = (
     | PinRequest
     | DropRequest
     | SuspectRequest
+    | PlaceRequest
+    | RetainRequest
     | ListRequest
     | VerifyRequest
     | PresenceRequest
@@ -440,10 +518,24 @@ Request: TypeAlias = (
     | InfoRequest
     | SpacesRequest
     | StatsRequest
+    | MissCurveRequest
     | Ping
     | Bye
 )
-Reply: TypeAlias = Opened | Matched | Reserved | Blocks | Contained | Listed | Counted | Done | Document | Failure
+Reply: TypeAlias = (
+    Opened
+    | Matched
+    | SharedMatch
+    | Reserved
+    | Blocks
+    | Contained
+    | Listed
+    | Counted
+    | Retained
+    | Done
+    | Document
+    | Failure
+)
 Message: TypeAlias = Handshake | Request | Reply
 
 _encoder = msgspec.msgpack.Encoder()
@@ -463,7 +555,7 @@ def decode(body: bytes | bytearray) -> Message:
 
 
 def match_end_of(flags: int) -> MatchEnd:
-    """What a lease says of a block that ends it, by its LISTED_ flags."""
+    """Why a lease ends at a block, by its LISTED_ flags."""
     return most_telling(end for flag, end in _ENDS_BY_FLAG.items() if flags & flag)
 
 

@@ -72,8 +72,29 @@ _MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
-    # States beside full attention: the short convolutions of LFM2. On CPUs, vLLM's gated DeltaNet wants bfloat16, which
-    # few can do, and its Mamba does not run with a prefix cache.
+    # States beside full attention, as in Qwen3.5 and its successors: gated DeltaNet, with experts.
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "dtype": "bfloat16",
+        },
+    ),
+    # States beside full attention: the short convolutions of LFM2. On CPUs, vLLM's Mamba does not run with a prefix
+    # cache.
     "lfm2": (
         "Lfm2",
         {

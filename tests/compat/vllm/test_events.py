@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvtier
 from kvtier.blocks.hashing import BlockHash
+from kvtier.plugins.vllm import events as events_module
 from kvtier.plugins.vllm.events import ServerEvents, server_events
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY
@@ -253,3 +256,26 @@ def test_a_page_whose_blocks_are_saved_one_by_one_is_told_of_when_it_is_whole() 
     events.close()
 
     assert [block_hash for event in heard for block_hash in event.block_hashes] == _told(pages)
+
+
+def test_notes_that_are_too_many_are_dropped_with_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: Any = _Client()
+    is_open = threading.Event()
+    look = client.look
+    client.look = lambda hashes: is_open.wait(60) and look(hashes)
+    logger = logging.getLogger("events under test")
+    monkeypatch.setattr(events_module, "logger", logger)  # vLLM's are set up anew by the first engine
+    events = ServerEvents(client, _PAGE_TOKENS, None)
+    pages = [bytes([number]) * 32 for number in range(3)]
+    hashes = [BlockHash(bytes([9, number]) * 16) for number in range(6)]
+    with caplog.at_level(logging.WARNING, logger.name):
+        for _ in range(1100):
+            events.note(_request(), pages, hashes, 0, 6)
+    is_open.set()
+    events.close()
+
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == [
+        "KV events are missing: the cache server's answers are too slow for this engine"
+    ]

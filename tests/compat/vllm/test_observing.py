@@ -21,6 +21,8 @@ from tests.compat.vllm.engines import (
     wait_until,
     wait_until_stored,
 )
+from tests.support.clustered_servers import cluster_flags, num_stored
+from tests.support.valkey import valkey_cluster
 
 _PROMPT = tokens_of(300)
 
@@ -61,6 +63,25 @@ def test_hits_on_disk_are_counted_as_such(tmp_path: Path) -> None:
 
         assert counter(llm, "vllm:kvtier_loaded_tokens_disk") == 288
     assert explanation.cached_tokens == {"device": 0, "server": 0, "disk": 288}
+
+
+def test_hits_in_a_cluster_are_counted_as_such() -> None:
+    with valkey_cluster(1) as cluster:
+        options = cluster_flags(cluster)
+        with cache_server(*options) as server, engine(model_folder(), server.unix) as llm:
+            ask_one(llm, _PROMPT)
+            wait_until_stored(server.unix, _PROMPT)
+            wait_until(lambda: num_stored(cluster) >= 18, "18 blocks in the cluster")
+
+        with cache_server(*options) as server, engine(model_folder(), server.unix) as llm:
+            begin(llm, "from-cluster", _PROMPT)
+            drive(llm)
+            ask_one(llm, tokens_of(20, seed=3))
+            explanation = _explanation(server, "from-cluster")
+
+            assert counter(llm, "vllm:kvtier_loaded_tokens_cluster") == 288
+            assert counter(llm, "vllm:kvtier_loaded_tokens_tcp") == 0
+    assert explanation.cached_tokens == {"device": 0, "server": 0, "disk": 0, "cluster": 288}
 
 
 def test_a_request_is_explained_by_the_id_that_its_client_knows(server: ServerProcess) -> None:

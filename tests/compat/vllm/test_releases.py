@@ -115,9 +115,9 @@ def test_hashes_are_the_same_in_every_process_or_need_a_seed(
     assert compat.has_stable_hashes() is is_set
 
 
-def test_the_newest_release_says_which_pages_windows_and_states_are_in_and_where_pages_lie() -> None:
-    assert compat.HANDS_OVER_STATES or _RELEASE < (0, 32)
-    assert "layer_stride" in KVCacheTensor.__dataclass_fields__ or _RELEASE < (0, 32)
+def test_pages_of_windows_and_states_and_where_pages_lie_are_reported_since_0_31() -> None:
+    assert (_RELEASE >= (0, 31)) == compat.HANDS_OVER_STATES
+    assert ("layer_stride" in KVCacheTensor.__dataclass_fields__) == (_RELEASE >= (0, 31))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_older_release_gets_one_sentence_and_answers_without_the_cache(
         answers = [ask_one(llm, _PROMPT) for _ in range(2)]
 
     assert [answer.tokens for answer in answers] == [expected] * 2
-    assert _said(log) == [f"kvtier works with vLLM 0.29 to 0.32, and this is {version}: nothing is cached"]
+    assert _said(log) == [f"kvtier works with vLLM 0.29 to 0.32, not {version}: nothing is cached"]
 
 
 def test_a_newer_release_is_tried_with_a_warning(
@@ -162,7 +162,7 @@ def test_a_newer_release_is_tried_with_a_warning(
 
     assert answer.num_cached >= 96
     assert issubclass(plugin.connector_for("0.33.0"), plugin.connector_for(vllm.__version__))
-    assert _said(log) == ["kvtier was tested with vLLM 0.29 to 0.32, and this is 0.33.0: it is tried"]
+    assert _said(log) == ["kvtier is tested with vLLM 0.29 to 0.32; trying vLLM 0.33.0"]
 
 
 def test_a_newer_release_whose_interface_does_not_fit_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ from tests.compat.vllm.engines import engine, model_folder
         ({"folder": "/tmp/x"}, "folder needs disk"),
         ({"disk": "8GiB"}, "disk needs folder"),
         ({"folder": "", "disk": "8GiB"}, "folder must name a folder"),
+        ({"cluster": {}}, "valkey"),
+        ({"cluster": {"valkey": ["tcp://10.0.0.1:6379"]}}, "write tls://10.0.0.1:6379"),
+        ({"server": "unix:/tmp/x", "cluster": {"valkey": ["tls://a:1"]}}, "cluster is for a server that vLLM starts"),
+        ({"server": "unix:/tmp/x", "page": "127.0.0.1:9401"}, "page is for a server that vLLM starts"),
+        ({"page": "0.0.0.0:9401"}, "a page is shown on 127.0.0.1:PORT"),
+        ({"page": "somewhere"}, "page"),
         ({"token_file": "secret"}, "token_file is for a server over TCP"),
         ({"memory": "1GiB", "ca_file": "ca.pem"}, "ca_file is for a server over TCP"),
     ],
@@ -65,10 +71,11 @@ def test_budgets_make_a_server_of_its_own_for_each_folder(tmp_path: Path) -> Non
         {"memory": "8GiB"},
         {"memory": "8GiB", "folder": f"{tmp_path}/a", "disk": "100GiB"},
         {"memory": "8GiB", "folder": f"{tmp_path}/b", "disk": "100GiB"},
+        {"memory": "8GiB", "cluster": {"valkey": ["tls://a:6379"]}},
     ]
     servers = [read_settings(each).embedded_server() for each in budgets]
 
-    assert len({server.address for server in servers if server is not None}) == 3
+    assert len({server.address for server in servers if server is not None}) == 4
 
 
 def test_a_server_that_is_named_is_not_started() -> None:

@@ -131,7 +131,7 @@ def test_hashes_that_others_cannot_rely_on_are_refused_in_one_sentence(
     assert [answer.tokens for answer in answers] == expected[:2]
     assert namespaces_at(server.unix) == []
     assert [record.getMessage() for record in caplog.records if record.name == "tier under test"] == [
-        "kvtier keeps nothing of vLLM's offloading: its hashes are sha256, which others cannot rely on: "
+        "kvtier keeps nothing of vLLM's offloading: its hashes are sha256, which differ between processes: "
         "set --prefix-caching-hash-algo sha256_cbor"
     ]
 

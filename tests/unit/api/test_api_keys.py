@@ -257,3 +257,25 @@ def test_a_right_key_is_served_while_wrong_ones_from_its_address_wait(
     assert error_of(answers[0])["code"] == "invalid_api_key"
     assert any("wrong API key address=127.0.0.1" in record.getMessage() for record in caplog.records)
     assert "wrong" not in caplog.text.replace("wrong API key", "").replace("wrong_keys", "")
+
+
+# --- where a key comes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "key-a"}, 200),
+        ({"authorization": "Bearer key-a"}, 200),
+        ({"authorization": "bearer  key-a"}, 200),
+        ({"authorization": "Basic key-a", "x-api-key": "key-a"}, 200),
+        ({"authorization": "Basic key-a"}, 401),
+        ({"x-api-key": "key-x"}, 401),
+        ({"authorization": "Bearer key-x", "x-api-key": "key-a"}, 401),
+    ],
+)
+def test_a_key_comes_as_openais_or_as_anthropics_clients_send_it(
+    engine: FakeEngine, headers: dict[str, str], status: int
+) -> None:
+    with running("openai", config_of(engine, keys=_KEYS)) as server, http_client(server) as client:
+        assert client.get("/v1/models", headers=headers).status_code == status

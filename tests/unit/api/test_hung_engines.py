@@ -142,6 +142,6 @@ def test_metrics_wait_for_all_engines_at_once(tmp_path: Path) -> None:
             second.freeze()
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(client.get, "/metrics")
-                wait_until(lambda: all(connection._metrics for connection in server.service.engines.connections))
+                wait_until(lambda: all(connection._looks for connection in server.service.engines.connections))
 
             assert asked.result().status_code == 200

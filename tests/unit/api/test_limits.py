@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import pytest
 
 from kvtier.api import generation
 from kvtier.api.engine_connection import Answers
-from kvtier.api.large_bodies import LargeBodies
 from kvtier.api.limits import (
     INLINE_BODY_BYTES,
     MAX_CACHE_SALT_CHARACTERS,
@@ -26,6 +26,7 @@ from kvtier.api.limits import (
     MAX_PARTS,
     MAX_PROMPTS,
     MAX_RECORD_CHARACTERS,
+    MAX_SCHEMA_DEPTH,
     MAX_TEMPLATE_CHARACTERS,
     MAX_TEMPLATE_DEPTH,
     MAX_TEMPLATE_VALUES,
@@ -34,9 +35,12 @@ from kvtier.api.limits import (
 from kvtier.api.logprobs import SampledToken
 from kvtier.api.open_bodies import OpenBodies
 from kvtier.api.streaming import StreamedAnswer
+from kvtier.engine.grammar import MAX_GRAMMAR_CHARACTERS
 from kvtier.engine.process.messages import Submit
 from kvtier.engine.sampling_params import (
+    MAX_BIAS,
     MAX_CHOICES,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -122,6 +126,21 @@ _EDGES: dict[str, _Bodies] = {
         COMPLETIONS,
         completion_body(stop_token_ids=[1] * MAX_STOP_TOKEN_IDS),
         completion_body(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1)),
+    ),
+    "logit_bias": (
+        COMPLETIONS,
+        completion_body(logit_bias={str(number): 100 for number in range(MAX_LOGIT_BIAS)}),
+        completion_body(logit_bias={str(number): 100 for number in range(MAX_LOGIT_BIAS + 1)}),
+    ),
+    "logit_bias, one": (
+        COMPLETIONS,
+        completion_body(logit_bias={"5": -MAX_BIAS}),
+        completion_body(logit_bias={"5": -MAX_BIAS - 1}),
+    ),
+    "prompt_logprobs": (
+        COMPLETIONS,
+        completion_body(prompt_logprobs=MAX_LOGPROBS),
+        completion_body(prompt_logprobs=MAX_LOGPROBS + 1),
     ),
     "cache_salt": (
         COMPLETIONS,
@@ -275,7 +294,7 @@ def test_a_body_that_takes_too_long_to_read_is_refused_and_the_next_is_read(
 ) -> None:
     with http_client(server) as client:
         with monkeypatch.context() as patched:
-            patched.setattr(LargeBodies, "timeout_s", 0.0)
+            patched.setattr(server.service.large_bodies, "timeout_s", 0.0)
             refused = client.post(COMPLETIONS, content=padded(INLINE_BODY_BYTES + 1))
         served = client.post(COMPLETIONS, content=padded(INLINE_BODY_BYTES + 1))
 
@@ -527,3 +546,45 @@ def test_prompts_wait_until_the_engine_reads(folder: Path) -> None:
             asking.join(LIMIT_S)
         assert len(frozen.submits) == MAX_PROMPTS
     assert most < 1 << 20
+
+
+# --- schemas of answers -----------------------------------------------------------------------------------------------
+
+_LONG_SCHEMA = {"type": "object", "description": "d" * MAX_GRAMMAR_CHARACTERS}
+_DEEP_SCHEMA: dict[str, Any] = functools.reduce(lambda inner, _: {"items": inner}, range(MAX_SCHEMA_DEPTH), {})
+_ASKING_FOR_SCHEMA = [
+    (
+        CHAT,
+        lambda form: chat_body(response_format={"type": "json_schema", "json_schema": form}),
+        "response_format.json_schema",
+    ),
+    (
+        "/v1/responses",
+        lambda form: {"model": MODEL, "input": "x", "text": {"format": {"type": "json_schema", "name": "s", **form}}},
+        "text.format",
+    ),
+    (
+        "/v1/messages",
+        lambda form: chat_body(max_tokens=2, output_config={"format": {"type": "json_schema", **form}}),
+        "output_config.format",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body_with", "field"), _ASKING_FOR_SCHEMA, ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_a_schema_out_of_bounds_is_told_by_its_field_in_every_api(
+    server: Running, path: str, body_with: Callable[[dict[str, Any]], dict[str, Any]], field: str
+) -> None:
+    with http_client(server) as client:
+        for schema, bound in ((_LONG_SCHEMA, MAX_GRAMMAR_CHARACTERS), (_DEEP_SCHEMA, MAX_SCHEMA_DEPTH)):
+            response = client.post(path, json=body_with({"schema": schema}))
+
+            assert response.status_code == 400
+            sentence = response.json()["error"]["message"]
+            assert sentence.startswith(f"{field}.schema must ")
+            assert f"at most {bound} " in sentence
+        missing = client.post(path, json=body_with({}))
+        assert missing.status_code == 400
+        assert f"{field}.schema " in missing.json()["error"]["message"]

@@ -187,6 +187,49 @@ def test_a_star_stands_for_every_page() -> None:
     ).allows_origin("https://anything.example", "localhost")
 
 
+@pytest.mark.parametrize("origins", [("*",), ("https://ui.example.com",)])
+def test_a_page_never_gets_to_use_the_browsers_credentials(engine: FakeEngine, origins: tuple[str, ...]) -> None:
+    origin = {"origin": "https://ui.example.com"}
+    with (
+        running("openai", msgspec.structs.replace(config_of(engine), allow_origins=origins)) as server,
+        http_client(server) as client,
+    ):
+        answers = [
+            client.options("/v1/completions", headers={**origin, "access-control-request-method": "POST"}),
+            client.post("/v1/completions", json=_COMPLETION, headers=origin),
+        ]
+
+    assert [answer.status_code for answer in answers] == [204, 200]
+    assert not any("access-control-allow-credentials" in answer.headers for answer in answers)
+
+
+def test_without_settings_no_page_may_ask_the_openai_port(engine: FakeEngine) -> None:
+    with running("openai", config_of(engine)) as server:
+        for origin in ("http://localhost:3000", "https://ui.example.com", "app://obsidian.md"):
+            answer = post(server, origin=origin)
+
+            assert answer.status_code == 403
+            assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("form", ["http://{}", "https://{}", "http://{}:5173", "https://{}:1"])
+def test_ollamas_port_lets_pages_of_this_machine_ask(host: str, form: str) -> None:
+    rules = WebRules.make(listens_on=["127.0.0.1"], allow_hosts=[], allow_origins=OLLAMA_ORIGINS, has_keys=False)
+
+    assert rules.allows_origin(form.format(host), "localhost:11434")
+    assert not rules.allows_origin(f"http://{host}.evil.example", "localhost:11434")
+    assert not rules.allows_origin(f"https://{host}evil.example:80", "localhost:11434")
+
+
+@pytest.mark.parametrize("scheme", ["app", "file", "tauri", "vscode-webview", "vscode-file"])
+def test_ollamas_port_lets_desktop_applications_ask(scheme: str) -> None:
+    rules = WebRules.make(listens_on=["127.0.0.1"], allow_hosts=[], allow_origins=OLLAMA_ORIGINS, has_keys=False)
+
+    assert rules.allows_origin(f"{scheme}://anything", "localhost:11434")
+    assert not rules.allows_origin(f"not-{scheme}://anything", "localhost:11434")
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 def test_both_apis_speak_tls_with_a_certificate(config: ApiConfig, tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"

@@ -137,6 +137,8 @@ FIGURES = {
     "fp8_prefill_x",
     "fp8_decode_x",
     "gptq_decode_x",
+    "json_schema_x",
+    "beside_json_schema_x",
 }
 
 

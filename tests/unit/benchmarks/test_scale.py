@@ -22,7 +22,7 @@ from benchmarks.scale.placement import (
     usable_share_expected,
 )
 from benchmarks.scale.workload import SYSTEM_PROMPTS, Router, Workload, drive
-from kvtier.stores.valkey import blocks as valkey_blocks
+from kvtier.stores.valkey import window as valkey_window
 from kvtier.stores.valkey.slots import NUM_SLOTS
 
 COSTS = Costs()
@@ -116,8 +116,8 @@ def test_blocks_in_some_seconds_is_the_inverse_of_their_seconds(first_block: int
 
 
 def test_as_many_blocks_are_under_way_as_the_client_allows() -> None:
-    assert COSTS.in_flight_bytes == valkey_blocks._IN_FLIGHT_BYTES
-    assert COSTS.max_in_flight == valkey_blocks._MAX_IN_FLIGHT
+    assert COSTS.in_flight_bytes == valkey_window._IN_FLIGHT_BYTES
+    assert COSTS.max_in_flight == valkey_window._MAX_IN_FLIGHT
     assert [COSTS.window_blocks(num_shards) for num_shards in (1, 3, 64)] == [16, 12, 1]
 
 

@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.blocks.ghosts import MAX_GHOSTS, Ghosts
+from kvtier.blocks.ghosts import MAX_GHOSTS, Ghosts, scope_of
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.pool import BlockPool, PrefixIndex
@@ -79,3 +79,15 @@ def test_the_ending_of_a_match_tells_evicted_from_never_stored() -> None:
     assert (ending(1, 2), ending(1, 2, 3), ending()) == (MatchEnd.ALL, MatchEnd.NEVER_STORED, MatchEnd.ALL)
     store(3)
     assert (ending(1, 2), ending(1), ending(4)) == (MatchEnd.EVICTED, MatchEnd.ALL, MatchEnd.NEVER_STORED)
+
+
+def test_a_namespace_of_the_same_bytes_as_a_hash_tells_nothing_of_others() -> None:
+    first, second = name(1), name(2)
+    ghosts = Ghosts()
+    ghosts.add(first, scope_of(first))
+    ghosts.add(first, scope_of(second))
+
+    assert ghosts.has(first, scope_of(first))
+    assert ghosts.has(first, scope_of(second))
+    assert not ghosts.has(second, scope_of(second))
+    assert not ghosts.has(second, scope_of(first))

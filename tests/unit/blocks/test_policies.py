@@ -10,7 +10,7 @@ from kvtier.blocks.policies import LruPolicy
 def policy_of(*items: str) -> LruPolicy[str]:
     policy: LruPolicy[str] = LruPolicy()
     for item in items:
-        policy.add(item)
+        policy.add_all([item])
     return policy
 
 
@@ -23,6 +23,14 @@ def popped(policy: LruPolicy[str]) -> list[str]:
 
 def test_the_least_recently_added_goes_first() -> None:
     assert popped(policy_of("a", "b", "c")) == ["a", "b", "c"]
+
+
+def test_those_that_would_go_next_are_named_and_stay() -> None:
+    policy = policy_of("a", "b", "c")
+
+    assert policy.coldest(2) == ["a", "b"]
+    assert policy.coldest(9) == ["a", "b", "c"]
+    assert len(policy) == 3
 
 
 def test_an_empty_policy_has_no_victim() -> None:
@@ -43,7 +51,7 @@ def test_what_is_removed_is_no_victim() -> None:
 def test_what_is_used_again_is_the_last_to_go() -> None:
     policy = policy_of("a", "b", "c")
     policy.remove("a")
-    policy.add("a")
+    policy.add_all(["a"])
 
     assert popped(policy) == ["b", "c", "a"]
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.errors import ConfigError
+from kvtier.stores.valkey.config import ClusterConfig
 from kvtier.transport.address import TcpAddress, UnixAddress
 
 UNIX = UnixAddress("/run/kvtier.sock")
@@ -42,6 +43,17 @@ def test_a_client_may_hold_half_of_the_memory_unless_told_otherwise() -> None:
             {"folder": Path("f"), "file_bytes": 1 << 20, "stores_on": "reuse", "keeps_memory": False},
             "must store them when they are committed",
         ),
+        ({"disk_writes_per_day": 1 << 30}, "a budget of disk writes is about the disk"),
+        (
+            {"folder": Path("f"), "file_bytes": 1 << 20, "disk_writes_per_day": 0},
+            "disk writes must be 1MiB to 1EiB a day",
+        ),
+        (
+            {"folder": Path("f"), "file_bytes": 1 << 20, "disk_writes_per_day": 1 << 30, "keeps_memory": False},
+            "must write all of them",
+        ),
+        ({"shares_on": "reuse"}, "give one \\(--cluster\\) too"),
+        ({"cluster": ClusterConfig(valkey=("tcp://127.0.0.1:1",)), "share_bytes_per_s": 0}, "at least a byte a second"),
         ({"max_leased_bytes": 0}, "max_leased_bytes must be positive"),
         ({"max_pinned_share": 1.5}, "between 0 and 1"),
         ({"max_pinned_share": -0.1}, "between 0 and 1"),

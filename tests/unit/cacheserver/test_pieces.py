@@ -12,6 +12,7 @@ import pytest
 from kvtier.blocks.hashing import HASH_BYTES, BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.pool import Grant
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.connection import ClientRequests
 from kvtier.cacheserver.connection_context import ConnectionContext
@@ -60,10 +61,10 @@ class CountingLock:
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, act: Callable[..., object]) -> Callable[..., object]:
-        def counted(space: object, hashes: list[BlockHash], *args: object) -> object:
+        def counted(space: object, hashes: list[BlockHash], *args: object, **settings: object) -> object:
             self.most = max(self.most, len(hashes))
             self.num_calls += 1
-            return act(space, hashes, *args)
+            return act(space, hashes, *args, **settings)
 
         return counted
 
@@ -78,7 +79,9 @@ class Server:
             pinned_bytes=4500 * SLOT_ALIGN_BYTES,
             lease_timeout_s=60.0,
         )
-        context = SimpleNamespace(catalog=self.catalog, disk=disk, bulk=threading.Lock(), metrics=_Anything())
+        context = SimpleNamespace(
+            catalog=self.catalog, disk=disk, bulk=threading.Lock(), metrics=_Anything(), traffic=_Anything()
+        )
         self.client = self.catalog.join(bytes(16), None)
         self.outbox = Outbox()
         self.requests = ClientRequests(cast(ConnectionContext, context), self.client, cast(Stream, self.outbox))
@@ -211,3 +214,25 @@ def test_many_are_verified_a_few_at_a_time() -> None:
     assert isinstance(reply, wire.Contained)
     assert [position for position, is_whole in enumerate(reply.flags) if not is_whole] == [4000]
     assert (sum(disk.verified), max(disk.verified)) == (NUM_BLOCKS, PIECE_HASHES)
+
+
+@pytest.mark.parametrize("takes_declines", [True, False])
+def test_only_a_client_that_takes_declines_may_be_declined(
+    takes_declines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    server.requests = ClientRequests(
+        server.requests._context, server.client, server.requests._stream, takes_declines=takes_declines
+    )
+    server.requests._spaces[server.number] = server.opened
+    pool = server.catalog.blocks.pool
+    reserve, seen = pool.reserve, list[object]()
+
+    def spied(*args: Any, **settings: Any) -> Grant:
+        seen.append(settings["may_decline"])
+        return reserve(*args, **settings)
+
+    monkeypatch.setattr(pool, "reserve", spied)
+    server.store()
+
+    assert set(seen) == {takes_declines}

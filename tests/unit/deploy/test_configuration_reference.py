@@ -31,3 +31,11 @@ def test_its_examples_are_deployment_files(tmp_path: Path, example: str) -> None
 
 def test_it_has_an_example_of_each_form() -> None:
     assert [text.partition(":")[0] for text in EXAMPLES] == ["models", "models", "chat"]
+
+
+def test_each_row_of_its_tables_is_one_line() -> None:
+    lines = configuration_reference.page().splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+
+    assert rows
+    assert [row for row in rows if not row.endswith("|")] == []

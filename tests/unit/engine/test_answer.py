@@ -65,6 +65,13 @@ def test_the_earliest_stop_string_ends_the_text() -> None:
     assert text.text == "a"
 
 
+def test_the_stop_string_that_ended_a_text_is_known() -> None:
+    stopped, _ = shown(["a", "END", "X"], ("X", "END"))
+    whole, _ = shown(["a", "b"], ("X", "END"))
+
+    assert (stopped.stop, whole.stop) == ("END", None)
+
+
 def test_half_a_character_is_shown_at_the_end() -> None:
     text = AnswerText(Pieces("a", "", rest="�"), ())
     text.push(0)

@@ -161,3 +161,35 @@ def test_the_parameters_need_no_torch() -> None:
     code = "import sys, kvtier.engine.sampling_params; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("bias", "sentence"),
+    [
+        ([1], "logit_bias must be a number for each of some token ids, not [1]"),
+        ({"5": 1.0}, "logit_bias must map token ids, but '5' is not one"),
+        ({-1: 1.0}, "logit_bias must map token ids, but -1 is not one"),
+        ({5: 101}, "logit_bias must be from -100 to 100, but that of the token 5 is 101"),
+        ({5: float("nan")}, "logit_bias must be from -100 to 100, but that of the token 5 is nan"),
+        ({5: True}, "logit_bias must be from -100 to 100, but that of the token 5 is True"),
+        (dict.fromkeys(range(301), 1.0), "logit_bias must not be more than 300, but is 301"),
+    ],
+)
+def test_a_bias_that_cannot_work_is_refused(bias: object, sentence: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+
+    assert str(refused.value) == sentence
+
+
+def test_no_tokens_can_be_asked_for_only_with_the_prompts_logprobs() -> None:
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(InvalidParameter, match="max_tokens must be at least 1"):
+        SamplingParams(max_tokens=0)
+
+
+def test_bias_and_prompt_logprobs_are_sent_and_read_as_they_are() -> None:
+    params = SamplingParams(logit_bias={7: -100.0, 9: 1.5}, prompt_logprobs=2, n=2)
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert params.choice(1).logit_bias == {7: -100.0, 9: 1.5}

@@ -64,7 +64,7 @@ def test_what_goes_wrong_is_one_sentence(
         (make_dummy_inputs.main, "--model /nope", "there is no model folder /nope\n"),
         (make_model.main, "--folder /proc/z", "/proc/z: "),
         (speed_test.main, "--model m --filename /nope/x", "/nope/x: No such file or directory\n"),
-        (speed_test.main, f"--model m --filename {tmp_path}/bytes", "the document is no text in UTF-8\n"),
+        (speed_test.main, f"--model m --filename {tmp_path}/bytes", "the document is not UTF-8 text\n"),
         (speed_test.main, f"--model m --filename {tmp_path}/text --url {free}", f"{refused}\n"),
     ):
         monkeypatch.setattr("sys.argv", ["program", *arguments.split()])

@@ -12,10 +12,10 @@ from examples.use_remote_KV_cache.deployment import Deployment
 NOBODY = "http://127.0.0.1:1"
 
 
-def test_it_does_not_start_where_somebody_answers_already(tmp_path: Path) -> None:
+def test_it_does_not_start_where_another_program_answers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(RuntimeError, match=f"somebody else answers at {url} already"):
+        with pytest.raises(RuntimeError, match=f"another program already answers at {url}"):
             Deployment(tmp_path / "deploy.yml", url=url).start()
 
 

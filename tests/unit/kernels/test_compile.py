@@ -237,7 +237,7 @@ COMPILE_COPIES = """
 import json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtier.kernels import argmax, host_copy
+from kvtier.kernels import argmax, host_copy, token_mask
 
 def ptx(kernel, num_warps, types, **constants):
     signature = {
@@ -264,6 +264,10 @@ print(json.dumps({
     "best": ptx(
         argmax._best_kernel, argmax._JOIN_WARPS, {**longs, "bests_ptr": "*fp32"},
         VOCAB=152064, PIECES=38, COLUMNS=64,
+    ),
+    "forbid": ptx(
+        token_mask._forbid_kernel, token_mask._WARPS, {"logits_ptr": "*bf16", "rows_ptr": "*i64"},
+        VOCAB=152064, COLUMNS=token_mask._COLUMNS,
     ),
 }))
 """
@@ -306,6 +310,7 @@ def test_products_compile_for_hopper(tmp_path: Path) -> None:
         assert is_eight_bits == (not name.startswith(("int4", "dequantize", "plain"))), name
 
 
+@pytest.mark.slow
 def test_what_runs_around_graphs_compiles_for_hopper(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
 

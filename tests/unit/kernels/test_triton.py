@@ -12,7 +12,10 @@ import pytest
 
 from tests.support.kernel_cases import run_cases
 
-NAMES = ("triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "argmax_cases.py")
+NAMES = (
+    "triton_cases.py", "elementwise_cases.py", "product_cases.py", "host_copy_cases.py", "argmax_cases.py",
+    "token_mask_cases.py",
+)  # fmt: skip
 CASES = [Path(__file__).with_name(name) for name in NAMES]
 NUM_SHARES = 3
 

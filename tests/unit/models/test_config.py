@@ -188,7 +188,7 @@ def test_the_identity_changes_with_what_changes_the_kv_and_with_nothing_else() -
         ({"hidden_size": "big"}, "hidden_size must be a positive whole number, not 'big'"),
         ({"vocab_size": 0}, "vocab_size must be a positive whole number, not 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive whole number, not True"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 28 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 28 is not a multiple of num_key_value_heads 3"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, not 0"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, not 'gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import huggingface_hub
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.models.hub import find_model_folder
+from kvtier.models.hub import find_model_folder, hub_problem
 from tests.support.waiting import LIMIT_S
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -113,6 +114,34 @@ def test_a_name_is_downloaded_without_what_is_not_needed(endpoint: str, tmp_path
     assert folder.is_relative_to(tmp_path)
     assert names_in(folder) == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_what_the_hub_says_of_a_name_is_known_without_a_download(endpoint: str) -> None:
+    assert hub_problem("team/tiny", endpoint=endpoint) == ""
+    assert hub_problem("team/none", endpoint=endpoint) == (
+        "there is no folder team/none and no public model of that name on the hub"
+    )
+    assert hub_problem("team/tiny", revision="v9", endpoint=endpoint) == "the model team/tiny has no revision v9"
+    assert "set HF_TOKEN" in hub_problem("team/closed", endpoint=endpoint)
+    assert not any("resolve" in path for path in Hub.seen)
+
+
+def test_a_hub_that_cannot_be_reached_tells_nothing_of_a_name() -> None:
+    with socket.socket() as bound:  # and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        problem = hub_problem("team/tiny", endpoint=f"http://127.0.0.1:{bound.getsockname()[1]}")
+    huggingface_hub.close_session()
+
+    assert problem == (
+        "team/tiny is not on this machine, and the hub is off or out of reach: whether there is such a model cannot be "
+        "told now"
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny.gguf", "./a/tiny.Q4_K_M.gguf", "owner/tiny.GGUF"])
+def test_gguf_has_a_sentence_of_its_own(name: str) -> None:
+    with pytest.raises(ConfigError, match="is GGUF, which is not read here"):
+        find_model_folder(name)
 
 
 def test_without_weights_only_small_files_come(endpoint: str, tmp_path: Path) -> None:

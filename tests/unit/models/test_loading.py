@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvtier.blocks.weights import weights_identity_of_folder
 from kvtier.errors import ConfigError
-from kvtier.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from kvtier.models.loading import LoadedModel, load_model
+from kvtier.models.weight_files import INDEX_FILE, SINGLE_FILE
 from kvtier.testing.tiny_models import make_tiny_model, save_tiny_model
 from tests.support.dense import all_logits
 from tests.support.waiting import LIMIT_S
@@ -265,8 +265,8 @@ def test_an_index_that_makes_no_sense_is_refused(shards: Path, weight_map: objec
     [
         (lambda data: data[:4], "it is shorter than 8 bytes"),
         (lambda data: data[:100], "it ends inside its header"),
-        (lambda data: data[:-1], r"it should hold \d+ bytes of tensors and holds \d+"),
-        (lambda data: data + b"x", r"it should hold \d+ bytes of tensors and holds \d+"),
+        (lambda data: data[:-1], r"it should hold \d+ bytes of tensors, but holds \d+"),
+        (lambda data: data + b"x", r"it should hold \d+ bytes of tensors, but holds \d+"),
         (lambda data: b"\xff" * 8 + data[8:], r"its header claims \d+ bytes"),
         (lambda data: data[:8] + b"}" + data[9:], "Expecting value"),
         (lambda data: data.replace(b'"shape":[64,64]', b'"shape":[64,63]', 1), "do not agree"),

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.errors import ConfigError, InvalidParameter
-from kvtier.models.tokenizer import Tokenizer
-from kvtier.testing.tiny_models import make_tiny_tokenizer
+from kvtier.models.tokenizer import TextStream, Tokenizer
+from kvtier.testing.tiny_models import ROLE, make_tiny_tokenizer
 
 TEXTS = [
     "the other thin one",
@@ -110,6 +110,23 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
     assert tokenizer.stream().push(token_ids) == "hiho"
     assert tokenizer.stream(skip_special_tokens=False).push(token_ids) == "hi<|end|>ho"
     assert tokenizer.eos_token_ids == (256,)
+
+
+def test_some_special_tokens_can_be_kept_as_text(tokenizer: Tokenizer) -> None:
+    accent = list("é".encode())
+    token_ids = [*tokenizer.encode("hi"), 257, *accent, 256, accent[0], 257, *tokenizer.encode(" ho")]
+    kept = TextStream(tokenizer, kept=(ROLE, "<|unheard|>"))
+
+    assert "".join(kept.push([token_id]) for token_id in token_ids) == f"hi{ROLE}é\ufffd{ROLE} ho"
+    assert TextStream(tokenizer, skip_special_tokens=False, kept=(ROLE,)).push([257, 256]) == f"{ROLE}<|end|>"
+    assert tokenizer.special_tokens == {"<|end|>": 256, ROLE: 257}
+
+
+def test_text_behind_a_kept_token_keeps_its_space(spaced_tokenizer: Tokenizer) -> None:
+    [(text, token_id)] = spaced_tokenizer.special_tokens.items()
+    stream = TextStream(spaced_tokenizer, kept=(text,))
+
+    assert [stream.push([one]) for one in (1, 2, token_id, 3)] == ["hello", " world", text, " the"]
 
 
 def test_a_run_of_special_tokens_costs_no_memory(tokenizer: Tokenizer) -> None:
@@ -244,6 +261,20 @@ def test_the_chat_template_can_be_read(tokenizer: Tokenizer) -> None:
     assert tokenizer.chat_template == ""
 
 
+def test_a_template_of_its_own_for_tools_is_told_and_used(tmp_path: Path) -> None:
+    inner = make_tiny_tokenizer()
+    inner.chat_template = {"default": "plain", "tool_use": "with {{ tools[0].name }} {{ extra }}"}
+    inner.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "with {{ tools[0].name }} {{ extra }}")
+    assert tokenizer.render_chat([{"role": "user", "content": ""}], template_values={"extra": 1}) == "plain"
+    assert (
+        tokenizer.render_chat([{"role": "user", "content": ""}], tools=[{"name": "f"}], template_values={"extra": 1})
+        == "with f 1"
+    )
+
+
 def test_a_conversation_becomes_a_prompt(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hé"}]
 
@@ -299,6 +330,16 @@ def test_a_value_that_is_not_for_the_template_is_refused(tmp_path: Path, name: s
 
     with pytest.raises(InvalidParameter, match=rf".{name}. is not for the model's chat template"):
         tokenizer.render_chat(messages, template_values={name: "{{ 1 / 0 }}"})
+
+
+def test_a_value_that_says_what_is_so_anyway_is_passed_over(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    values = {"add_generation_prompt": True, "continue_final_message": False}
+
+    assert tokenizer.render_chat(messages, template_values=values) == tokenizer.render_chat(messages)
+    for name, value in values.items():
+        with pytest.raises(InvalidParameter, match="is not for the model's chat template"):
+            tokenizer.render_chat(messages, template_values={name: not value})
 
 
 def test_a_value_that_the_template_names_reaches_it(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+import kvtier.stores.valkey.cluster
 from kvtier.errors import TierTimeout
 from kvtier.stores.valkey.cluster import Cluster, Share
 from kvtier.stores.valkey.node import Access, NodeAddress, NodeConnection
 from kvtier.stores.valkey.shard import Shard
 from kvtier.stores.valkey.slots import NUM_SLOTS
-from tests.support.waiting import CALL_S, LIMIT_S, wait_until
+from tests.support.waiting import CALL_S, FOR_EVER_S, LIMIT_S, wait_until
 
 NUM_NODES = 3
 
@@ -25,17 +26,17 @@ def port_of(sock: socket.socket) -> int:
     return port
 
 
-def slots_reply(ports: Sequence[int]) -> bytes:
+def slots_reply(ports: Sequence[int], num_slots: int) -> bytes:
     parts = [b"*%d\r\n" % len(ports)]
     for number, port in enumerate(ports):
-        first, end = number * NUM_SLOTS // len(ports), (number + 1) * NUM_SLOTS // len(ports)
+        first, end = number * num_slots // len(ports), (number + 1) * num_slots // len(ports)
         parts.append(b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, end - 1, port))
     return b"".join(parts)
 
 
 @contextlib.contextmanager
-def seed_that_names(ports: Sequence[int]) -> Iterator[NodeAddress]:
-    """A node without slots, which says who has them."""
+def seed_that_names(ports: Sequence[int], num_slots: int = NUM_SLOTS) -> Iterator[NodeAddress]:
+    """A node without slots, which says who has the first `num_slots` of them."""
 
     def answer() -> None:
         with contextlib.suppress(OSError):
@@ -43,7 +44,7 @@ def seed_that_names(ports: Sequence[int]) -> Iterator[NodeAddress]:
                 sock, _ = listener.accept()
                 with sock:
                     while request := sock.recv(4096):
-                        sock.sendall(slots_reply(ports) if b"SLOTS" in request else b"+OK\r\n")
+                        sock.sendall(slots_reply(ports, num_slots) if b"SLOTS" in request else b"+OK\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer)
@@ -98,6 +99,42 @@ def test_nodes_that_are_down_are_looked_for_at_the_same_time() -> None:
         answer_together(listeners)
 
         wait_until(lambda: cluster.num_down == 0)
+
+
+@pytest.mark.parametrize("num_known", [0, NUM_SLOTS // 2])
+def test_a_node_that_has_forgotten_the_cluster_is_not_believed(num_known: int) -> None:
+    """One that was restarted without its `nodes.conf` would make all blocks misses."""
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(seed_that_names([]))
+        forgetful = stack.enter_context(seed_that_names([node.port] if num_known else [], num_known))
+        seed = stack.enter_context(seed_that_names([node.port]))
+        cluster = stack.enter_context(contextlib.closing(Cluster([forgetful, seed], Access())))
+        assert cluster.wait_until_known(LIMIT_S)
+        asked: list[int] = []
+
+        def note(connection: NodeConnection, share: Share) -> None:
+            asked.extend(share.positions)
+
+        deadline = time.monotonic() + CALL_S
+        assert cluster.spread([0, NUM_SLOTS - 1], note, deadline, split_above=NUM_NODES) == []
+        assert sorted(asked) == [0, 1]
+
+
+def test_slots_without_a_node_are_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.stores.valkey.cluster, "_REFRESH_S", FOR_EVER_S)
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(seed_that_names([]))
+        seed = stack.enter_context(seed_that_names([node.port], NUM_SLOTS // 2))
+        cluster = stack.enter_context(contextlib.closing(Cluster([seed], Access())))
+        assert cluster.wait_until_known(LIMIT_S)
+        before = cluster.num_refreshes
+
+        def is_asked_again() -> bool:
+            deadline = time.monotonic() + CALL_S
+            assert cluster.spread([0, NUM_SLOTS - 1], lambda *_: None, deadline, split_above=NUM_NODES) == []
+            return cluster.num_refreshes > before
+
+        wait_until(is_asked_again)
 
 
 def test_a_node_that_nobody_had_time_to_ask_is_not_down() -> None:

@@ -498,6 +498,23 @@ def test_verify_finds_what_is_wrong_and_does_not_count_as_a_use(tmp_path: Path) 
         assert store.losses == {"corrupt": 1}
 
 
+def test_what_would_leave_next_is_held_while_it_is_passed_on_and_keeps_its_place(tmp_path: Path) -> None:
+    with opened(tmp_path, MIB) as store:
+        space = space_of(store)
+        write(store, space, range(20))
+        assert store.hold_leaving(8) == [], "there is room"
+        write(store, space, range(20, 400))
+        there = sorted(_there(store, space, range(400)))
+        leaving = store.hold_leaving(8)
+        assert {block.hash for block in leaving} == {hash_of(number) for number in there[:8]}
+
+        write(store, space, range(1000, 1010))
+        assert set(there[:8]) <= _there(store, space, range(400)), "what is held stays"
+        store.let_go(leaving)
+        write(store, space, range(1010, 1020))
+        assert not _there(store, space, range(there[7] + 1)), "then it is the first to go, as before"
+
+
 # --- opening -----------------------------------------------------------------------------------------------------
 
 
@@ -580,7 +597,7 @@ def test_an_older_format_that_fills_the_budget_is_removed_with_a_sentence(
         write(store, space_of(store), range(1000))
     _write_version(tmp_path, 0)
     with opened(tmp_path, 4 * MIB) as store:
-        assert "had format version 0, too large to keep beside; removed" in caplog.text
+        assert "had format version 0, too large to keep; removed" in caplog.text
         write(store, space_of(store), range(500))
         assert len(read_rightly(store, space_of(store), range(500))) == 500
 
@@ -631,7 +648,7 @@ def test_a_full_disk_is_a_smaller_budget_until_there_is_room_again(
         write(store, space, range(100))
         files.fail("allocate", errno.ENOSPC)
         write(store, space, range(100, 700))
-        assert caplog.text.count("the disk is full; going on with") == 1
+        assert caplog.text.count("the disk is full; continuing with") == 1
         assert store.levels()["evicted_blocks"] > 0
         assert read_rightly(store, space, range(600, 700)) == set(range(600, 700))
         files.heal()

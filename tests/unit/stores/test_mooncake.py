@@ -147,6 +147,7 @@ def test_a_store_that_is_late_still_stores_the_bytes_that_it_was_given(
     assert [value[:BLOCK_BYTES] for value in master.objects.values()] == payloads(hashes)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_gives_back_what_its_calls_held(master: StandInMaster, blocks: MooncakeBlocks) -> None:
     assert all(put(blocks, 1, 4))
     master.fail("hang", "get")
@@ -353,7 +354,7 @@ def test_namespaces_do_not_see_each_other(master: StandInMaster, blocks: Mooncak
         ({"master": "a\nb:1"}, "master must be text"),
         ({"metadata": "localhost"}, "metadata must be P2PHANDSHAKE, or begin with"),
         ({"protocol": "udp"}, "protocol must be tcp or rdma"),
-        ({"device": "mlx5_0"}, "device is about RDMA"),
+        ({"device": "mlx5_0"}, "device is only for RDMA"),
         ({"device": "x" * 2000}, "device must be text of at most 1024"),
         ({"memory": -1}, "memory must be a number of bytes"),
         ({"memory": 1 << 60}, "memory must be a number of bytes"),
@@ -405,7 +406,7 @@ def test_a_check_says_whether_the_pool_can_be_used(master: StandInMaster) -> Non
     lends_nothing = msgspec.structs.replace(config, memory=0)
     master.fail("full", "put")
     [note] = notes_on_mooncake(lends_nothing)
-    assert "nobody lends memory to the pool, or it is full" in note
+    assert "no host lends memory to the pool, or it is full" in note
     master.fail("lie", "get")
     [note] = notes_on_mooncake(config)
     assert "does not give back what was written" in note

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.retention import Granted
 from kvtier.errors import ConfigError, RemoteProtocolError, TierTimeout, TierUnavailable
 from kvtier.testing.faults import CorruptingTier, FailingTier, SlowTier, TruncatingTier, WrappedTier
 from kvtier.testing.tier_contract import LAYOUT, chain, empty_buffers, fetch_all, payloads
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import Tier
 
 MakeTier = Callable[..., HostTier]
@@ -317,3 +319,37 @@ def test_closing_closes_every_tier() -> None:
     Hierarchy(tiers).close()
 
     assert closed == ["fast", "slow"]
+
+
+class Granting(WrappedTier):
+    """Says `granted` of every retention."""
+
+    def __init__(self, name: str, granted: Granted) -> None:
+        super().__init__(HostTier(LAYOUT, LAYOUT.slot_bytes, name))
+        self.granted = granted
+
+    def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
+        return self.granted
+
+
+FULL, PART, REFUSED, NEVER = Granted(4, 60.0), Granted(2, 60.0, "no room"), Granted(0, 0.0, "why"), Granted(0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "best"),
+    [
+        ((FULL, NEVER), 0),
+        ((NEVER, FULL), 1),
+        ((FULL, PART), 0),
+        ((PART, NEVER), 0),
+        ((PART, FULL), 1),
+        ((REFUSED, NEVER), 0),
+        ((NEVER, REFUSED), 1),
+    ],
+)
+def test_of_a_retention_the_tier_that_keeps_most_has_the_word(said: tuple[Granted, Granted], best: int) -> None:
+    hierarchy = Hierarchy([Granting("first", said[0]), Granting("second", said[1])])
+    with contextlib.closing(hierarchy):
+        found = hierarchy.retain(chain(1, 4), RetentionAsk(ttl_s=60.0))
+
+    assert found == (("first", "second")[best], said[best])

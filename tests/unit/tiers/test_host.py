@@ -52,6 +52,21 @@ def test_a_reservation_without_room_for_any_is_refused(tier: HostTier) -> None:
         tier.reserve(chain(2, 1))
 
 
+def test_blocks_that_are_held_for_a_copy_elsewhere_stay_meanwhile(tier: HostTier) -> None:
+    hashes = chain(1, 4)
+    tier.offer(hashes[:3], payloads(hashes[:3]))
+    with tier.hold(hashes) as held:
+        assert (held.num_blocks, held.ended) == (3, MatchEnd.NEVER_STORED)
+        assert list(map(bytes, held.views())) == payloads(hashes[:3])
+        tier.offer(chain(2, 4), payloads(chain(2, 4)))
+        assert tier.contains(hashes) == [True] * 3 + [False]
+    with tier.hold(chain(3, 1)) as held:
+        assert held.num_blocks == 0
+
+    tier.offer(chain(4, 4), payloads(chain(4, 4)))
+    assert tier.contains(hashes) == [False] * 4
+
+
 def test_a_forgotten_lease_gives_its_blocks_back_with_the_next_call(tier: HostTier) -> None:
     hashes = chain(1, 4)
     tier.offer(hashes, payloads(hashes))

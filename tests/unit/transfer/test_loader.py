@@ -13,12 +13,12 @@ import pytest
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import TierUnavailable
-from kvtier.memory.lease import BlockLease
+from kvtier.memory.lease import DISK, BlockLease
 from kvtier.memory.mapped import MappedArena
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.remote import RemoteTier
 from kvtier.transfer.copier import Copier, Mark
-from kvtier.transfer.load import DISK, Load, LoadPlan, Order, Span
+from kvtier.transfer.load import Load, LoadPlan, Order, Span
 from kvtier.transfer.loader import Loader
 from tests.support.waiting import LIMIT_S
 

@@ -99,10 +99,25 @@ def test_what_is_found_is_leased_until_its_load_has_ended(bench: Bench) -> None:
     bench.asked()
     assert bench.server.num_held == 2
 
-    bench.lookups.note_loaded("request", [])
+    bench.lookups.note_loaded("request", _KEYS[:2], [])
 
     wait_until(lambda: not bench.server.num_held, "leases given back")
     assert bench.answers() == [True, True, False, False]
+
+
+def test_pages_of_a_later_load_stay_leased_when_an_earlier_one_ends(bench: Bench) -> None:
+    bench.server.put(_KEYS[:3])
+    bench.asked(keys=_KEYS[:1])
+    bench.asked(keys=_KEYS[:3])
+    assert bench.server.num_held == 3
+
+    bench.lookups.note_loaded("request", _KEYS[:2], [])
+    wait_until(lambda: bench.server.num_held == 2, "the first lease given back")
+    bench.asked("another", _KEYS[3:])  # its answer comes after what the end of the load has changed
+    assert bench.server.num_held == 2
+
+    bench.lookups.note_loaded("request", _KEYS[2:3], [])
+    wait_until(lambda: not bench.server.num_held, "leases given back")
 
 
 def test_leases_are_bounded_and_answers_are_not(bench: Bench) -> None:
@@ -146,7 +161,7 @@ def test_a_page_that_could_not_be_loaded_is_a_miss_from_then_on(bench: Bench) ->
     bench.server.put(_KEYS)
     bench.asked()
 
-    bench.lookups.note_loaded("request", _KEYS[2:])
+    bench.lookups.note_loaded("request", _KEYS, _KEYS[2:])
 
     assert bench.answers() == [True, True, False, False]
 

@@ -165,7 +165,7 @@ def test_what_is_found_comes_from_the_front_and_then_the_rest_is_ready(open_benc
     assert way.prefetch.state is State.SETTLED
     assert way.prompt.holds(4)
     assert way.prompt.num_shown == 4
-    assert way.prefetch.loaded_tokens == {"host": 4 * SIZE}
+    assert way.prefetch.history.loaded_tokens == {"host": 4 * SIZE}
     assert way.prefetch.ending is not None
     assert (way.prefetch.ending.position, way.prefetch.ending.reason) == (4, MatchEnd.NEVER_STORED)
     way.end()
@@ -257,7 +257,7 @@ def test_while_blocks_come_from_the_back_the_front_is_computed_until_both_meet(o
     assert verdict is READY
     assert way.prefetch.state is State.SETTLED
     assert way.prompt.holds(12)
-    assert num_computed + way.prefetch.loaded_tokens["far"] == 12 * SIZE
+    assert num_computed + way.prefetch.history.loaded_tokens["far"] == 12 * SIZE
     way.end()
 
 
@@ -366,7 +366,7 @@ def test_a_prompt_that_leaves_gives_everything_back_and_may_be_asked_for_again(o
     until(lambda: way.prefetch.load is not None and way.prefetch.load.is_over)
     assert way.prefetch.advance(64, is_alone=True) is READY
     assert way.prompt.holds(4)
-    assert way.prefetch.loaded_tokens == {}, "counted for the first time only"
+    assert way.prefetch.history.loaded_tokens == {}, "counted for the first time only"
     way.end()
 
 

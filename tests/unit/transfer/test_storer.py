@@ -343,6 +343,41 @@ def test_a_slow_tier_out_of_reach_does_not_hold_the_devices_blocks(open_bench: O
     bench.settle()
 
 
+class AnnouncingTier(WrappedTier):
+    """A tier out of reach that keeps what it was told, in order."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.told: list[tuple[str, list[BlockHash]]] = []
+
+    def announce(self, hashes: Sequence[BlockHash]) -> None:
+        self.told.append(("announced", list(hashes)))
+
+    def withdraw(self, hashes: Sequence[BlockHash]) -> None:
+        self.told.append(("withdrawn", list(hashes)))
+
+    def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
+        self.told.append(("offered", list(hashes)))
+        return super().offer(hashes, blocks)
+
+
+def test_a_tier_out_of_reach_hears_what_is_computed_then_gets_it_then_that_no_more_comes(open_bench: Open) -> None:
+    far = AnnouncingTier(far_tier())
+    bench = open_bench(behind=(far,))
+    hashes, owner = chain(1, 4), object()
+    bench.storing.announce(owner, hashes)
+    bench.storing.offer(hashes[:2], bench.device.fill([0, 1], hashes[:2]), owner)
+    bench.storing.withdraw(owner)
+    bench.storing.send(is_last=True)
+    bench.settle()
+
+    assert far.told == [("announced", hashes), ("offered", hashes[:2]), ("withdrawn", hashes)]
+    bench.storing.withdraw(owner)
+    bench.settle()
+    assert len(far.told) == 3
+    bench.storing.take_copied()
+
+
 # --- whole segments ----------------------------------------
 
 

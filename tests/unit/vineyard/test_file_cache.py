@@ -224,9 +224,9 @@ def test_an_unaligned_prefix_is_an_error(cache: FileCache) -> None:
 def test_kv_of_another_length_is_an_error(cache: FileCache) -> None:
     kv = Tensors(3)
 
-    with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
+    with pytest.raises(ConfigError, match="4 tokens, but the KV of 3"):
         cache.update(None, TOKENS[:4], kv)
-    with pytest.raises(ConfigError, match="4 tokens and the KV of 3"):
+    with pytest.raises(ConfigError, match="4 tokens, but the KV of 3"):
         cache.query(TOKENS[:4], kv)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.retention import MAX_TTL_S
 from kvtier.errors import RemoteProtocolError
 from kvtier.wire import messages as wire
 
@@ -41,16 +42,35 @@ STRATEGIES: dict[type, st.SearchStrategy[wire.Message]] = {
     wire.ListRequest: st.builds(wire.ListRequest, numbers, st.integers(0, 2**48 - 1)),
     wire.VerifyRequest: st.builds(wire.VerifyRequest, numbers, hashes),
     wire.SuspectRequest: st.builds(wire.SuspectRequest, numbers, hashes),
+    wire.PlaceRequest: st.builds(
+        wire.PlaceRequest,
+        numbers,
+        st.binary(min_size=32, max_size=32),
+        st.binary(min_size=32, max_size=32),
+        st.integers(0, wire.MAX_POSITION),
+    ),
+    wire.RetainRequest: st.builds(
+        wire.RetainRequest,
+        numbers,
+        hashes,
+        st.integers(0, MAX_TTL_S),
+        st.integers(1, 100),
+        st.text(max_size=20),
+        st.integers(0, 1 << 40),
+    ),
+    wire.Retained: st.builds(wire.Retained, numbers, st.integers(0, MAX_TTL_S), texts),
     wire.PresenceRequest: st.builds(wire.PresenceRequest, st.binary(min_size=32, max_size=32), hashes),
     wire.NoteRequest: st.builds(wire.NoteRequest, st.text(min_size=1, max_size=20), texts),
     wire.NotedRequest: st.builds(wire.NotedRequest, st.text(min_size=1, max_size=20)),
     wire.Listed: st.integers(0, 3).map(lambda count: wire.Listed(bytes(32 * count), bytes(count), count)),
+    wire.SharedMatch: st.integers(0, 9).map(lambda count: wire.SharedMatch(bytes(16), "miss", 1, 9, count)),
     wire.Commit: st.builds(wire.Commit, numbers, numbers, numbers),
     wire.Close: st.builds(wire.Close, numbers),
     wire.Flush: st.builds(wire.Flush),
     wire.InfoRequest: st.builds(wire.InfoRequest),
     wire.SpacesRequest: st.builds(wire.SpacesRequest, st.integers(0, (1 << 48) - 1)),
     wire.StatsRequest: st.builds(wire.StatsRequest),
+    wire.MissCurveRequest: st.builds(wire.MissCurveRequest, st.integers(0, (1 << 48) - 1)),
     wire.Ping: st.builds(wire.Ping),
     wire.Bye: st.builds(wire.Bye),
     wire.Opened: st.builds(wire.Opened, numbers),
@@ -262,11 +282,14 @@ def test_tags_are_what_they_always_were() -> None:
             "InfoRequest": 22,
             "SpacesRequest": 32,
             "SuspectRequest": 33,
+            "PlaceRequest": 34,
+            "MissCurveRequest": 37,
             "StatsRequest": 23,
             "Ping": 24,
             "Bye": 25,
         },
-        **{"Await": 26, "ListRequest": 27, "VerifyRequest": 28, "Listed": 49},
+        **{"Await": 26, "ListRequest": 27, "VerifyRequest": 28, "Listed": 49, "SharedMatch": 50},
+        **{"RetainRequest": 35, "Retained": 51},
         **{"PresenceRequest": 29, "NoteRequest": 30, "NotedRequest": 31},
         **{"Opened": 40, "Matched": 41, "Reserved": 42, "Blocks": 43, "Contained": 44, "Counted": 45},
         **{"Done": 46, "Document": 47, "Failure": 48},

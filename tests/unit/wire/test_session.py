@@ -7,7 +7,7 @@ import pytest
 from kvtier.errors import LocalProtocolError, RemoteProtocolError, TierRefused
 from kvtier.wire.frames import HANDSHAKE_LIMITS, FrameLimits
 from kvtier.wire.messages import Challenge, Done, Failure, Hello, Message, Ping, Proof, Welcome
-from kvtier.wire.session import ClientSession, ServerSession
+from kvtier.wire.session import PLACES, RETENTION, ClientSession, ServerSession, can_retain, segment_blocks_of
 
 LIMITS = FrameLimits(body_bytes=1 << 20, payload_bytes=1 << 20)
 WELCOME = Welcome("server", b"id", b"", 1 << 30, 1 << 20, False)
@@ -52,6 +52,38 @@ def test_with_a_token_both_ends_prove_it_and_are_in() -> None:
     assert there.is_open
     assert here.welcome is not None
     assert (here.welcome.server, here.welcome.arena_bytes) == (WELCOME.server, WELCOME.arena_bytes)
+
+
+@pytest.mark.parametrize("name", ["kvtier", "kvtier, encrypted"])
+def test_only_a_client_that_knows_of_places_hears_how_large_a_segment_is(name: str) -> None:
+    secret = b"sixteen bytes of secret" if "encrypted" in name else None
+    welcome = Welcome(name, b"id", b"", 0, 1 << 20, False)
+    for called, segment_blocks, expected in (("old", 128, 0), (f"new{PLACES}", 0, 0), (f"new{PLACES}", 128, 128)):
+        here = ClientSession(called, bytes(16), TOKEN, secret)
+        there = ServerSession(welcome, [TOKEN], LIMITS, secret, segment_blocks)
+        assert here.shake(there.shake(challenged(here, there))) is None
+        assert here.welcome is not None
+        assert segment_blocks_of(here.welcome) == expected
+        assert (here.welcome.server == name) == (expected == 0)
+
+
+@pytest.mark.parametrize("name", ["kvtier", "kvtier, encrypted"])
+@pytest.mark.parametrize("segment_blocks", [0, 128])
+def test_only_a_client_that_asks_for_retention_hears_that_it_is_granted(name: str, segment_blocks: int) -> None:
+    secret = b"sixteen bytes of secret" if "encrypted" in name else None
+    welcome = Welcome(name, b"id", b"", 0, 1 << 20, False)
+    for called, is_told in ((f"old{PLACES}", False), (f"new{RETENTION}", True), (f"new{RETENTION}{PLACES}", True)):
+        here = ClientSession(called, bytes(16), TOKEN, secret)
+        there = ServerSession(welcome, [TOKEN], LIMITS, secret, segment_blocks)
+        assert here.shake(there.shake(challenged(here, there))) is None
+        assert here.welcome is not None
+        assert can_retain(here.welcome) == is_told
+        assert segment_blocks_of(here.welcome) == (segment_blocks if called.endswith(PLACES) else 0)
+
+
+@pytest.mark.parametrize("said", ["", "x", "-1", "1e3", "123456", "\u0661", " 4"])
+def test_a_segment_that_is_no_small_number_is_none(said: str) -> None:
+    assert segment_blocks_of(Welcome(f"kvtier, segments of {said}", b"", b"", 0, 1, False)) == 0
 
 
 def test_the_token_itself_is_never_sent() -> None:

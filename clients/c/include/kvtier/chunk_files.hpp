@@ -1,8 +1,8 @@
 // Chunks as files of one folder, which any number of processes and hosts write and read; the format is Python's.
 //
-// A chunk is the KV of some consecutive tokens; its name is a hash of all tokens up to its end, so a file never changes
-// once it is there. It is written beside (__temp), synced and renamed. A file is a row of segments of 4 MiB, the last
-// one shorter; each begins with a page that names the chunk, the segment and a checksum over both and its bytes.
+// A chunk is the KV of some consecutive tokens; its name is a hash of all tokens up to its end, so a file never
+// changes. It is written to a temporary file (__temp), synced and renamed. A file is a row of segments of 4 MiB,
+// the last one shorter; each begins with a page that names the chunk, the segment and a checksum over both and its bytes.
 #ifndef KVTIER_CHUNK_FILES_HPP
 #define KVTIER_CHUNK_FILES_HPP
 
@@ -214,7 +214,7 @@ inline Status CheckOnePath(const std::string& path, bool is_own, uid_t own_uid) 
     return Status::OK();
 }
 
-// Nobody else made this folder, can write into it, or can put another in its place.
+// No other user made this folder, can write into it, or can put another one in its place.
 inline Status CheckFolder(const std::string& folder, uid_t own_uid) {
     char resolved[PATH_MAX];
     if (!realpath(folder.c_str(), resolved)) {
@@ -410,7 +410,7 @@ class ChunkFiles {
         return is_shared_ || (status.st_uid == own_uid_ && !(status.st_mode & kWritableByOthers));
     }
 
-    // Write a little, as a chunk would be, to see that it works and who we are there.
+    // Write a few bytes like a chunk, to check that writing works and which user owns the file.
     Status Probe() {
         std::string path = temp_ + "/" + owner_ + "-probe.tmp";
         int fd = MakeTempFolder() ? open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;

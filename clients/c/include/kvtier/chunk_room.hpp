@@ -1,8 +1,8 @@
-// How many bytes of chunks a folder may hold, over all processes that write into it, and what goes when.
+// The bytes of chunks that a folder may hold, over all processes that write into it, and the order of their removal.
 //
-// No process keeps the folder's books: the truth is what a listing of the folder shows. Whoever wants to write first
-// announces how much, as the size of a sparse file of its own in the temp folder, then lists, counting every
-// announcement, and goes on only with what fits. Times are the filesystem's own. The files are Python's.
+// No process keeps the folder's books: a listing of the folder is the truth. A writer first announces its bytes, as the
+// size of a sparse file of its own in the temp folder, then lists the folder, counting every announcement, and writes
+// only what fits. Times are the filesystem's own. The file format is Python's.
 #ifndef KVTIER_CHUNK_ROOM_HPP
 #define KVTIER_CHUNK_ROOM_HPP
 
@@ -90,7 +90,7 @@ class ChunkRoom {
         Publish();
     }
 
-    // Remove all chunks that nobody has used for so long.
+    // Remove all chunks that have been unused for that long.
     void Expire(double max_age_s) {
         double now = Now();
         Listing listing = List(now);
@@ -103,7 +103,7 @@ class ChunkRoom {
         }
     }
 
-    // Of these files, remove those that nobody has used for so long, and forget those that are gone.
+    // Of these files, remove those unused for that long, and forget those that no longer exist.
     void ExpireOf(std::unordered_set<std::string>& paths, double max_age_s) {
         double now = Now();
         for (auto path = paths.begin(); path != paths.end();) {
@@ -288,7 +288,7 @@ class ChunkRoom {
         (num_bytes == files_.file_bytes() ? listing.chunks : listing.others).push_back(std::move(chunk));
     }
 
-    // What the temp folder tells. Removes what dead writers left.
+    // The contents of the temp folder. Removes leftovers of dead writers.
     Listing Announced(double now) {
         Listing listing;
         listing.bound_bytes = bound_bytes_;

@@ -154,7 +154,7 @@ class FileCache : public Backend {
         return true;
     }
 
-    // How many chunks behind the prefix are there without a gap, after what is absent was stored.
+    // The number of chunks after the prefix without a gap, once absent ones were stored.
     std::size_t StoreChunks(const std::vector<ChunkName>& names, std::size_t num_prefix,
                             const std::vector<TokenTensors>& kv) {
         std::vector<std::size_t> absent;

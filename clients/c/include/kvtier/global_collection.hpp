@@ -19,7 +19,7 @@ class GlobalCollection {
         return collection;
     }
 
-    // Every `globalGCInterval` seconds, remove the chunks of the folder that nobody has used for `globalTTL`.
+    // Every `globalGCInterval` seconds, remove the chunks of the folder that have been unused for `globalTTL`.
     void Add(const FileCacheConfig& config) {
         std::lock_guard<std::mutex> lock(mutex_);
         folders_[config.root] = Folder{config, Clock::now() + std::chrono::seconds(config.globalGCInterval)};

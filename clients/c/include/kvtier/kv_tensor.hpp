@@ -75,9 +75,9 @@ struct VineyardCacheConfig : KVCacheConfig {
 // Where chunk files lie; all kinds are used in the same way, by rename alone.
 enum FilesystemType { LOCAL };
 
-// Chunks of `chunkSize` tokens as files under `root`, in folders of `hashChunkSize` hexadecimal digits. What this cache
-// used and nobody has for `ttl` seconds goes every `clientGCInterval` seconds; with `enableGlobalGC` so does every
-// chunk unused for `globalTTL`, every `globalGCInterval`.
+// Chunks of `chunkSize` tokens as files under `root`, in folders of `hashChunkSize` hexadecimal digits. Every
+// `clientGCInterval` seconds, chunks that this cache used and that have been unused for `ttl` seconds are removed; with
+// `enableGlobalGC`, so is every chunk unused for `globalTTL`, every `globalGCInterval`.
 struct FileCacheConfig : KVCacheConfig {
     int chunkSize = 16;
     int hashChunkSize = 2;

@@ -1,8 +1,8 @@
 // The shared-memory half of KVCache: a radix tree over tokens in a cache server's memory, live for every process.
 //
-// Each token is a block of its own, named by a hash of itself and everything before it. What a query finds is read where
-// it lies: the tensors point into the server's memory until Release() or Close(), and nobody evicts them meanwhile. A
-// query that extends an earlier one takes its place.
+// Each token is a block of its own, named by a hash of itself and everything before it. A query copies nothing: the
+// tensors point into the server's memory until Release() or Close(), and are not evicted meanwhile. A query that
+// extends an earlier one takes its place.
 #ifndef KVTIER_SHARED_CACHE_HPP
 #define KVTIER_SHARED_CACHE_HPP
 
@@ -241,7 +241,7 @@ class SharedCache : public Backend {
 
     // --- writing ---
 
-    // How many leading tokens are there; they stay while the lease is held, as far as one client may lease them.
+    // The number of cached leading tokens; they stay while the lease is held, as far as one client may lease them.
     Status Present(const std::uint8_t* hashes, std::size_t count, LeasePtr& lease, std::size_t& num_present) {
         kvt_lease* made = nullptr;
         kvt_status code = kvt_match(writer_.get(), hashes, count, &made);
@@ -262,8 +262,8 @@ class SharedCache : public Backend {
         return static_cast<std::size_t>(std::find(flags.begin(), flags.end(), 0) - flags.begin());
     }
 
-    // Store tokens first .. end; returns how many leading ones of them are there now. Slots stay reserved until all is
-    // stored: nothing of a sequence is evicted to make room for its end.
+    // Store tokens first .. end; returns how many leading ones are cached now. Slots stay reserved until all are
+    // stored: no part of a sequence is evicted to make room for its end.
     std::size_t Store(const std::vector<std::uint8_t>& hashes, std::size_t first, std::size_t end,
                       const std::vector<TokenTensors>& kv, std::size_t num_before) {
         std::list<ReservationPtr> held;

@@ -62,7 +62,7 @@ class TokenBound {
             kept.insert(HashAt(hashes, i));
         }
         if (num_on_disk) {
-            cold_.clear();  // what is in memory and on disk is counted twice: only a listing tells
+            cold_.clear();  // tokens in memory and on disk are counted twice: only a listing shows
             num_tokens = RememberCold(static_cast<std::size_t>(capacity_));
             if (num_tokens <= capacity_) {
                 return;

@@ -1,5 +1,5 @@
 // When each token of a tree was last used, by any process of this host: a table in the server's own memory, the same as
-// Python's. A hint for pruning: nobody locks it, and an entry that two write at once may be wrong until the next use.
+// Python's. A hint for pruning: there is no lock, and an entry written by two at once may be wrong until the next use.
 #ifndef KVTIER_USE_TIMES_HPP
 #define KVTIER_USE_TIMES_HPP
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
+from kvtier.api.chat.conversation import can_call, can_think
 from kvtier.api.engines import KnownModel, ServedModel
 from kvtier.api.ollama.options import OLLAMA_NAMES
 from kvtier.api.service import Service
@@ -17,7 +18,7 @@ from kvtier.engine.process.messages import Hello
 from kvtier.errors import EngineAway
 
 _STAYS = timedelta(days=36500)
-"""Models are there as long as their deployment."""
+"""Models stay loaded as long as their deployment runs."""
 
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _WHAT_IT_IS_FOR = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
@@ -31,14 +32,14 @@ def tags(service: Service) -> dict[str, object]:
 
 
 def running(service: Service) -> dict[str, object]:
-    """The models whose engines are there, with the memory of all these engines."""
+    """The models whose engines have connected, with the memory of all these engines."""
     own = [_process(model) for model in service.engines.models if model.hello is not None]
     passed = [_process_of_vllm(model, model.facts) for model in service.vllm.models if model.facts is not None]
     return {"models": [*own, *passed]}
 
 
 def description_of_vllm(model: VllmModel) -> dict[str, object]:
-    """Raises `EngineAway` while none of its engines is there. vLLM tells little of a model."""
+    """Raises `EngineAway` while none of its engines has connected. vLLM tells little of a model."""
     facts = model.facts
     if facts is None:
         raise EngineAway(f"the model {model.name} is starting")
@@ -54,6 +55,12 @@ def description_of_vllm(model: VllmModel) -> dict[str, object]:
         "modified_at": _time(facts.since),
         "capabilities": ["completion"],
     }
+
+
+def _capabilities(model: KnownModel) -> list[str]:
+    """As Ollama names them: programs look here before they offer tools."""
+    tools = ["tools"] if can_call(model) else []
+    return ["completion", *tools, *(["thinking"] if can_think(model) else [])]
 
 
 def description(model: KnownModel, hello: Hello) -> dict[str, object]:
@@ -74,7 +81,7 @@ def description(model: KnownModel, hello: Hello) -> dict[str, object]:
             "kvtier.device_kv_bytes": hello.kv_bytes,
         },
         "modified_at": _time(hello.started_at),
-        "capabilities": ["completion"],
+        "capabilities": _capabilities(model),
     }
 
 

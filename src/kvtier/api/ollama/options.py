@@ -125,7 +125,7 @@ def _check_span_of_penalties(options: JsonBody, asked: Mapping[str, Any]) -> Non
 
 
 def _in_ollamas_words(error: InvalidParameter) -> HttpError:
-    """Its sentence begins with a name of ours; whoever asked knows Ollama's."""
+    """Its sentence begins with our name of a field; the client knows Ollama's."""
     name, _, rest = str(error).partition(" ")
     shown = "top_logprobs" if name == "logprobs" else f"options.{OLLAMA_NAMES.get(name, name)}"
     return HttpError(400, f"{shown} {rest}", "invalid_value", shown)

@@ -157,7 +157,6 @@ def _message(given: object, path: str, pending: list[str]) -> _Document:
         message["tool_calls"] = [
             _tool_call(call, f"{path}.tool_calls[{index}]", pending) for index, call in enumerate(calls)
         ]
-    body.refuse_rest()
     return message
 
 

@@ -7,50 +7,54 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.api.answer_form import PLAIN, AnswerForm
+from kvtier.api.chat.conversation import Conversation, Tool, ToolChoice, ask, can_think
+from kvtier.api.chat.inner_json import read_call, read_wrapped_tool
+from kvtier.api.chat.tool_reading import check_tools
+from kvtier.api.chat.turns import paired_results
 from kvtier.api.engines import KnownModel, ModelCatalog
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
-from kvtier.api.limits import MAX_MESSAGES
+from kvtier.api.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from kvtier.api.ollama.options import sampling_params
+from kvtier.api.output_format import read_ollama_format
 from kvtier.api.prompt_length import check_length
-from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, Prompt, TextPrompt
+from kvtier.api.retention import DECLINED, NO_WISH, RetentionWish
+from kvtier.blocks.retention import MAX_TTL_S
+from kvtier.engine.grammar import Grammar
+from kvtier.engine.process.messages import ChatMessage, Hello, Prompt, TextPrompt, ToolCall
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineAway, UnknownModel
 
 LATEST = ":latest"
-_THINKING = "enable_thinking"
-"""What templates of models that think look at."""
-
 _SHOWN_CHARACTERS = 60
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
+_EFFORTS = ("low", "medium", "high")
 MAX_DURATION_CHARACTERS = 64
 _UNITS = "(?:ns|us|µs|μs|ms|s|m|h)"
 _DURATION = re.compile(
     rf"[+-]?(?:(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++){_UNITS})++|[0-9]++(?:\.[0-9]++)?)"
 )  # possessive throughout: no part of it is ever read twice
+_PART = re.compile(rf"([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)({_UNITS})?")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LEAST_S = 1.0
 
 _REFUSED = {
-    "suffix": "is not supported here: an answer follows its prompt",
     "template": "is not supported here: the model's own is used, or none with raw",
     "context": "is not supported here: send the conversation to /api/chat",
     "images": "is not supported here: the models read text",
-    "format": "is not supported here: answers are free text",
-    "tools": "is not supported here",
-    "think": "is not supported here: only false is",
     "truncate": "is not supported here: a prompt that is too long is refused",
     "shift": "is not supported here: an answer ends where the model's context does",
-    "tool_calls": "is not supported here",
-    "tool_name": "is not supported here",
-    "thinking": "is not supported here",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Nothing to answer: Ollama would load or unload the model, which here is there as long as the deployment."""
+    """Nothing to answer: Ollama would load or unload the model, which here stays as long as the deployment."""
 
     name: str
     done_reason: str
@@ -66,7 +70,7 @@ def find_model(engines: ModelCatalog, name: str) -> KnownModel:
 
 
 def hello_of(model: KnownModel) -> Hello:
-    """Raises `EngineAway` while none of the model's engines is there."""
+    """Raises `EngineAway` while none of the model's engines has connected."""
     hello = model.hello
     if hello is None:
         raise EngineAway(f"the model {model.name} is starting")
@@ -80,28 +84,34 @@ def read_generate(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | 
     is_raw = body.flag("raw") or False
     if is_raw and system:
         raise body.refuse("raw", "does not go with system")
-    _refuse(body, "suffix", "template", "context", "images")
+    suffix = body.text("suffix") or ""
+    if suffix and system:
+        raise body.refuse("suffix", "does not go with system")
+    _refuse(body, "template", "context", "images")
     rest = _read_rest(body, engines)
-    if not text:
+    if not text and not suffix:
         return rest.load()
     hello = hello_of(rest.model)
+    if suffix:
+        return rest.ask_text(TextPrompt(text, suffix=suffix))
     if is_raw or not hello.chat_template:
-        return rest.ask(TextPrompt(f"{system}\n\n{text}" if system else text))
+        return rest.ask_text(TextPrompt(f"{system}\n\n{text}" if system else text))
     messages = [ChatMessage("system", system)] if system else []
-    return rest.ask(ChatPrompt([*messages, ChatMessage("user", text)], rest.template_values(hello)))
+    return rest.ask_chat([*messages, ChatMessage("user", text)])
 
 
 def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | LoadModel:
     """As `read_generate`."""
     given = body.items("messages", MAX_MESSAGES) or []
-    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
-    _refuse(body, "tools")
+    messages = paired_results([_read_message(message, f"messages[{index}]") for index, message in enumerate(given)])
+    tools = _read_tools(body)
     rest = _read_rest(body, engines)
     if not messages:
         return rest.load()
     if messages[-1].role == "assistant":
         raise HttpError(400, "messages must not end with the assistant's: it is not continued here", "invalid_value")
-    return rest.ask(ChatPrompt(messages, rest.template_values(hello_of(rest.model))))
+    hello_of(rest.model)
+    return rest.ask_chat(messages, tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +124,61 @@ class _Rest:
     logprobs: int | None
     is_streamed: bool
     is_unload: bool
-    is_thinking_off: bool
+    thinks: bool | None
+    effort: str | None
+    output: Grammar | None
+    retention: RetentionWish
+    explains: bool
 
     def load(self) -> LoadModel:
         if self.is_unload:
             return LoadModel(self.name, "unload")
         hello_of(self.model)
-        self._params()  # whoever loads a model with options asks with them later
+        self._params({})  # a client that loads a model with options sends them again later
         return LoadModel(self.name, "load")
 
-    def ask(self, prompt: Prompt) -> GenerationRequest:
+    def ask_text(self, prompt: TextPrompt) -> GenerationRequest:
+        return self._ask(prompt, PLAIN, {"grammar": self.output})
+
+    def ask_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> GenerationRequest:
+        if self.thinks and not can_think(self.model):
+            raise HttpError(400, f"think is not supported by {self.model.name}", "unsupported_parameter", "think")
+        asked = ask(
+            Conversation(
+                messages,
+                tools,
+                output=self.output,
+                thinks=self.thinks,
+                effort=self.effort,
+                shows_reasoning=self.thinks is not False,
+            ),
+            self.model,
+        )
+        return self._ask(asked.prompt, asked.form, {**asked.sampling, "grammar": asked.grammar})
+
+    def _ask(self, prompt: Prompt, form: AnswerForm, sampling: Mapping[str, object]) -> GenerationRequest:
         check_length(prompt, self.model.hello)
-        return GenerationRequest(self.name, self.model, [prompt], self._params(), self.is_streamed)
+        params = self._params(sampling)
+        return GenerationRequest(
+            self.name,
+            self.model,
+            [prompt],
+            params,
+            self.is_streamed,
+            form=form,
+            explains=self.explains,
+            retention=self.retention,
+        )
 
-    def template_values(self, hello: Hello) -> dict[str, object]:
-        """Only names that the model's template knows."""
-        return {_THINKING: False} if self.is_thinking_off and _THINKING in hello.chat_template else {}
-
-    def _params(self) -> SamplingParams:
-        return sampling_params(self.options, self.model.options, logprobs=self.logprobs)
+    def _params(self, sampling: Mapping[str, object]) -> SamplingParams:
+        return sampling_params(self.options, {**self.model.options, **sampling}, logprobs=self.logprobs)
 
 
 def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
     name = body.needed_text("model")
     model = find_model(engines, name)
-    _refuse(body, "format", "think", "truncate", "shift")
+    _refuse(body, "truncate", "shift")
+    think = _read_think(body)
     return _Rest(
         name=name,
         model=model,
@@ -146,8 +186,29 @@ def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
         logprobs=read_logprobs(body),
         is_streamed=body.flag("stream") is not False,
         is_unload=is_zero_duration(body, "keep_alive"),
-        is_thinking_off=body.value("think") is False,
+        thinks=None if think is None else think is not False,
+        effort=think if isinstance(think, str) else None,
+        output=read_ollama_format(body),
+        retention=_read_keep_alive(body),
+        explains=body.flag("explain") or False,
     )
+
+
+def _read_think(body: JsonBody) -> bool | str | None:
+    think = body.value("think")
+    if think is None or isinstance(think, bool) or think in _EFFORTS:
+        return think
+    raise body.wrong("think", f"true, false, or one of {', '.join(_EFFORTS)}")
+
+
+def _read_tools(body: JsonBody) -> list[Tool]:
+    tools = []
+    for index, given in enumerate(body.items("tools", MAX_TOOLS) or ()):
+        if not isinstance(given, dict):
+            raise HttpError(400, f"tools[{index}] must be an object", "invalid_type", f"tools[{index}]")
+        tools.append(read_wrapped_tool(JsonBody(given, f"tools[{index}]."), given))
+    check_tools(tools, ToolChoice())
+    return tools
 
 
 def _refuse(body: JsonBody, *names: str) -> None:
@@ -163,11 +224,28 @@ def _read_message(given: object, path: str) -> ChatMessage:
     body = JsonBody(given, f"{path}.")
     role = body.needed_text("role").lower()
     if role not in _ROLES:
-        raise body.wrong("role", "system, user or assistant")
+        raise body.wrong("role", "system, user, assistant or tool")
     content = body.text("content") or ""
-    _refuse(body, "images", "tool_calls", "tool_name", "thinking")
-    body.refuse_rest()
+    thinking, tool, call_id = body.text("thinking"), body.text("tool_name"), body.text("tool_call_id")
+    calls, num_characters = _read_calls(body, path)
+    _refuse(body, "images")
+    if role == "assistant":
+        return ChatMessage(role, content, None, thinking or None, calls, None, num_characters)
+    if role == "tool":
+        return ChatMessage(role, content, tool or None, call_id=call_id)
     return ChatMessage(role, content)
+
+
+def _read_calls(body: JsonBody, path: str) -> tuple[list[ToolCall], int]:
+    calls, num_characters = [], 0
+    for index, given in enumerate(body.items("tool_calls", MAX_CALLS) or ()):
+        place = f"{path}.tool_calls[{index}]"
+        if not isinstance(given, dict):
+            raise HttpError(400, f"{place} must be an object", "invalid_type", place)
+        call, count = read_call(JsonBody(given, f"{place}."))
+        calls.append(call)
+        num_characters += count + len(call.name)
+    return calls, num_characters
 
 
 def read_logprobs(body: JsonBody) -> int | None:
@@ -177,6 +255,24 @@ def read_logprobs(body: JsonBody) -> int | None:
     if num_top:
         raise body.refuse("top_logprobs", "needs logprobs")
     return None
+
+
+def _read_keep_alive(body: JsonBody) -> RetentionWish:
+    """How long Ollama would keep the model, and with it the prompt; a negative one is for as long as may be."""
+    if not body.has("keep_alive"):
+        return NO_WISH
+    if is_zero_duration(body, "keep_alive"):
+        return DECLINED
+    value = body.value("keep_alive")
+    seconds = _seconds(value) if isinstance(value, str) else body.number("keep_alive") or 0.0
+    return RetentionWish([(MAX_TTL_S if seconds < 0 else min(max(seconds, _LEAST_S), MAX_TTL_S), None)])
+
+
+def _seconds(duration: str) -> float:
+    """Of a text that `_DURATION` fits."""
+    sign = -1.0 if duration.startswith("-") else 1.0
+    parts = _PART.findall(duration)
+    return sign * sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts)
 
 
 def is_zero_duration(body: JsonBody, name: str) -> bool:

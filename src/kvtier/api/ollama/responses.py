@@ -6,11 +6,16 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kvtier.api.answer_form import PLAIN, AnswerForm
+from kvtier.api.chat.answer_readers import AnswerReaders
+from kvtier.api.chat.parts import AnswerPart, CallArguments, CallBegin, ReasoningPart, TextPart
+from kvtier.api.chat.tool_formats.object_call import is_json
 from kvtier.api.generation import Usage, WholeAnswer
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
 from kvtier.api.ollama.requests import LoadModel
@@ -25,8 +30,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Message(msgspec.Struct):
-    """`thinking` and `tool_calls` are only vLLM's."""
-
     role: str
     content: str
     thinking: str | UnsetType = UNSET
@@ -34,7 +37,7 @@ class Message(msgspec.Struct):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """One object of Ollama's; durations are in nanoseconds. `cached_tokens` by tier is ours."""
+    """One object of Ollama's; durations are in nanoseconds. `cached_tokens`, `retention` and `parted` are ours."""
 
     model: str
     created_at: datetime
@@ -51,6 +54,16 @@ class Line(msgspec.Struct, kw_only=True):
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     cached_tokens: dict[str, int] | UnsetType = UNSET
+    retention: list[dict[str, object]] | UnsetType = UNSET
+    parted: dict[str, object] | UnsetType = UNSET
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call whose arguments still come; without `begin` there is none."""
+
+    begin: CallBegin | None = None
+    arguments: list[str] = field(default_factory=list)
 
 
 class _OllamaShape(ABC):
@@ -58,13 +71,17 @@ class _OllamaShape(ABC):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, name: str, request_id: str) -> None:
+    def __init__(self, name: str, request_id: str, form: AnswerForm = PLAIN) -> None:
         self._name = name
         self._request_id = request_id
         self._started_ns = time.monotonic_ns()
+        self._readers = AnswerReaders(form, num_answers=1)
+        self._call = _OpenCall()
+        self._last: Line | None = None
+        """The line that ends a stream."""
 
     @abstractmethod
-    def line(self, text: str) -> Line: ...
+    def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line: ...
 
     def loaded(self, load: LoadModel) -> bytes:
         line = self.line("")
@@ -72,21 +89,30 @@ class _OllamaShape(ABC):
         line.done_reason = load.done_reason
         return _encode(line)
 
+    def begin(self, prompt_ends: Sequence[str]) -> None:
+        self._readers.begin(prompt_ends)
+
     def chunk(
         self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
     ) -> bytes:
-        lines = b""
-        if piece.text or logprobs:
-            line = self.line(piece.text)
-            if logprobs:
-                line.logprobs = logprobs
-            lines = _encode(line) + b"\n"
+        found = [self._line_of(part) for part in self._readers.push(choice, piece)]
         if piece.completion is not None:
-            lines += _encode(self._ended(self.line(""), piece.completion, prompt_tokens)) + b"\n"
-        return lines
+            found.append(self._line_of(None))
+        lines = [line for line in found if line is not None]
+        if logprobs and not lines:
+            lines = [self.line("")]  # its text is held back: it may begin a mark
+        if logprobs:
+            lines[0].logprobs = logprobs
+        if piece.completion is not None:  # said by `end`, with what is known by then
+            self._last = self._ended(self.line(""), piece.completion, prompt_tokens)
+        return b"".join([_encode(line) + b"\n" for line in lines])
 
     def end(self, usage: Usage) -> bytes:
-        return b""
+        if self._last is None:
+            return b""
+        self._last.retention = usage.retained
+        self._last.parted = usage.parted
+        return _encode(self._last) + b"\n"
 
     def error(self, error: Exception) -> bytes:
         if isinstance(error, KvtierError):
@@ -100,13 +126,38 @@ class _OllamaShape(ABC):
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
         [answer] = answers
         assert answer.completion is not None
-        line = self.line(answer.text)
+        parts = self._readers.whole(0, answer)
+        calls, texts = [], [parts.text]
+        for number, call in enumerate(parts.calls):
+            shaped = _call(number, call.call_id, call.name, call.arguments)
+            calls += [] if shaped is None else [shaped]
+            texts += [] if shaped is not None else [call.arguments]
+        line = self.line("".join(texts), parts.reasoning, calls)
         if answer.logprobs:
             line.logprobs = joined(answer.logprobs)
+        line.retention = usage.retained
+        line.parted = usage.parted
         return _encode(self._ended(line, answer.completion, usage.prompt_tokens))
 
     def broken_off(self, reason: str | None) -> str:
         return f"the engine gave the answer up ({reason})"
+
+    def _line_of(self, part: AnswerPart | None) -> Line | None:
+        """What is said of a part, or, with None, of the end: calls are said once they are whole."""
+        if isinstance(part, CallArguments):
+            self._call.arguments.append(part.text)
+            return None
+        ended, self._call = self._call, _OpenCall(part if isinstance(part, CallBegin) else None)
+        line = self.line(
+            part.text if isinstance(part, TextPart) else "",
+            part.text if isinstance(part, ReasoningPart) else "",
+        )
+        if ended.begin is None:
+            return line if isinstance(part, (TextPart, ReasoningPart)) else None
+        arguments = "".join(ended.arguments)
+        call = _call(ended.begin.number, ended.begin.call_id, ended.begin.name, arguments)
+        text = part.text if isinstance(part, TextPart) else ""
+        return self.line(text, "", [call]) if call is not None else self.line(arguments + text)
 
     def _ended(self, line: Line, completion: Completion, prompt_tokens: int) -> Line:
         num_tokens = len(completion.token_ids)
@@ -123,13 +174,25 @@ class _OllamaShape(ABC):
 
 
 class GenerateShape(_OllamaShape):
-    def line(self, text: str) -> Line:
-        return Line(model=self._name, created_at=datetime.now(UTC), response=text)
+    def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line:
+        line = Line(model=self._name, created_at=datetime.now(UTC), response=text)
+        if thinking:
+            line.thinking = thinking
+        return line
 
 
 class ChatShape(_OllamaShape):
-    def line(self, text: str) -> Line:
-        return Line(model=self._name, created_at=datetime.now(UTC), message=Message("assistant", text))
+    def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line:
+        message = Message("assistant", text, thinking or UNSET, calls or UNSET)
+        return Line(model=self._name, created_at=datetime.now(UTC), message=message)
+
+
+def _call(number: int, call_id: str, name: str, arguments: str) -> dict[str, object] | None:
+    """A call with its arguments as the model wrote them; None if they are no JSON object: they were cut."""
+    if not arguments.lstrip().startswith("{") or not is_json(arguments):
+        return None
+    function = {"index": number, "name": name, "arguments": msgspec.Raw(arguments.encode())}
+    return {"id": call_id, "function": function}
 
 
 def error_body(sentence: str) -> bytes:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvtier import __version__
+from kvtier.api.answer_form import PLAIN, AnswerForm
 from kvtier.api.application import Application
 from kvtier.api.body_messages import (
     OLLAMA_CHAT,
@@ -23,7 +23,7 @@ from kvtier.api.body_messages import (
 )
 from kvtier.api.engines import ModelCatalog
 from kvtier.api.generation import GenerationRequest
-from kvtier.api.http_error import HttpError
+from kvtier.api.http_error import NO_EMBEDDINGS, HttpError
 from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.models import description, description_of_vllm, running, tags
 from kvtier.api.ollama.passed import OLLAMA_KINDS
@@ -33,7 +33,12 @@ from kvtier.api.ollama.translation import Translation, embedded, vectors
 from kvtier.api.passing import PassedBody
 from kvtier.api.streaming import while_connected
 
-_NO_EMBEDDINGS = "embeddings are not computed here"
+# Clients compare this before they use what an Ollama brought: schemas in `format` (0.5), `capabilities` in /api/show
+# (0.6.4, below which editors refuse to work), tool calls in streams (0.8), `think` (0.9). Of what came later, some is
+# here too (`logprobs`) and some is not (images that are made, the search of the web): a later version would promise it.
+OLLAMA_VERSION = "0.9.0"
+"""The Ollama whose API this is."""
+
 _FIXED_MODELS = "the models here are those of the deployment's file: they cannot be pulled, pushed, made or removed"
 _NOT_SERVED = (
     ("/api/pull", ["POST"], _FIXED_MODELS),
@@ -65,7 +70,7 @@ class OllamaApplication(Application):
         """Only vLLM computes them."""
         paths = {"/api/embed": self._embed, "/api/embeddings": self._embeddings}
         if not self.service.vllm.models:
-            return [Route(path, self._not_served(_NO_EMBEDDINGS), methods=["POST"]) for path in paths]
+            return [Route(path, self._not_served(NO_EMBEDDINGS, 400), methods=["POST"]) for path in paths]
         return [Route(path, serve, methods=["POST"]) for path, serve in paths.items()]
 
     def error_body(self, error: HttpError) -> bytes:
@@ -85,7 +90,7 @@ class OllamaApplication(Application):
         if isinstance(found, PassedBody):
             return await Translation(self.service, request, tenant, found, is_chat=False).response()
         asked = self._asked(found)
-        shape = GenerateShape(asked.name, request.state.id)
+        shape = GenerateShape(asked.name, request.state.id, _form(asked))
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
         return await self.answer(request, tenant, asked, shape)
@@ -96,7 +101,7 @@ class OllamaApplication(Application):
         if isinstance(found, PassedBody):
             return await Translation(self.service, request, tenant, found, is_chat=True).response()
         asked = self._asked(found)
-        shape = ChatShape(asked.name, request.state.id)
+        shape = ChatShape(asked.name, request.state.id, _form(asked))
         if isinstance(asked, LoadModel):
             return self.json(request, shape.loaded(asked))
         return await self.answer(request, tenant, asked, shape)
@@ -121,7 +126,7 @@ class OllamaApplication(Application):
 
         def refuse(body: JsonBody, engines: ModelCatalog) -> PassedBody:
             find_model(engines, body.needed_text("model"))
-            raise HttpError(501, _NO_EMBEDDINGS, "unsupported")
+            raise HttpError(400, NO_EMBEDDINGS, "unsupported")
 
         found = await self.read(request, tenant, kind, refuse, OLLAMA_KINDS[kind])
         assert isinstance(found, PassedBody), "only vLLM reads such a body"
@@ -151,14 +156,18 @@ class OllamaApplication(Application):
 
     async def _version(self, request: Request) -> Response:
         self.service.tenant(request)
-        return self._document(request, {"version": __version__})
+        return self._document(request, {"version": OLLAMA_VERSION})
 
-    def _not_served(self, sentence: str) -> Callable[[Request], Awaitable[Response]]:
+    def _not_served(self, sentence: str, status: int = 501) -> Callable[[Request], Awaitable[Response]]:
         async def refuse(request: Request) -> Response:
             self.service.tenant(request)
-            raise HttpError(501, sentence, "unsupported")
+            raise HttpError(status, sentence, "unsupported")
 
         return refuse
 
     def _document(self, request: Request, document: Mapping[str, object]) -> Response:
         return self.json(request, msgspec.json.encode(document))
+
+
+def _form(asked: GenerationRequest | LoadModel) -> AnswerForm:
+    return asked.form if isinstance(asked, GenerationRequest) else PLAIN

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.api.body_messages import OPENAI_CHAT, OPENAI_COMPLETION, BodyPasses, ModelSnapshot
+from kvtier.api.body_messages import (
+    DETOKENIZE,
+    OPENAI_CHAT,
+    OPENAI_COMPLETION,
+    TOKENIZE,
+    BodyPasses,
+    ModelSnapshot,
+)
 from kvtier.api.engines import unknown_model
 from kvtier.api.http_error import HttpError
 from kvtier.api.vllm.bodies import (
@@ -18,23 +25,17 @@ from kvtier.api.vllm.bodies import (
     text_of,
 )
 
-KNOWN_PATHS = tuple(
-    f"/v1/{name}"
-    for name in (
-        "responses",
-        "embeddings",
-        "messages",
-        "messages/count_tokens",
-        "score",
-        "rerank",
-        "chat/completions/batch",
-    )
-)
+KNOWN_PATHS = tuple(f"/v1/{name}" for name in ("embeddings", "score", "rerank", "chat/completions/batch"))
 """Of vLLM, counted one by one. All others under `/v1` are passed on, too, and counted together."""
 
 FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _REFUSED_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_PATHS = {OPENAI_CHAT: "/v1/chat/completions", OPENAI_COMPLETION: "/v1/completions"}
+_PATHS = {
+    OPENAI_CHAT: "/v1/chat/completions",
+    OPENAI_COMPLETION: "/v1/completions",
+    TOKENIZE: "/tokenize",
+    DETOKENIZE: "/detokenize",
+}
 
 
 def reader_for(kind: str) -> ReadForVllm:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvtier.api.chat.answer_readers import AnswerReaders
+from kvtier.api.chat.parts import AnswerPart, CallBegin, ReasoningPart, TextPart
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
@@ -30,6 +32,12 @@ _MAX_SENTENCE_CHARACTERS = 1000
 class _CachedTokens(msgspec.Struct):
     cached_tokens: int
     cached_tokens_by_tier: dict[str, int]
+    parted: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
+    retention: list[dict[str, object]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class _ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class _UsageShape(msgspec.Struct):
@@ -37,6 +45,7 @@ class _UsageShape(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: _CachedTokens
+    completion_tokens_details: _ReasoningTokens | msgspec.UnsetType = msgspec.UNSET
 
 
 class _OpenAiShape(ABC):
@@ -56,10 +65,13 @@ class _OpenAiShape(ABC):
     def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
         """A whole answer."""
 
+    def begin(self, prompt_ends: Sequence[str]) -> None:  # noqa: B027
+        """Nothing depends on them, unless a shape says so."""
+
     def end(self, usage: Usage) -> bytes:
         if not self._asked.includes_usage:
             return _DONE
-        return self._head + b'],"usage":' + _encode(_usage_shape(usage)) + b"}\n\n" + _DONE
+        return self._head + b'],"usage":' + _encode(self.usage(usage)) + b"}\n\n" + _DONE
 
     def error(self, error: Exception) -> bytes:
         """The official client raises it. No `DONE` follows, for it is not done."""
@@ -69,7 +81,15 @@ class _OpenAiShape(ABC):
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
-        return _encode({**self._heading(self.kind), "choices": choices, "usage": _usage_shape(usage)})
+        fields = {**self._heading(self.kind), "choices": choices, "usage": self.usage(usage)}
+        return _encode({**fields, **self.more(answers)})
+
+    def usage(self, usage: Usage) -> msgspec.Struct:
+        return _usage_shape(usage)
+
+    def more(self, answers: Sequence[WholeAnswer]) -> dict[str, object]:
+        """Further fields of all answers together."""
+        return {}
 
     def broken_off(self, reason: str | None) -> str:
         return "the engine broke the answer off"
@@ -89,12 +109,19 @@ class _OpenAiShape(ABC):
         }
 
 
+def prompt_list(answer: WholeAnswer) -> msgspec.Raw | msgspec.UnsetType:
+    """The log-probabilities of an answer's prompt, if they are asked for."""
+    if answer.prompt_logprobs is None:
+        return msgspec.UNSET
+    return msgspec.Raw(b"[" + b",".join(answer.prompt_logprobs) + b"]")
+
+
 def _usage_shape(usage: Usage) -> _UsageShape:
     return _UsageShape(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
-        _CachedTokens(sum(usage.cached_tokens.values()), usage.cached_tokens),
+        _CachedTokens(sum(usage.cached_tokens.values()), usage.cached_tokens, usage.parted, usage.retained),
     )
 
 
@@ -106,9 +133,34 @@ class _ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class _Function(msgspec.Struct, omit_defaults=True):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class _CallDelta(msgspec.Struct, omit_defaults=True):
+    """Of a call's first delta all; later ones have more of its arguments."""
+
+    index: int
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    function: _Function | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Call(msgspec.Struct):
+    id: str
+    type: str
+    function: _Function
+
+
 class _Delta(msgspec.Struct, omit_defaults=True):
+    """What the model thinks has two names: clients know one or the other."""
+
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[_CallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _ChatChunkChoice(msgspec.Struct):
@@ -120,8 +172,11 @@ class _ChatChunkChoice(msgspec.Struct):
 
 class _ChatMessage(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[_Call] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _ChatChoice(msgspec.Struct):
@@ -138,28 +193,66 @@ class ChatShape(_OpenAiShape):
     def __init__(self, asked: GenerationRequest, request_id: str) -> None:
         super().__init__(asked, request_id)
         self._begun: set[int] = set()
+        self._readers = AnswerReaders(asked.form, asked.params.n)
+
+    def begin(self, prompt_ends: Sequence[str]) -> None:
+        self._readers.begin(prompt_ends)
 
     def chunk(
         self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
     ) -> bytes:
-        """Who speaks comes with the first token, why the answer ended in an event of its own."""
+        """The role comes with the first token, the finish reason in an event of its own."""
         events = b""
         if choice not in self._begun:
             self._begun.add(choice)
             events = self._event(_ChatChunkChoice(choice, _Delta("assistant", "")))
-        if piece.text or logprobs:
-            events += self._event(_ChatChunkChoice(choice, _Delta(content=piece.text), _chat_logprobs(logprobs)))
+        deltas = [_delta(part) for part in self._readers.push(choice, piece)]
+        if logprobs and not deltas:
+            deltas = [_Delta(content="")]  # its text is held back: it may begin a mark
+        shown = _chat_logprobs(logprobs)
+        for delta in deltas:
+            events += self._event(_ChatChunkChoice(choice, delta, shown))
+            shown = None
         if piece.completion is not None:
-            events += self._event(_ChatChunkChoice(choice, _Delta(), None, piece.completion.finish_reason))
+            reason = self._readers.finish_reason(choice, piece.completion.finish_reason)
+            events += self._event(_ChatChunkChoice(choice, _Delta(), None, reason))
         return events
 
     def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
-        message = _ChatMessage("assistant", answer.text)
+        parts = self._readers.whole(index, answer)
+        message = _ChatMessage("assistant", parts.text if parts.text or not parts.calls else None)
+        if parts.reasoning:
+            message.reasoning_content = message.reasoning = parts.reasoning
+        if parts.calls:
+            message.tool_calls = [
+                _Call(call.call_id, "function", _Function(call.name, call.arguments)) for call in parts.calls
+            ]
         logprobs = None if answer.logprobs is None else _ChatLogprobs(joined(answer.logprobs))
-        return _ChatChoice(index, message, logprobs, answer.finish_reason)
+        return _ChatChoice(index, message, logprobs, self._readers.finish_reason(index, answer.finish_reason))
+
+    def usage(self, usage: Usage) -> msgspec.Struct:
+        shape = _usage_shape(usage)
+        if self._readers.splits_reasoning:
+            shape.completion_tokens_details = _ReasoningTokens(self._readers.num_reasoning_tokens)
+        return shape
 
     def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
         return (encode_items(tokens),)
+
+    def more(self, answers: Sequence[WholeAnswer]) -> dict[str, object]:
+        """All answers have the same prompt, so vLLM has its logprobs here."""
+        found = prompt_list(answers[0])
+        return {} if isinstance(found, msgspec.UnsetType) else {"prompt_logprobs": found}
+
+
+def _delta(part: AnswerPart) -> _Delta:
+    if isinstance(part, TextPart):
+        return _Delta(content=part.text)
+    if isinstance(part, ReasoningPart):
+        return _Delta(reasoning_content=part.text, reasoning=part.text)
+    if isinstance(part, CallBegin):
+        return _Delta(tool_calls=[_CallDelta(part.number, part.call_id, "function", _Function(part.name, ""))])
+    return _Delta(tool_calls=[_CallDelta(part.number, function=_Function(arguments=part.text))])
 
 
 def _chat_logprobs(tokens: Sequence[SampledToken] | None) -> _ChatLogprobs | None:
@@ -171,8 +264,8 @@ def _chat_logprobs(tokens: Sequence[SampledToken] | None) -> _ChatLogprobs | Non
 
 class _TextLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 
@@ -190,6 +283,7 @@ class _TextChoice(msgspec.Struct):
     text: str
     logprobs: _TextLogprobs | _WholeTextLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionShape(_OpenAiShape):
@@ -211,7 +305,7 @@ class CompletionShape(_OpenAiShape):
     def choice(self, index: int, answer: WholeAnswer) -> msgspec.Struct:
         pieces = answer.logprobs
         logprobs = None if pieces is None else _WholeTextLogprobs(*(joined(pieces, number) for number in range(4)))
-        return _TextChoice(index, answer.text, logprobs, answer.finish_reason)
+        return _TextChoice(index, answer.text, logprobs, answer.finish_reason, prompt_list(answer))
 
     def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
         shaped = self._shaped(choice, tokens)
@@ -223,14 +317,17 @@ class CompletionShape(_OpenAiShape):
         )
 
     def _shaped(self, choice: int, tokens: Sequence[SampledToken]) -> _TextLogprobs:
-        """The likeliest tokens with the sampled one among them; offsets are into the answer's text."""
+        """The likeliest tokens with the sampled one among them; offsets are into the text, with the prompt's if echoed.
+
+        Nothing is likely in place of the first token of a prompt.
+        """
         shaped = _TextLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
         for sampled in tokens:
             shaped.tokens.append(sampled.token)
             shaped.token_logprobs.append(sampled.logprob)
             likely = {one.token: one.logprob for one in reversed(sampled.top_logprobs)}
-            shaped.top_logprobs.append({sampled.token: sampled.logprob, **likely})
+            shaped.top_logprobs.append(None if sampled.logprob is None else {sampled.token: sampled.logprob, **likely})
             shaped.text_offset.append(offset)
             offset += len(sampled.token)
         self._offsets[choice] = offset

@@ -38,7 +38,7 @@ SALTED_PATHS = frozenset(
 )
 """Those whose bodies have a `cache_salt`."""
 
-_WITHOUT_KV = re.compile(r"/v1/(?:messages/count_tokens|[a-z/]+/(?:render|derender))")
+_WITHOUT_KV = re.compile(r"/v1/(?:messages/count_tokens|[a-z/]+/(?:render|derender))|/(?:de)?tokenize")
 """Those that compute nothing, and so share nothing."""
 
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
@@ -106,7 +106,7 @@ def check_path(path: str, salt: str) -> None:
 def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, body: bytes | None = None) -> BodyPasses:
     """A body for the model whose own name is `model`; `body` is what is sent if it is not as it came.
 
-    `salt_of` makes of the body's own salt the one that is sent; None where nobody has a key, and the body's own holds.
+    `salt_of` makes of the body's own salt the one that is sent; None without keys: the body's own salt holds.
     Raises a `HttpError` for a field that is not served, or over its limit.
     """
     for name in _REFUSED_FIELDS:

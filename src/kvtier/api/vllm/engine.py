@@ -1,4 +1,4 @@
-"""One engine of vLLM, as the HTTP server sees it: whether it is there, whether it answers, and how busy it is.
+"""One engine of vLLM, as the HTTP server sees it: whether it runs, whether it answers, and how busy it is.
 
 Everything runs in the server's event loop. A connection that is never used tells when the process ends; its page
 `/health` tells whether it answers.

@@ -1,6 +1,6 @@
 """One request to a server on a Unix socket, and its answer as it comes. One event loop.
 
-A connection serves one request: closing it tells the server that nobody wants the answer any more. No more of an answer
+A connection serves one request: closing it tells the server that the answer is no longer wanted. No more of an answer
 is read than the caller takes, but for a little that is read ahead.
 """
 
@@ -21,7 +21,7 @@ _FIRST_FINAL_STATUS = 200
 
 
 class ExchangeError(Exception):
-    """No answer, or no whole one: nobody listens, the connection broke, or what came is no HTTP.
+    """No answer, or no whole one: no listener, a broken connection, or bytes that are not HTTP.
 
     `was_sent` says whether the server may have seen the request.
     """
@@ -65,6 +65,10 @@ class Exchange:
     async def read(self) -> bytes:
         """What has come of the body, at least one byte; empty at its end. Raises `ExchangeError` when it is cut off."""
         return await self._protocol.read()
+
+    def break_off(self, sentence: str) -> None:
+        """Reads of what has not arrived raise `ExchangeError`; the connection is closed."""
+        self._protocol.fail(sentence)
 
     def close(self) -> None:
         self._protocol.abort()
@@ -133,7 +137,7 @@ class _Protocol(asyncio.Protocol):
         self._news.clear()
         await self._news.wait()
 
-    def _fail(self, sentence: str) -> None:
+    def fail(self, sentence: str) -> None:
         if self._error is None and not self._is_complete:
             self._error = ExchangeError(sentence, was_sent=True)
         self._may_write.set()
@@ -153,10 +157,10 @@ class _Protocol(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"what it sent is no HTTP: {error}")
+            self.fail(f"what it sent is no HTTP: {error}")
             return
         if not self._has_head and self._head_bytes > MAX_UPSTREAM_HEAD_BYTES:
-            self._fail("the head of its answer is too long")
+            self.fail("the head of its answer is too long")
         elif self._num_unread > MAX_UNSENT_BYTES and not self._is_paused and not self._is_complete:
             assert self._transport is not None
             self._is_paused = True
@@ -165,7 +169,7 @@ class _Protocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._fail("the connection was cut off")
+        self.fail("the connection was cut off")
 
     def pause_writing(self) -> None:
         self._may_write.clear()

@@ -1,7 +1,7 @@
 """A model that vLLM runs: which of its engines gets a request, and what happens when that one dies.
 
-The engine that has seen most of a prompt gets it, unless it is much busier than the idlest. A request of whose answer
-nothing was passed on yet goes to another engine when its own dies, and waits for one that starts when there is none. An
+The engine that has seen most of a prompt gets it, unless it is much busier than the idlest. A request whose answer
+has not begun goes to another engine when its own dies, and waits for one that starts when there is none. An
 answer that has begun is not continued elsewhere: two engines do not compute the same bits, so a client could get two
 halves of different answers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from kvtier.errors import AnswerFailed, EngineAway
 from kvtier.observe.metrics import ApiMetrics
 
 _AFFINITY_SLACK = 4
-"""An engine that has so many requests more than the idlest one is passed over, also for a prompt it knows."""
+"""An engine with this many more requests than the idlest one is passed over, even for a prompt it knows."""
 
 _EVENT_STREAM = b"text/event-stream"
 _ERROR_EVENT = (b'data: {"error"', b'data:{"error"', b"event: error")
@@ -40,7 +41,7 @@ class UpstreamRequest:
 
 
 class UpstreamAnswer:
-    """An answer of which the first bytes are here: `first`, and behind them what `read` gives. `close` in any case.
+    """An answer that has begun: `first` has its first bytes, `read` gives the rest. `close` in any case.
 
     `is_whole` when nothing follows `first`.
     """
@@ -52,6 +53,7 @@ class UpstreamAnswer:
         self.first = b""
         self.is_whole = False
         self._exchange = exchange
+        self._broken_off = ""
 
     @property
     def is_event_stream(self) -> bool:
@@ -65,10 +67,16 @@ class UpstreamAnswer:
         except TimeoutError as error:
             raise EngineAway(f"the engine {self.engine.name} said nothing for {UPSTREAM_SILENCE_S:g} s") from error
         except ExchangeError as error:
-            raise EngineAway(f"the engine {self.engine.name} stopped before the answer was complete") from error
+            sentence = self._broken_off or f"the engine {self.engine.name} stopped before the answer was complete"
+            raise EngineAway(sentence) from error
+
+    def break_off(self, sentence: str) -> None:
+        """Further reads raise `EngineAway` with this sentence."""
+        self._broken_off = sentence
+        self._exchange.break_off(sentence)
 
     def close(self) -> None:
-        """Nobody wants more: the engine stops computing, unless it is done."""
+        """The client wants no more: the engine stops computing, unless it is done."""
         self.abandon()
         self.engine.num_requests -= 1
 
@@ -92,6 +100,7 @@ class VllmModel:
         self._metrics = metrics
         self._came = asyncio.Event()
         self._starts: dict[str, int] = {}
+        self._begun: weakref.WeakSet[UpstreamAnswer] = weakref.WeakSet()
 
     @property
     def name(self) -> str:
@@ -99,7 +108,7 @@ class VllmModel:
 
     @property
     def facts(self) -> VllmFacts | None:
-        """What its engines say of it; None while none of them is there."""
+        """What its engines say of it; None while none of them has connected."""
         return next((engine.facts for engine in self.engines if engine.facts is not None), None)
 
     @property
@@ -107,7 +116,7 @@ class VllmModel:
         return None if self.facts is None else self.facts.max_model_len
 
     def note_there(self, engine: VllmEngine) -> None:
-        """An engine is there, or answers again. What another process of it had seen is gone."""
+        """An engine has connected, or answers again. What an earlier process of it had cached is gone."""
         if self._starts.get(engine.name) != engine.num_starts:
             self._starts[engine.name] = engine.num_starts
             self._record.forget(engine.name)
@@ -178,7 +187,13 @@ class VllmModel:
             if answer is not None:
                 answer.abandon()
             raise
+        self._begun.add(answer)
         return answer
+
+    def break_off(self, sentence: str) -> None:
+        """Answers that have begun end with `EngineAway`."""
+        for answer in list(self._begun):
+            answer.break_off(sentence)
 
 
 async def _unless_lost(engine: VllmEngine, request: UpstreamRequest, has_other: Callable[[], bool]) -> UpstreamAnswer:
@@ -200,7 +215,7 @@ async def _unless_lost(engine: VllmEngine, request: UpstreamRequest, has_other: 
     except BaseException as error:
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
-            (await working).abandon()  # it came just as nobody wanted it any more
+            (await working).abandon()  # it arrived just after it was cancelled
         if isinstance(error, TimeoutError):
             raise ExchangeError(f"no answer within {FIRST_BYTE_S:g} s", was_sent=True) from error
         raise
@@ -247,6 +262,10 @@ class VllmModels:
     async def close(self) -> None:
         for engine in self.engines:
             await engine.close()
+
+    def break_off(self, sentence: str) -> None:
+        for model in self.models:
+            model.break_off(sentence)
 
     def get(self, name: str) -> VllmModel | None:
         return self._by_name.get(name)

@@ -1,13 +1,13 @@
 """Which beginnings of prompts each engine has seen, as far as is known: bounded, and forgotten with the engine.
 
-The HTTP server notes where it sends prompts. Others that learn what an engine has, or has lost, can say so, too:
-`note`, `drop` and `forget` are what an engine's events say of blocks that were stored, removed, or cleared.
+The HTTP server notes where it sends prompts. It does not read the KV events of engines: a prefix that an engine has
+evicted counts until the record's bound drops it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier.api.limits import MAX_REMEMBERED_PREFIXES
 from kvtier.api.vllm.prefix_keys import PrefixKey
@@ -34,11 +34,6 @@ class PrefixRecord:
             seen.move_to_end(key)
         while len(seen) > self._most:
             seen.popitem(last=False)
-
-    def drop(self, engine: str, keys: Iterable[PrefixKey]) -> None:
-        seen = self._of_engines.get(engine, OrderedDict())
-        for key in keys:
-            seen.pop(key, None)
 
     def forget(self, engine: str) -> None:
         self._of_engines.pop(engine, None)

@@ -1,4 +1,4 @@
-"""What a cluster says of itself before anything is started: is it there, and is it set up for blocks?"""
+"""Checks of a cluster before anything is started: does it answer, and is it configured for blocks?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = (b"maxmemory", b"maxmemory-policy", b"cluster-require-full-coverage"
 
 
 def notes_on_cluster(config: ClusterConfig) -> Iterator[str]:
-    """A sentence for each thing that an operator would rather know. Takes seconds if nobody answers, twenty at most."""
+    """A sentence for each thing that an operator should know. Takes seconds without an answer, twenty at most."""
     try:
         access = config.access()
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _notes_on_settings(node: NodeAddress, settings: dict[str, str]) -> Iterator[
 
 
 def _pairs(reply: Reply) -> dict[str, str]:
-    """A map of texts, without what is no text."""
+    """A map of texts, without values that are not text."""
     if not isinstance(reply, list):
         return {}
     names, values = reply[::2], reply[1::2]

@@ -1,4 +1,4 @@
-"""What this machine has for a deployment: memory, disk, GPUs, ports. Looking changes nothing."""
+"""This machine's resources for a deployment: memory, disk, GPUs, ports. Read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtier.memory.machine import machine_memory_bytes
 
 _EXTRAS = {"engine": ("torch", "safetensors", "transformers"), "server": ("starlette", "uvicorn")}
-"""What a deployment needs beside the core, and modules by which it is recognised."""
+"""What a deployment needs besides the core, and modules by which to recognise it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
-    """Where a path is, or would be. `device` tells filesystems apart."""
+    """The filesystem of an existing or future path. `device` identifies it."""
 
     device: int
     free_bytes: int
@@ -33,17 +33,21 @@ class Filesystem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`missing_extras` are parts of kvtier that are not installed; `port_problem` is empty for a port that is free."""
+    """`missing_extras` are parts of kvtier that are not installed; `port_problem` returns "" for a free port.
+
+    `hub_problem` returns "" for a model (and its revision) that the hub has.
+    """
 
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
     missing_extras: tuple[str, ...] = ()
     filesystem_of: Callable[[Path], Filesystem]
     port_problem: Callable[[str, int], str]
+    hub_problem: Callable[[str, str | None], str]
 
 
 def this_machine() -> Machine:
-    """Imports torch, if it is there, to see the GPUs."""
+    """Imports torch, if installed, to find the GPUs."""
     missing = tuple(extra for extra, modules in _EXTRAS.items() if not all(find_spec(module) for module in modules))
     return Machine(
         memory_bytes=machine_memory_bytes(),
@@ -51,6 +55,7 @@ def this_machine() -> Machine:
         missing_extras=missing,
         filesystem_of=_filesystem_of,
         port_problem=_port_problem,
+        hub_problem=_hub_problem,
     )
 
 
@@ -72,6 +77,14 @@ def _filesystem_of(path: Path) -> Filesystem:
     there = existing_part(path)
     space = os.statvfs(there)
     return Filesystem(os.stat(there).st_dev, space.f_bavail * space.f_frsize)
+
+
+def _hub_problem(model: str, revision: str | None) -> str:
+    try:
+        from kvtier.models.hub import hub_problem  # noqa: PLC0415  # of the extra `engine`
+    except ImportError:
+        return ""
+    return hub_problem(model, revision=revision)
 
 
 def _port_problem(host: str, port: int) -> str:

@@ -1,4 +1,7 @@
-"""What a model takes, found without loading it: from its config.json and the headers of its weight files. No torch."""
+"""A model's requirements, found without loading it: from its config.json and the headers of its weight files. No torch.
+
+Its tokenizer is loaded if transformers is installed; code that comes with a checkpoint is not run.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.blocks.layout import DTYPE_BYTES
-from kvtier.blocks.weights import MALFORMED, read_safetensors_header, tensor_range
 from kvtier.engine.config import EngineConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, RequestError
 from kvtier.models.config import CONFIG_FILE, ModelConfig, read_config
 from kvtier.models.json_object import read_json_object
+from kvtier.models.weight_files import has_all_files, read_stored_tensors
 from kvtier.observe.printable import printable
 
 _SCALE_BYTES = 4
 _NORMS_PER_LAYER = {"Glm4ForCausalLM": 4}
+_DATE_FUNCTION = "strftime_now"
+_MAX_TEMPLATES = 16
+_LONGEST_REASON = 300
+_MAX_TEMPLATE_CHARACTERS = 1 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """`weights_bytes` is what the weights take on the device. `note` is what people should know of its tokenizer."""
+    """`weights_bytes` is the size of the weights on the device. `note` tells users about its tokenizer."""
 
     architecture: str
     weights_bytes: int
@@ -33,21 +40,23 @@ class ModelNeeds:
 def read_model_facts(engine: EngineConfig) -> ModelNeeds | None:
     """None for a model of the hub that is not on this machine yet.
 
-    Raises `ConfigError` when the engine could not load the model.
+    Raises `ConfigError` if the engine could not load the model.
     """
     folder = _folder_of(engine)
     if folder is None:
         return None
     config = read_config(folder)
+    template_problem = _load_tokenizer(engine, folder)
     dtype = config.dtype if engine.dtype == "auto" else engine.dtype
-    stored_bytes = 0 if engine.load_format == "dummy" else _stored_bytes(folder)
+    is_dummy = engine.load_format == "dummy"
+    stored_bytes = 0 if is_dummy else sum(tensor.nbytes for tensor in read_stored_tensors(folder).values())
     is_as_stored = stored_bytes and engine.quantization is None and dtype == config.dtype
     return ModelNeeds(
         architecture=config.architecture,
         weights_bytes=stored_bytes if is_as_stored else _computed_bytes(config, dtype, engine.quantization == "fp8"),
         kv_token_bytes=config.kv_layout(1, dtype).block_bytes,
         max_positions=config.max_position_embeddings,
-        note=_tokenizer_note(folder),
+        note=template_problem or _tokenizer_note(folder),
     )
 
 
@@ -65,24 +74,29 @@ def _folder_of(engine: EngineConfig) -> Path | None:
         raise ConfigError(f"{engine.model} is neither a folder nor a name on the hub") from error
     if not isinstance(found, str):
         return None
-    # A download that was cut off has its config, but not its weights.
+    # An interrupted download has its config, but not its weights.
     snapshot = Path(found).parent
-    return snapshot if engine.load_format == "dummy" or any(snapshot.glob("*.safetensors")) else None
+    return snapshot if engine.load_format == "dummy" or has_all_files(snapshot) else None
 
 
-def _stored_bytes(folder: Path) -> int:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors files: there are no weights to load")
-    total = 0
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                entries, _ = read_safetensors_header(file)
-            total += sum(end - start for start, end in map(tensor_range, entries.values()))
-        except (OSError, *MALFORMED) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {printable(str(error))}") from error
-    return total
+def _load_tokenizer(engine: EngineConfig, folder: Path) -> str:
+    """The problem with its chat template, if any. Raises `ConfigError` if the tokenizer cannot be loaded."""
+    if engine.trust_remote_code:  # its tokenizer may have code of its own
+        return ""
+    try:
+        from kvtier.models.tokenizer import Tokenizer  # noqa: PLC0415  # of the extra `engine`, and takes seconds
+    except ImportError:
+        return ""
+    tokenizer = Tokenizer(folder)
+    if tokenizer.is_absent or not tokenizer.chat_template:
+        return ""
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        reason = str(error).partition(": ")[2] or str(error)
+        refused = "its chat template cannot be rendered for a user's message: such chats are refused"
+        return f"{refused} ({printable(reason, _LONGEST_REASON)})"
+    return ""
 
 
 def _computed_bytes(config: ModelConfig, dtype: str, is_fp8: bool) -> int:
@@ -102,9 +116,20 @@ def _computed_bytes(config: ModelConfig, dtype: str, is_fp8: bool) -> int:
 def _tokenizer_note(folder: Path) -> str:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return "it has no tokenizer: only prompts of token ids are answered"
-    if any(folder.glob("chat_template*")):
-        return ""
+    template = _chat_template(folder)
+    if not template:
+        return "it has no chat template: chat requests are refused, completions work"
+    if _DATE_FUNCTION in template:
+        return f"its chat template writes the current date ({_DATE_FUNCTION}): prompts part when that changes"
+    return ""
+
+
+def _chat_template(folder: Path) -> str:
+    """The parts of it that matter here; of several templates, all."""
+    found = ""
+    for path in sorted(folder.glob("chat_template*"))[:_MAX_TEMPLATES]:
+        with contextlib.suppress(OSError), path.open(errors="replace") as file:
+            found += file.read(_MAX_TEMPLATE_CHARACTERS) or path.name
     with contextlib.suppress(ConfigError):
-        if read_json_object(folder / "tokenizer_config.json").get("chat_template"):
-            return ""
-    return "it has no chat template: chat requests are refused, completions work"
+        found += str(read_json_object(folder / "tokenizer_config.json").get("chat_template") or "")
+    return found

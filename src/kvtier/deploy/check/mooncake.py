@@ -1,4 +1,4 @@
-"""Whether a Mooncake pool answers before anything is started, and takes and gives a block."""
+"""Checks before anything is started that a Mooncake pool answers, and that a block can be written and read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BLOCK_BYTES = 4096
 
 
 def notes_on_mooncake(config: MooncakeConfig) -> Iterator[str]:
-    """A sentence if a small block cannot be written, read and removed. Takes seconds if nobody answers.
+    """A sentence if a small block cannot be written, read and removed. Takes seconds without an answer.
 
-    No memory is lent for that: of a pool that has none without this host, only the master is asked.
+    This lends no memory: for a pool that has none apart from this host's, only the master is checked.
     """
     namespace = Namespace(uuid.uuid4().bytes * 2)
     try:
@@ -48,7 +48,7 @@ def _notes_on_blocks(blocks: MooncakeBlocks, config: MooncakeConfig) -> Iterator
     blocks.find([block_hash], deadline)
     if not all(blocks.put([block_hash], [memoryview(payload)], deadline)):
         if not config.memory:
-            yield f"Mooncake at {config.master} did not take a block: nobody lends memory to the pool, or it is full"
+            yield f"Mooncake at {config.master} did not take a block: no host lends memory to the pool, or it is full"
         return
     with memoryview(into) as target:
         arrived = blocks.get([block_hash], [target], deadline)

@@ -1,4 +1,4 @@
-"""Whether an object store answers before anything is started, and lets blocks be read and written."""
+"""Checks before anything is started that an object store answers, and that blocks can be read and written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWER_S = 5.0
 
 
 def notes_on_objects(config: ObjectsConfig) -> Iterator[str]:
-    """A sentence if a small object cannot be written, read and deleted. Takes seconds if nobody answers."""
+    """A sentence if a small object cannot be written, read and deleted. Takes seconds without an answer."""
     try:
         bucket = Bucket(config.url, config.settings, limit_s=_ANSWER_S, allow_http=config.allows_http)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Whether a plan would start on this machine, and what it would use. Nothing is started, created or changed."""
+"""Whether a plan would start on this machine, and what it would use. Starts, creates and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, List
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
+from kvtier.stores.folder import is_locked, is_taken
+from kvtier.transport.listening import LOCK_END
 
 _DEFAULT_HOST_KV_BYTES = 1 << 30
-"""What an engine on the CPU takes for KV unless told."""
+"""An engine's default memory for KV on the CPU."""
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,7 @@ class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """`architecture` is empty, and what follows from it None, while the model is not on this machine."""
+    """`architecture` is empty, and values that depend on it are None, while the model is not on this machine."""
 
     name: str
     served_as: str
@@ -50,7 +52,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     swap_bytes: int = 0
     pool_bytes: int = 0
-    """Lent to a Mooncake pool, and what is on its way to and from it."""
+    """Memory lent to a Mooncake pool, and buffers to and from it."""
     cache_server: str = ""
 
 
@@ -64,7 +66,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineUse, ...]
     listeners: tuple[Listener, ...]
     scheme: str
-    """Of the listeners: "http", or "https" with a certificate."""
+    """The listeners' scheme: "http", or "https" with a certificate."""
     host_bytes: int
     machine_bytes: int
     disk_bytes: int
@@ -73,7 +75,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> CheckReport:
-    """Sockets in `runtime_folder` are not looked at: it is made when the deployment starts."""
+    """Does not check sockets in `runtime_folder`, which is created when the deployment starts."""
     problems: list[str] = []
     notes: list[str] = []
     for extra in machine.missing_extras:
@@ -81,8 +83,9 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
             continue  # vLLM brings its own
         problems.append(f"a part of kvtier is not installed: pip install 'kvtier[{extra}]'")
     engines = []
+    models = _Models(machine)
     for part in plan.engines:
-        facts = _facts(part, problems, notes)
+        facts = models.facts(part, problems, notes)
         engines.append(_engine_use(part, facts, machine))
         if facts is not None:
             problems += _problems_of_blocks(part, facts)
@@ -103,8 +106,8 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
     for cache in plan.caches:
         if cache.mooncake is not None:
             notes += notes_on_mooncake(cache.mooncake)
-        if cache.cluster is not None:
-            notes += notes_on_cluster(cache.cluster)
+        for cluster in filter(None, (cache.cluster, cache.server.cluster)):
+            notes += notes_on_cluster(cluster)
         if cache.objects is not None:
             notes += notes_on_objects(cache.objects)
         (problems if cache.server.needs_disk else notes).extend(_problems_of_folder(cache))
@@ -126,17 +129,38 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
     )
 
 
-def _facts(part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
-    try:
-        facts = read_model_facts(part.engine)
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
-    if facts is None:
-        notes.append(f"{part.engine.model} is not on this machine: it will be downloaded")
-    elif facts.note:
-        notes.append(f"{part.served_as}: {facts.note}")
-    return facts
+class _Models:
+    """The facts about each model, which is examined once, however many engines run it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._known: list[tuple[EngineConfig, ModelNeeds | None]] = []
+
+    def facts(self, part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
+        engine = msgspec.structs.replace(part.engine, device="auto")
+        for known, facts in self._known:
+            if known == engine:
+                return facts
+        found = self._look(part, problems, notes)
+        self._known.append((engine, found))
+        return found
+
+    def _look(self, part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
+        engine = part.engine
+        try:
+            facts = read_model_facts(engine)
+        except ConfigError as error:
+            problems.append(str(error))
+            return None
+        if facts is None:
+            problem = self._machine.hub_problem(engine.model, engine.revision)
+            if problem:
+                problems.append(problem)
+            else:
+                notes.append(f"{engine.model} is not on this machine: it will be downloaded")
+        elif facts.note:
+            notes.append(f"{part.served_as}: {facts.note}")
+        return facts
 
 
 def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) -> EngineUse:
@@ -159,7 +183,7 @@ def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) ->
 
 
 def _vllm_use(part: VllmPart) -> EngineUse:
-    """What vLLM takes of a machine is not known before it starts."""
+    """The resources that vLLM takes are unknown before it starts."""
     return EngineUse(
         name=part.name,
         served_as=part.served_as,
@@ -176,7 +200,7 @@ def _problems_of_vllm(part: VllmPart, machine: Machine) -> Iterator[str]:
         yield f"{part.name}: the Python {part.python} of vLLM cannot be run"
     numbers = [int(number) for number in part.device.partition(":")[2].split(",") if number]
     if numbers and "engine" not in machine.missing_extras and max(numbers) >= len(machine.gpus):
-        yield f"{part.name}: the device {part.device} is not there: torch finds {len(machine.gpus)} GPUs"
+        yield f"{part.name}: there is no device {part.device}: torch finds {len(machine.gpus)} GPUs"
 
 
 def _cache_use(part: CachePart, machine: Machine) -> CacheUse:
@@ -229,7 +253,7 @@ def _problems_of_devices(engines: list[EngineUse], plan: DeploymentPlan, machine
             continue
         number = int(engine.device.removeprefix("cuda:"))
         if number >= len(machine.gpus):
-            yield f"{engine.name}: the device {engine.device} is not there: torch finds {len(machine.gpus)} GPUs"
+            yield f"{engine.name}: there is no device {engine.device}: torch finds {len(machine.gpus)} GPUs"
             continue
         by_device[engine.device].append(engine)
         yield from _problems_of_gpu(engine, part.engine, machine.gpus[number])
@@ -291,17 +315,21 @@ def _problems_of_folder(part: CachePart) -> Iterator[str]:
         yield f"the folder {folder} of {part.name} cannot be used: {there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"the folder {folder} of {part.name} cannot be written"
+    elif is_taken(folder):
+        yield f"the folder {folder} of {part.name} is in use by another process"
 
 
 def _problems_of_socket(part: CachePart, runtime_folder: Path) -> Iterator[str]:
     socket = Path(part.server.unix.path) if part.server.unix else None
     if socket is not None and socket.parent != runtime_folder:
         if not socket.parent.is_dir():
-            yield f"the folder of the socket {socket} of {part.name} is not there"
+            yield f"the folder of the socket {socket} of {part.name} does not exist"
         elif not os.access(socket.parent, os.W_OK | os.X_OK):
             yield f"the socket {socket} of {part.name} cannot be made: its folder cannot be written"
         elif socket.exists() and not socket.is_socket():
-            yield f"the socket {socket} of {part.name} cannot be made: there is a file of that name"
+            yield f"the socket {socket} of {part.name} cannot be made: a file of that name exists"
+        elif is_locked(Path(f"{socket}{LOCK_END}")):
+            yield f"the socket {socket} of {part.name} is in use by another cache server"
 
 
 def _problems_of_neighbours(part: CachePart, plan: DeploymentPlan) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""The other form of a deployment file: `chat`, `remote_kv_cache`, `entrypoints`. It becomes the native one.
+"""The other form of a deployment file: `chat`, `remote_kv_cache`, `entrypoints`. It is translated to the native one.
 
-Models keep their settings in `engine_args`, where every setting of the native form is allowed too. A cache belongs to
-the model that it names. `http` may be given as in the native form.
+Models keep their settings in `engine_args`, which also accepts every setting of the native form. A cache belongs to the
+model that it names. `http` may be given as in the native form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvtier.deploy.file.yaml_file import Location, YamlFile
 from kvtier.errors import ConfigError
 
 _PASSAGE_BYTES = 1 << 30
-"""Memory that blocks pass through when they are kept on disk alone."""
+"""Memory that blocks pass through if they are kept on disk only."""
 
 _APIS = {"openai_compatible": ("openai", DEFAULT_OPENAI_PORT), "ollama_compatible": ("ollama", DEFAULT_OLLAMA_PORT)}
 _RENAMED = {
@@ -47,9 +47,9 @@ class ChatEngineArgs(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """How a model is run."""
 
     enable_prefix_caching: bool | None = None
-    """Share the device's blocks between requests; `block_manager` says it more finely."""
+    """Share the device's blocks between requests; `block_manager` offers finer control."""
     remote_kv_cache_server: bool | None = None
-    """Use the cache that `remote_kv_cache` has for this model; it does when there is one."""
+    """Use the cache that `remote_kv_cache` has for this model; by default it does if there is one."""
 
 
 class ChatModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,11 +77,11 @@ class ChatCacheArgs(CacheOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     block_size: int = 16
     """Tokens in a block; the same as the model's."""
     memory_space: Size = Size(0)
-    """Most memory for blocks; without, they are kept on disk alone."""
+    """Limit on memory for blocks; without it, they are kept on disk only."""
     file_space: Size | None = None
-    """Most space for everything in `kv_cache_folder`; without, blocks are kept in memory alone."""
+    """Limit on space for everything in `kv_cache_folder`; without it, blocks are kept in memory only."""
     kv_cache_folder: Path | None = None
-    """Keep blocks on disk too, over restarts. Made when it is not there."""
+    """Keep blocks on disk, too, across restarts. Created if it does not exist."""
 
     def __post_init__(self) -> None:
         if self.file_space and self.kv_cache_folder is None:
@@ -96,7 +96,7 @@ class ChatCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The cache of a model."""
 
     model: str
-    """The model, as it is given in `chat`."""
+    """The model, as given in `chat`."""
     engine_args: ChatCacheArgs
     """How it is kept."""
 
@@ -105,9 +105,9 @@ class Entrypoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where an API listens."""
 
     host: str | None = None
-    """That of `http` unless told."""
+    """By default that of `http`."""
     port: int | None = None
-    """Its usual one unless told."""
+    """By default the API's usual port."""
 
 
 class ChatDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,11 +116,11 @@ class ChatDeployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chat: ChatSection
     """What is served."""
     remote_kv_cache: tuple[ChatCache, ...] = ()
-    """A cache for each model that shall have one."""
+    """A cache for each model that is to have one."""
     entrypoints: tuple[str | dict[str, Entrypoint | None], ...] | None = None
     """`openai_compatible`, `ollama_compatible`, or both; each may be a mapping with `host` and `port`."""
     http: HttpSection = HttpSection()
-    """As in the native form; which APIs are served is for `entrypoints` to say, if it is given."""
+    """As in the native form; if `entrypoints` is given, it decides which APIs are served."""
 
 
 def is_chat_form(keys: Iterable[str]) -> bool:
@@ -133,7 +133,7 @@ def is_chat_form(keys: Iterable[str]) -> bool:
 
 
 def read_chat_form(file: YamlFile) -> tuple[Deployment, Origin]:
-    """Raises `ConfigError`, with lines, for whatever does not fit."""
+    """Raises `ConfigError`, with lines, for anything invalid."""
     form = read_form(file, (), ChatDeployment)
     origin = Origin(
         file,
@@ -162,7 +162,7 @@ def read_chat_form(file: YamlFile) -> tuple[Deployment, Origin]:
 
 
 def _names_of_caches(form: ChatDeployment, origin: Origin) -> dict[str, str]:
-    """By the model that each is for."""
+    """Names of caches, by the model that each is for."""
     names: dict[str, str] = {}
     for number, (cache, place) in enumerate(zip(form.remote_kv_cache, origin.caches, strict=True)):
         users = [model for model in form.chat.models if model.model == cache.model]

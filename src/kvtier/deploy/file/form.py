@@ -1,7 +1,7 @@
-"""From plain values to a Struct, with a sentence and a line for everything that does not fit.
+"""From plain values to a Struct, with a sentence and a line for each error.
 
-The Struct says what is allowed. Fields that it does not know and values of another type are collected over the whole
-file and told together; what a Struct's own checks refuse is told for the first one.
+The Struct defines what is allowed. Unknown fields and values of a wrong type are collected over the whole file and
+reported together; of errors that a Struct's own checks find, only the first is reported.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4095
 _MAX_WHOLE = 1 << 63
 _SECRETS = ("key",)
-"""Fields whose values are not repeated in a sentence."""
+"""Fields whose values are not repeated in errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """`is_about_key`: the line is that of the key. `is_about_type`: the value as a whole is of another type."""
+    """`is_about_key`: the line is that of the key. `is_about_type`: the value as a whole has a wrong type."""
 
     location: Location
     text: str
@@ -49,7 +49,7 @@ class _Problem:
 def read_form(file: YamlFile, location: Location, kind: type[_Form]) -> _Form:
     """The value at `location` as a `kind`. Paths in it are relative to the file's folder.
 
-    Raises `ConfigError` with a sentence for each unknown field and each wrong value, line by line.
+    Raises `ConfigError` with a sentence for each unknown field and each invalid value, line by line.
     """
     value = file.at(location)
     problems = list(_problems(value, inspect.type_info(kind), location))
@@ -67,31 +67,31 @@ def read_form(file: YamlFile, location: Location, kind: type[_Form]) -> _Form:
         return read_size(value) if kind is Size else value
 
     try:
-        return msgspec.convert(value, kind, dec_hook=read_custom)
+        return msgspec.convert(value, kind, dec_hook=read_custom, str_keys=True)
     except msgspec.ValidationError as error:
         raise _located(file, location, error) from error
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a sentence, as fields are written: one of them may be the field that it is about."""
+    """The words of a sentence, spelled like fields: one of them may be the field that it is about."""
     return [word.replace("-", "_") for word in _WORD.findall(text)]
 
 
 def unknown(name: str, allowed: Iterable[str]) -> str:
-    """The end of a sentence about a name that is none of `allowed`, for example a field."""
+    """The end of a sentence about a name that is not in `allowed`, such as a field."""
     names = list(allowed)
     near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
     return f"{name} is unknown; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(names)}"
 
 
 def is_short_path(text: str) -> bool:
-    """A file system can have it: names of at most 255 bytes, 4095 in all."""
+    """Whether a file system can have it: names of at most 255 bytes, 4095 in all."""
     raw = os.fsencode(text.encode(errors="replace"))
     return len(raw) <= _MAX_PATH_BYTES and all(len(name) <= _MAX_NAME_BYTES for name in raw.split(b"/"))
 
 
 def check_name(name: str, field: str = "name") -> None:
-    """Raises `ConfigError` for a name that is none, or that logs and terminals cannot show."""
+    """Raises `ConfigError` for an empty name, or one that logs and terminals cannot show."""
     if not name.strip():
         raise ConfigError(f"{field} must not be empty")
     if len(name) > _MAX_NAME_BYTES:
@@ -101,14 +101,14 @@ def check_name(name: str, field: str = "name") -> None:
 
 
 def absolute(path: Path) -> Path:
-    """Absolute and without `..`; of links, only those before one are followed, so that it means the same place."""
+    """Absolute and without `..`; links are followed only if a `..` comes after them, so it means the same place."""
     parts = path.absolute().parts
     num_before = len(parts) - parts[::-1].index("..") if ".." in parts else 0
     return Path(os.path.realpath(Path(*parts[:num_before])) if num_before else "", *parts[num_before:])
 
 
 def type_in_words(kind: inspect.Type) -> str:
-    """What a field takes, for people."""
+    """The values that a field takes, for users."""
     match kind:
         case inspect.UnionType(types=types):
             return " or ".join(type_in_words(one) for one in types if not isinstance(one, inspect.NoneType))
@@ -166,7 +166,7 @@ def _problems_of_union(value: object, kinds: tuple[inspect.Type, ...], location:
     tried = [list(_problems(value, kind, location)) for kind in kinds]
     if not all(tried):
         return
-    # What is wrong inside of it says more than that it is wrong.
+    # An error inside the value says more than that the value is wrong.
     inside = [problems for problems in tried if problems[0].location != location or not problems[0].is_about_type]
     if inside:
         yield from inside[0]
@@ -209,7 +209,7 @@ def _wrong(value: object, kind: inspect.Type, location: Location) -> str:
 
 
 def _hint(value: object, kind: inspect.Type) -> str:
-    """YAML 1.1 takes `1e18` for text."""
+    """YAML 1.1 reads `1e18` as text."""
     found = _EXPONENT_FORM.fullmatch(value) if isinstance(value, str) else None
     if not found:
         return ""
@@ -241,7 +241,7 @@ def _read_path(file: YamlFile, text: str) -> Path:
 
 
 def _located(file: YamlFile, location: Location, error: msgspec.ValidationError) -> ConfigError:
-    """What a Struct's own check has to say, at the field that it names."""
+    """The error of a Struct's own check, at the field that it names."""
     text, found, path = str(error).rpartition(_BEFORE_PATH)
     if not found:
         text, path = str(error), ""

@@ -1,4 +1,4 @@
-"""Where in its file each section of a deployment stands, whichever form the file has."""
+"""The place of each section of a deployment in its file, in either form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OTHER_WORDS = {
     "max_leased_bytes": "max_leased",
     "max_body_bytes": "max_body",
 }
-"""What the parts' own settings call a field."""
+"""The names of fields in the parts' own settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The places of models and caches, in the deployment's order. `renamed` are fields that this form calls otherwise.
+    """The places of models and caches, in the deployment's order. `renamed` are fields with other names in this form.
 
-    A field that is not in a model's or a cache's `engine_args` may be beside them.
+    A field that is missing from a model's or a cache's `engine_args` may be beside them.
     """
 
     file: YamlFile
@@ -33,7 +33,7 @@ class Origin:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, section: Location, name: str) -> Location | None:
-        """Where the field `name` of a section is given, if it is."""
+        """The place of the field `name` of a section, if it is given."""
         name = _OTHER_WORDS.get(name, name)
         places = [(*section, self.renamed.get(name, name)), (*section, name)]
         if section[-1] == "engine_args":
@@ -41,6 +41,6 @@ class Origin:
         return next((place for place in places if self.file.has(place)), None)
 
     def wrong(self, section: Location, text: str, *, about: str | None = None) -> ConfigError:
-        """`text`, with the line of the field `about`, or of the first that it names, or else of the section."""
+        """An error with `text` and the line of the field `about`, or of the first that it names, or of the section."""
         places = (self.find(section, name) for name in ([about] if about else words_of(text)))
         return self.file.error(next((place for place in places if place is not None), section), text)

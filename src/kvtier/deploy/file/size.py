@@ -11,11 +11,11 @@ SIZE_IN_WORDS = "a size such as 20GiB, or a plain number, which is GiB"
 
 
 class Size(int):
-    """A number of bytes, maybe none."""
+    """A number of bytes, possibly zero."""
 
 
 def read_size(value: object) -> Size:
-    """Raises `ConfigError` for what is no size. Text needs its unit: a plain number in quotes could be either."""
+    """Raises `ConfigError` for an invalid size. Text needs a unit: a plain number in quotes could be either."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 <= value < _LIMIT_GIB:
             return Size(value * _GIB)

@@ -1,4 +1,4 @@
-"""Arguments for vLLM's command line that a deployment file may give, and those that kvtier gives itself."""
+"""Arguments for vLLM's command line that a deployment file may give, and those that kvtier sets itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = {
     "cache_dir": "--download-dir",
     "trust_remote_code": "--trust-remote-code",
 }
-"""Fields of a model that vLLM has, too, and what it calls them."""
+"""Fields of a model that vLLM also has, and its names for them."""
 
 _OWN = {
     "--model": "the model's field model says it",
@@ -49,7 +49,7 @@ _SHORTEST_ABBREVIATION = len("--po")
 
 
 def check_arguments(arguments: Sequence[str | int | float]) -> None:
-    """Raises `ConfigError` with one sentence about the first argument that cannot be given here."""
+    """Raises `ConfigError` with one sentence about the first argument that is not allowed here."""
     if len(arguments) > MAX_ARGUMENTS:
         raise ConfigError(f"vllm must not be more than {MAX_ARGUMENTS} arguments, but is {len(arguments)}")
     for argument in map(str, arguments):
@@ -71,6 +71,6 @@ def _check_option(argument: str) -> None:
         first, _, rest = shown.partition(" ")
         raise ConfigError(f"vllm has {shown!r}, which is two arguments: write {first}={rest}, or one after the other")
     for own, why in _OWN.items():
-        # vLLM takes an abbreviation of an option for the option.
+        # vLLM accepts abbreviations of options.
         if name == own or (len(name) >= _SHORTEST_ABBREVIATION and own.startswith(name)):
             raise ConfigError(f"vllm must not have {shown}: {why}")

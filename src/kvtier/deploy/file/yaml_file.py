@@ -1,7 +1,7 @@
-"""A YAML file as plain values, with the line of every key and value, so that whatever is wrong later has its line.
+"""A YAML file as plain values, with the line of every key and value, so that every later error has its line.
 
-Covers what is wrong with the file itself: syntax, keys given twice, tags, aliases without end. What its values mean is
-for whoever reads them. Anchors, aliases and merge keys work.
+Checks the file itself: syntax, duplicate keys, tags, endless aliases. The meaning of its values is up to the caller.
+Anchors, aliases and merge keys work.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvtier.errors import ConfigError
 from kvtier.observe.printable import printable
 
 Location = tuple[str | int, ...]
-"""Where a value is: the keys and positions on the way to it."""
+"""The place of a value: the keys and positions that lead to it."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NODES = 10_000
 _MAX_ALIASES = 1_000
 _MAX_DEPTH = 32
-_MAX_VALUES = 20_000  # aliases of aliases make as many as they like of a few lines
+_MAX_VALUES = 20_000  # aliases of aliases could make any number of them from a few lines
 _MAX_NUMBER_CHARACTERS = 1024
 _MAX_SENTENCE_CHARACTERS = 2_000
 _TAG = "tag:yaml.org,2002:"
@@ -31,7 +31,7 @@ _MERGE, _TEXT, _TIMESTAMP, _BINARY = f"{_TAG}merge", f"{_TAG}str", f"{_TAG}times
 
 @dataclass(frozen=True, slots=True)
 class YamlFile:
-    """What the file at `path` holds: a mapping with text for keys."""
+    """The contents of the file at `path`: a mapping with text for keys."""
 
     path: Path
     value: dict[str, object]
@@ -49,7 +49,7 @@ class YamlFile:
         return value
 
     def line_of(self, location: Location) -> int:
-        """The line of the value there, or of what it would be in."""
+        """The line of the value there, or of the nearest value that contains the place."""
         while location not in self._lines:
             location = location[:-1]
         return self._lines[location]
@@ -61,7 +61,7 @@ class YamlFile:
         return f"{self.path}:{line}: {printable(text, _MAX_SENTENCE_CHARACTERS)}"
 
     def error(self, location: Location, text: str) -> ConfigError:
-        """`text` is wrong about the value at `location`."""
+        """An error `text` about the value at `location`."""
         return ConfigError(self.sentence(self.line_of(location), text))
 
 
@@ -95,13 +95,13 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def dotted(location: Location) -> str:
-    """`models[0].swap_space`, as people name a value."""
+    """`models[0].swap_space`, as users name a value."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
     return text.removeprefix(".")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with a bound for whatever makes a short file slow to read."""
+    """PyYAML's, with a limit on everything that could make a short file slow to read."""
 
     def __init__(self, text: str, path: Path) -> None:
         super().__init__(text)
@@ -129,12 +129,12 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Builder:
-    """Turns nodes into values; `lines` and `key_lines` fill on the way."""
+    """Turns nodes into values, and fills `lines` and `key_lines`."""
 
     def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
         self._path = path
         self._loader = loader
-        self._open: set[int] = set()  # nodes that we are inside of
+        self._open: set[int] = set()  # nodes that contain the current one
         self._num_values = 0
         self.lines: dict[Location, int] = {}
         self.key_lines: dict[Location, int] = {}
@@ -172,7 +172,7 @@ class _Builder:
         if node.tag == _TIMESTAMP:
             return node.value  # a name may look like a date
         if node.tag == _BINARY:
-            raise self._wrong(node, "the tag !!binary has no place here")
+            raise self._wrong(node, "the tag !!binary is not allowed here")
         if node.tag in _NUMBERS and ":" in node.value:
             shown = printable(node.value)
             raise self._wrong(node, f"{shown} is a number to the base of 60 in YAML: write '{shown}' if it is text")
@@ -181,11 +181,11 @@ class _Builder:
         try:
             value: object = self._loader.construct_object(node)
         except (ValueError, LookupError) as error:
-            raise self._wrong(node, f"{printable(repr(node.value))} is not the value that its tag says") from error
+            raise self._wrong(node, f"{printable(repr(node.value))} does not match its tag") from error
         return value
 
     def _entries(self, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """By key: the mapping's own, and what it merges in."""
+        """The mapping's own entries and those it merges in, by key."""
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
@@ -219,12 +219,12 @@ class _Builder:
 
     def _enter(self, node: yaml.Node) -> None:
         if id(node) in self._open:
-            raise self._wrong(node, "an alias stands inside of what it stands for")
+            raise self._wrong(node, "an alias contains itself")
         self._open.add(id(node))
 
     def _check_tag(self, node: yaml.Node, kind: str) -> None:
         if node.tag != f"{_TAG}{kind}":
-            raise self._wrong(node, f"the tag {printable(node.tag.replace(_TAG, '!!'))} has no place here")
+            raise self._wrong(node, f"the tag {printable(node.tag.replace(_TAG, '!!'))} is not allowed here")
 
     def _wrong(self, node: yaml.Node, text: str) -> ConfigError:
         return ConfigError(f"{self._path}:{_line(node)}: {text}")
@@ -242,7 +242,7 @@ def _read_text(path: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: the file is no text in UTF-8") from error
+        raise ConfigError(f"{path}:{line}: the file is not text in UTF-8") from error
 
 
 def _line(node: yaml.Node) -> int:

@@ -1,1 +1,1 @@
-"""What a deployment consists of, worked out from its file."""
+"""The parts of a deployment, derived from its file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.config import DEFAULT_CLUSTER_TIMEOUT_S, CacheServerConfig
 from kvtier.deploy.file.named_file import read_secret, require_file
 from kvtier.deploy.file.native import (
     CacheSection,
@@ -23,12 +23,12 @@ from kvtier.sizes import format_size
 from kvtier.stores.folder import MIN_FILE_BYTES
 from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.objects.config import ObjectsConfig
-from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.config import DEFAULT_TIMEOUT_S, ClusterConfig
 from kvtier.transport.address import TcpAddress, parse_host_port
 
 
 def plan_caches(deployment: Deployment, origin: Origin, names: RuntimeNames) -> dict[str, CachePart]:
-    """By the name that models use. Raises `ConfigError`, with lines."""
+    """The cache parts, by the name that models use. Raises `ConfigError`, with lines."""
     parts: dict[str, CachePart] = {}
     for cache, place in zip(deployment.caches, origin.caches, strict=True):
         if cache.name in parts:
@@ -56,6 +56,8 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         unix = names.socket(name) if cache.socket is None else unix_address(cache.socket)
     except ConfigError as error:
         raise origin.wrong(place, str(error), about="socket") from error
+    cluster = _plan_cluster(cache.cluster, (*place, "cluster"), origin)
+    below_server = cache.cluster if cache.cluster is not None and cache.cluster.below == "server" else None
     try:
         server = CacheServerConfig(
             memory_bytes=int(cache.memory),
@@ -72,14 +74,23 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
             max_payload_bytes=int(cache.max_frame),
             max_leased_bytes=None if cache.max_leased is None else int(cache.max_leased),
             lease_timeout_s=cache.lease_timeout_s,
+            max_retained_share=cache.retained_share,
+            max_retention_s=cache.max_retention_s,
             touches_memory=cache.touch_memory,
             folder=cache.folder,
             file_bytes=int(cache.disk) if cache.disk else None,
             fsync=cache.fsync,
             stores_on=cache.store_on,
+            disk_writes_per_day=None if cache.disk_writes_per_day is None else int(cache.disk_writes_per_day),
             keeps_memory=not cache.disk_only,
+            eviction=cache.eviction,
             needs_disk=not cache.disk_optional,
             key_file=cache.key_file,
+            cluster=None if below_server is None else cluster,
+            shares_on="commit" if below_server is None else below_server.store_on,
+            share_bytes_per_s=None
+            if below_server is None or below_server.write_rate is None
+            else int(below_server.write_rate),
         )
     except ConfigError as error:
         raise origin.wrong(place, str(error)) from error
@@ -87,7 +98,7 @@ def _plan_cache(cache: CacheSection, place: Location, origin: Origin, names: Run
         name=name,
         server=server,
         mooncake=_plan_mooncake(cache.mooncake, (*place, "mooncake"), origin),
-        cluster=_plan_cluster(cache.cluster, (*place, "cluster"), origin),
+        cluster=cluster if below_server is None else None,
         objects=_plan_objects(cache.objects, (*place, "objects"), origin),
     )
 
@@ -114,6 +125,9 @@ def _plan_mooncake(mooncake: MooncakeSection | None, place: Location, origin: Or
 def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origin) -> ClusterConfig | None:
     if cluster is None:
         return None
+    if cluster.below == "engine" and (cluster.store_on != "commit" or cluster.write_rate is not None):
+        raise origin.wrong(place, "store_on and write_rate are for a cluster below a server: leave out below")
+    timeout_s = DEFAULT_CLUSTER_TIMEOUT_S if cluster.below == "server" else DEFAULT_TIMEOUT_S
     password = read_secret(origin, place, "password_file", cluster.password_file)
     require_file(origin, place, "ca_file", cluster.ca_file)
     try:
@@ -124,8 +138,9 @@ def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origi
             ca_file=None if cluster.ca_file is None else str(cluster.ca_file),
             ttl_s=cluster.ttl,
             segment=cluster.segment,
-            timeout_s=cluster.timeout_s,
+            timeout_s=timeout_s if cluster.timeout_s is None else cluster.timeout_s,
             plaintext=cluster.plaintext,
+            compute_once=cluster.compute_once,
         )
         config.access()
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""From a deployment file to its plan: every part with all it needs to start. Nothing is started, created or changed.
+"""From a deployment file to its plan: every part with all it needs to start. Starts, creates and changes nothing.
 
-Key and token files are read here. Whatever cannot work is a `ConfigError` with file and line, as far as that can be
-told without looking at the machine; that is what `deploy/check` does.
+Key and token files are read here. Everything that cannot work is a `ConfigError` with file and line, as far as this can
+be found without examining the machine, which `deploy/check` does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _EVERYWHERE = ("0.0.0.0", "::")
 def load_plan(path: Path, runtime_folder: Path) -> DeploymentPlan:
     """The plan of the file at `path`; sockets without a place of their own go to `runtime_folder`.
 
-    Raises `ConfigError` with a sentence for each thing that is wrong, each with file and line.
+    Raises `ConfigError` with a sentence for each error, each with file and line.
     """
     deployment, origin = read_deployment(path)
     names = RuntimeNames(runtime_folder, taken=[HTTP_NAME])
     caches = plan_caches(deployment, origin, names)
     engines = plan_engines(deployment, origin, names, caches)
-    http = plan_http(deployment, origin, engines)
+    http = plan_http(deployment, origin, engines, list(caches.values()))
     parts = [part for model in engines for part in model.parts]
     plan = DeploymentPlan(
         caches=tuple(caches.values()),
@@ -45,7 +45,7 @@ def load_plan(path: Path, runtime_folder: Path) -> DeploymentPlan:
 
 
 def read_deployment(path: Path) -> tuple[Deployment, Origin]:
-    """What the file says, in whichever form it says it, and where. Raises `ConfigError` as `load_plan` does."""
+    """The contents of the file, in either form, and where they are. Raises `ConfigError` as `load_plan` does."""
     file = read_yaml(path)
     return read_chat_form(file) if is_chat_form(file.value) else read_native(file)
 

@@ -1,4 +1,4 @@
-"""From the file's models to engines: where each model is, what clients call it, which cache it uses."""
+"""From the file's models to engines: each model's place, its names for clients, and its cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from kvtier.deploy.plan.runtime_names import RuntimeNames
 from kvtier.deploy.plan.vllm import plan_vllm
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
+from kvtier.models.foreign_files import gguf_error, is_gguf_name
 from kvtier.transport.address import parse_address
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _AS_GIVEN = sorted(set(EngineConfig.__struct_fields__) & set(EngineOptions.__struct_fields__) - {"device", "cache_dir"})
-"""Settings that mean the same in the file and to the engine."""
+"""Settings with the same meaning in the file and to the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def _plan_own(
     origin: Origin,
     names: RuntimeNames,
 ) -> tuple[EnginePart, ...]:
-    """As `plan_vllm`, for the engine of kvtier itself."""
+    """Like `plan_vllm`, for kvtier's own engine."""
     configs = _configs(model, found, cache, place, origin)
     return tuple(
         EnginePart(name=name, served_as=called[0], engine=config, socket=names.socket(name).path)
@@ -82,6 +83,8 @@ def _find_model(model: str, origin: Origin, place: Location) -> str:
     for folder in (origin.file.path.parent / given, given):
         if model.strip() and folder.is_dir():
             return str(absolute(folder))
+    if is_gguf_name(model):
+        raise origin.wrong(place, str(gguf_error(model)), about="model")
     if not _HUB_NAME.fullmatch(model):
         raise origin.wrong(
             place, f"there is no model folder {model!r}, and a name on the hub is owner/name", about="model"
@@ -90,7 +93,7 @@ def _find_model(model: str, origin: Origin, place: Location) -> str:
 
 
 def _names_of_models(deployment: Deployment, found: list[str], origin: Origin) -> list[tuple[str, ...]]:
-    """Those that are given, or else the folder's name, or that on the hub."""
+    """The given names, or else that of the folder, or on the hub."""
     own = [
         model.names or (Path(where).name if Path(where).is_absolute() else where,)
         for model, where in zip(deployment.models, found, strict=True)
@@ -105,8 +108,8 @@ def _names_of_models(deployment: Deployment, found: list[str], origin: Origin) -
 
 
 def _with_aliases(deployment: Deployment, listed: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """With what else clients may call them: `model` as it is given, unless several models have that, and Ollama's
-    names, which end in a tag."""
+    """With other names that clients may use: `model` as given, unless several models have it, and Ollama's names,
+    which end in a tag."""
     taken = {name for names in listed for name in names}
     given = Counter(model.model for model in deployment.models)
     called = []

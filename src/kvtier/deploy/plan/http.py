@@ -1,15 +1,26 @@
-"""From the file's `http` section to the HTTP server: who may ask, for what, and where it listens."""
+"""From the file's `http` section to the HTTP server: its keys, models and listeners."""
 
 from __future__ import annotations
 
-from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, ServedModelConfig
+from collections.abc import Sequence
+
+from kvtier.api.config import (
+    ApiConfig,
+    ApiKey,
+    CacheAddress,
+    EngineAddress,
+    PageConfig,
+    ServedModelConfig,
+    ShownCache,
+)
 from kvtier.deploy.file.form import read_form
 from kvtier.deploy.file.named_file import read_secret, require_file
 from kvtier.deploy.file.native import DEFAULT_OLLAMA_PORT, DEFAULT_OPENAI_PORT, Deployment, HttpSection, check_host
 from kvtier.deploy.file.origin import Origin
 from kvtier.deploy.file.yaml_file import Location
 from kvtier.deploy.plan.engines import PlannedModel
-from kvtier.deploy.plan.parts import HttpPart, Listener
+from kvtier.deploy.plan.parts import CachePart, EnginePart, HttpPart, Listener, VllmPart
+from kvtier.deploy.plan.warm_ups import plan_warm_ups
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import ConfigError
 from kvtier.transport.address import parse_host_port
@@ -17,7 +28,9 @@ from kvtier.transport.address import parse_host_port
 HTTP_NAME = "http"
 
 
-def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]) -> HttpPart:
+def plan_http(
+    deployment: Deployment, origin: Origin, models: list[PlannedModel], caches: Sequence[CachePart] = ()
+) -> HttpPart:
     """Raises `ConfigError`, with lines."""
     http = deployment.http
     served = tuple(
@@ -27,33 +40,72 @@ def plan_http(deployment: Deployment, origin: Origin, models: list[PlannedModel]
             engines=tuple(EngineAddress(part.name, part.socket) for part in model.parts),
             is_vllm=section.engine == "vllm",
             default_options=_default_options(origin, place),
+            tool_format=section.tool_format,
+            reasoning_format=section.reasoning_format,
+            cache=_cache_address(model.parts[0]),
         )
         for model, section, place in zip(models, deployment.models, origin.models, strict=True)
     )
     keys = _keys(http, origin)
     listeners = _listeners(http, origin)
+    page = _page(deployment, origin, caches)
     for field in ("tls_cert", "tls_key"):
         require_file(origin, origin.http, field, getattr(http, field))
+    folder, key_file = next(
+        ((one.server.folder, one.server.key_file) for one in caches if one.server.folder is not None), (None, None)
+    )
     try:
         api = ApiConfig(
             models=served,
             keys=keys,
             hosts=tuple(dict.fromkeys(one.host for one in listeners)),
             allow_hosts=http.allow_hosts,
-            allow_origins=http.allow_origins,
+            allow_origins=http.origins,
             tls_certificate=http.tls_cert,
             tls_key=http.tls_key,
             max_body_bytes=int(http.max_body),
             max_requests=http.max_requests,
             drain_s=http.drain_s,
+            prefix_folder=None if folder is None else folder / "prefixes",
+            prefix_key_file=key_file,
+            warm=plan_warm_ups(deployment, origin, served, keys),
+            page=page,
+            retention_s=http.retention_s,
+            retention_priority=http.retention_priority,
         )
     except ConfigError as error:
         raise origin.wrong(origin.http, str(error)) from error
     return HttpPart(name=HTTP_NAME, api=api, listeners=listeners)
 
 
+def _cache_address(part: EnginePart | VllmPart) -> CacheAddress | None:
+    """The cache server of one of our engines."""
+    if not isinstance(part, EnginePart) or not part.engine.cache_server:
+        return None
+    engine = part.engine
+    return CacheAddress(
+        address=engine.cache_server,
+        token=engine.cache_server_token,
+        secret=engine.cache_server_secret,
+        ca_file=engine.cache_server_ca_file,
+        certificate=engine.cache_server_certificate,
+        key=engine.cache_server_key,
+    )
+
+
+def _page(deployment: Deployment, origin: Origin, caches: Sequence[CachePart]) -> PageConfig | None:
+    page = deployment.page
+    if not page.enabled:
+        return None
+    addresses = tuple(ShownCache(part.name, str(part.server.unix)) for part in caches if part.server.unix is not None)
+    try:
+        return PageConfig(caches=addresses, gpu_hour_price=page.gpu_hour_price, currency=page.currency)
+    except ConfigError as error:
+        raise origin.wrong(("page",), str(error)) from error
+
+
 def _default_options(origin: Origin, place: Location) -> dict[str, object]:
-    """Those that are given, as they are; they must make a `SamplingParams`."""
+    """The given options, unchanged; they must make a `SamplingParams`."""
     where = origin.find(place, "default_options")
     if where is None:
         return {}
@@ -80,6 +132,9 @@ def _keys(http: HttpSection, origin: Origin) -> tuple[ApiKey, ...]:
                     salt=section.salt,
                     share=section.share,
                     metrics=section.metrics,
+                    admin=section.admin,
+                    retention_s=section.retention_s,
+                    retained_bytes=None if section.retained is None else int(section.retained),
                 )
             )
         except ConfigError as error:

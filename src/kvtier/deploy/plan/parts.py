@@ -1,6 +1,6 @@
-"""What a deployment consists of: every part with all it needs to start. `deploy/plan/deployment` makes it of a file.
+"""The parts of a deployment, each with all it needs to start. `deploy/plan/deployment` makes them from a file.
 
-Each part is a process of its own and gets its value here as JSON.
+Each part is a process of its own and gets its value from here as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _Part = TypeVar("_Part")
 
 
 class CachePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache server. `server.unix` is where its engines reach it, which use the tiers below it, too."""
+    """A cache server. Its engines reach it at `server.unix`, and also use the tiers beside it.
+
+    A cluster is one of these tiers, unless it sits below the server (`server.cluster`).
+    """
 
     name: str
     server: CacheServerConfig
@@ -31,7 +34,7 @@ class CachePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnginePart(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine. `socket` is where the HTTP server reaches it; `served_as` is what clients call its model."""
+    """An engine. The HTTP server reaches it at `socket`; `served_as` is its model's name for clients."""
 
     name: str
     served_as: str
@@ -42,7 +45,7 @@ class EnginePart(msgspec.Struct, frozen=True, kw_only=True):
 class VllmPart(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of vLLM: the Python that has it, and all of its arguments. `cache_server` is empty without one.
 
-    The environment of the deployment is its environment, too, but for the GPUs that it sees: those of `device`.
+    It has the deployment's environment, except that it sees only the GPUs of `device`.
     """
 
     name: str

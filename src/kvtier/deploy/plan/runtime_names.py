@@ -1,4 +1,4 @@
-"""What parts are called in logs and in the runtime folder: short, safe in a path, each once."""
+"""The names of parts in logs and in the runtime folder: short, safe in a path, unique."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class RuntimeNames:
         self._taken = set(taken)
 
     def take(self, wanted: str) -> str:
-        """`wanted` made safe; with a number when that is taken."""
+        """`wanted` made safe; with a number if it is taken."""
         return self._take(_file_safe(wanted))
 
     def take_several(self, wanted: str, count: int) -> list[str]:
-        """`wanted-0`, `wanted-1` and so on; without a number when it is but one."""
+        """`wanted-0`, `wanted-1` and so on; without a number if there is only one."""
         safe = _file_safe(wanted)
         return [self._take(safe if count == 1 else f"{safe}-{number}") for number in range(count)]
 
     def socket(self, name: str) -> UnixAddress:
-        """Where the part `name` listens. Raises `ConfigError` when the runtime folder's path is too long for that."""
+        """The address of the part `name`. Raises `ConfigError` if the runtime folder's path is too long for that."""
         return unix_address(self._folder / f"{name}.sock")
 
     def _take(self, safe: str) -> str:
@@ -43,7 +43,7 @@ def _file_safe(text: str) -> str:
 
 
 def unix_address(path: Path) -> UnixAddress:
-    """Raises `ConfigError` when the path is too long for a socket."""
+    """Raises `ConfigError` if the path is too long for a socket."""
     address = parse_address(f"unix:{path}")
     assert isinstance(address, UnixAddress)
     return address

@@ -1,6 +1,6 @@
 """From a model of the file that vLLM runs to its engines: each with its whole command line.
 
-vLLM reads the settings that it has, too, from its arguments; those that only kvtier's engine has are refused.
+Settings that vLLM also has are passed to it as arguments; those that only kvtier's engine has are refused.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _OF_CONNECTOR = {
     "cache_server_key": "key",
     "cache_server_timeout_s": "timeout_s",
 }
-"""Fields of a model that the connector has, too, and what it calls them."""
+"""Fields of a model that the connector also has, and its names for them."""
 
 _USABLE = _PLAIN | FIELDS.keys() | _OF_CONNECTOR.keys() | {"cache_server"}
 _HINTS = {
     "swap_space": "give the cache more memory",
     "kv_cache_space": "use gpu_memory_utilization, or on CPUs VLLM_CPU_KVCACHE_SPACE in the environment",
     "default_options": "give vllm --override-generation-config",
+    "tool_format": "give vllm --enable-auto-tool-choice and --tool-call-parser",
+    "reasoning_format": "give vllm --reasoning-parser",
     "block_size": "give vllm --block-size",
     "cuda_graphs": "give vllm --enforce-eager",
 }
@@ -53,12 +55,13 @@ def plan_vllm(
     origin: Origin,
     runtime_names: RuntimeNames,
 ) -> tuple[VllmPart, ...]:
-    """One per engine. `found` is the model's folder or its name on the hub, `names` are what clients call it."""
+    """One per engine. `found` is the model's folder or its name on the hub, `names` are its names for clients."""
     _check_fields(model, place, origin)
     for name in ("mooncake", "cluster", "objects"):
         if cache is not None and getattr(cache, name) is not None:
+            hint = ", or one below its server" if name == "cluster" else ""
             raise origin.wrong(
-                place, f"vLLM cannot use the {name} of {cache.name}: give it a cache without", about="cache"
+                place, f"vLLM cannot use the {name} of {cache.name}: give it a cache without{hint}", about="cache"
             )
     for name in names:
         if name.startswith("-"):
@@ -66,7 +69,7 @@ def plan_vllm(
     connector = _connector(model, cache, place, origin)
     python = sys.executable if model.vllm_python is None else str(model.vllm_python)
     if model.vllm_python is not None and not model.vllm_python.is_file():
-        raise origin.wrong(place, f"vllm_python {python} is not there", about="vllm_python")
+        raise origin.wrong(place, f"vllm_python {python} does not exist", about="vllm_python")
     given = _arguments_of_fields(model, place, origin)
     parts = []
     devices = model.device_of_each_engine
@@ -103,7 +106,7 @@ def _check_fields(model: ModelSection, place: Location, origin: Origin) -> None:
 
 
 def _arguments_of_fields(model: ModelSection, place: Location, origin: Origin) -> list[str]:
-    """Only of fields that the file gives: vLLM has defaults of its own for the others."""
+    """Only the fields given in the file: vLLM has its own defaults for the others."""
     arguments: list[str] = []
     for name, option in FIELDS.items():
         value = getattr(model, name)
@@ -114,7 +117,7 @@ def _arguments_of_fields(model: ModelSection, place: Location, origin: Origin) -
 
 
 def _address(model: ModelSection, cache: CachePart | None) -> str:
-    """Of the cache server; empty without one."""
+    """The address of the cache server; empty without one."""
     if cache is not None:
         return str(cache.server.unix)
     return str(model.cache_server)

@@ -1,4 +1,4 @@
-"""How long to wait before what has died is started again. No clock of its own."""
+"""How long to wait before restarting a process that has died. No clock of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _STEADY_S = 60.0
 
 
 class Backoff:
-    """Twice as long each time. What ran steadily for a minute is new again: its failures are forgotten."""
+    """Doubles each time. The failures of a process that ran for a minute are forgotten."""
 
     def __init__(self) -> None:
         self._num_failures = 0
 
     def note_failure(self, ran_s: float) -> float:
-        """It died `ran_s` seconds after it was ready, 0 if it was not. Returns how many seconds to wait now."""
+        """The process died `ran_s` seconds after it was ready, 0 if it never was. Returns how many seconds to wait."""
         if ran_s > _STEADY_S:
             self._num_failures = 0
         wait_s = min(_MAX_S, _FIRST_S * 2.0**self._num_failures)

@@ -1,7 +1,7 @@
-"""One process of a deployment, as its supervisor holds it: started, heard, signalled. No thread of its own.
+"""One process of a deployment, as seen by its supervisor: start it, read from it, signal it. No thread of its own.
 
-The supervisor's loop calls everything. `fds` are what it waits on: the process's own (readable when it has ended),
-its output and its reports.
+The supervisor's loop calls everything. It waits on `fds`: the process's own (readable when it has ended), its output
+and its reports.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvtier.deploy.plan.parts import DeploymentPart, encode_part
 from kvtier.deploy.run.backoff import Backoff
 from kvtier.deploy.run.process_group import end_group
 from kvtier.deploy.run.reports import Report, decode_report
+from kvtier.deploy.run.starts import StartNeeds
 
 PART_COMMAND = (sys.executable, "-P", "-m", "kvtier.deploy.run.part")  # -P: no module of the working folder is run
 
@@ -27,8 +28,11 @@ _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 
 
+_NOTHING = StartNeeds()
+
+
 class ChildState(enum.Enum):
-    """ENDING: told to end, and started again then. DOWN: not running, and started again once `retry_at` has come."""
+    """ENDING: told to end, to be restarted then. DOWN: not running, to be restarted at `retry_at`."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -47,15 +51,15 @@ class Child:
         part: DeploymentPart,
         runtime_folder: Path,
         *,
-        place: str = "",
+        needs: StartNeeds = _NOTHING,
         listener_fds: Sequence[int] = (),
         command: Sequence[str] = PART_COMMAND,
     ) -> None:
-        """Children with the same `place`, a device, are started one after the other."""
+        """`needs` is what an engine takes while it starts."""
         self.kind = kind
         self.part = part
         self.name = part.name
-        self.place = place
+        self.needs = needs
         self.state = ChildState.WAITING
         self.facts: dict[str, object] = {}
         self.was_ready = False
@@ -81,7 +85,7 @@ class Child:
         return self._process is not None
 
     def start(self) -> None:
-        """A new session: the terminal's Ctrl-C reaches the supervisor alone, who knows the order."""
+        """In a new session: the terminal's Ctrl-C reaches only the supervisor, which knows the order."""
         report_read, report_write = os.pipe()
         output_read, output_write = os.pipe()
         try:
@@ -104,12 +108,12 @@ class Child:
         self.failure = ""
         self._output, self._reports = _Lines(), _Lines()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already: that is seen elsewhere
+        with contextlib.suppress(OSError):  # it has ended already: this is noticed elsewhere
             self._process.stdin.write(encode_part(self.part) + b"\n")
             self._process.stdin.flush()
 
     def read_output(self, show: Callable[[str], None]) -> bool:
-        """Show the lines that came, and at the end what is left of one. False at the end."""
+        """Show complete lines, and at the end the incomplete one. False at the end."""
         lines, is_open = self._output.read(self.output_fd)
         if not is_open or len(self._output.rest) > _MAX_LINE_BYTES:
             lines.append(self._output.take_rest())
@@ -119,7 +123,7 @@ class Child:
         return is_open
 
     def read_reports(self) -> tuple[list[Report], bool]:
-        """Those that came, and whether more may come. One that a killed process did not end is none."""
+        """Complete reports, and whether more may come. A report cut off by a kill is ignored."""
         lines, is_open = self._reports.read(self.report_fd)
         return [decode_report(line) for line in lines], is_open
 
@@ -129,13 +133,13 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> str:
-        """The process has ended: let go of what was held for it. Returns how it ended, in words.
+        """The process has ended: release everything held for it. Returns how it ended, in words.
 
-        What it has started in its group ends with it.
+        Processes that it has started in its group end with it.
         """
         process = self._process
         assert process is not None
-        end_group(process.pid)  # before it is waited for: until then nobody else has its number
+        end_group(process.pid)  # before it is waited for: until then, its number cannot be reused
         status = process.wait()
         assert process.stdin is not None
         with contextlib.suppress(OSError):
@@ -156,18 +160,18 @@ class Child:
 
 
 class _Lines:
-    """Whole lines of a pipe that does not block. `rest` is the beginning of the next one."""
+    """Whole lines of a non-blocking pipe. `rest` is the beginning of the next one."""
 
     def __init__(self) -> None:
         self.rest = b""
 
     def read(self, fd: int) -> tuple[list[bytes], bool]:
-        """The lines that are complete, and whether more may come."""
+        """The complete lines, and whether more may come."""
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return [], True
-        # A progress bar goes back to the line's start again and again: each of its states is a line here.
+        # A progress bar returns to the line's start again and again: each of its states is a line here.
         *lines, self.rest = (self.rest + data).replace(b"\r", b"\n").split(b"\n")
         return lines, bool(data)
 

@@ -1,4 +1,4 @@
-"""An engine's process: loads the model, serves it on its socket, and ends in good order. Imports torch."""
+"""An engine's process: loads the model, serves it on its socket, and ends cleanly. Imports torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,32 @@ from kvtier.engine.gc_control import keeping_all
 from kvtier.engine.process.hello import hello_of
 from kvtier.engine.process.server import EngineServer
 from kvtier.errors import EngineStopped
+from kvtier.observe.recent_warnings import RecentWarnings
 
 logger = logging.getLogger(__name__)
 
 _MEET_S = 5.0
-"""So long may the HTTP server take to find this engine. Who hears that it is ready relies on its being asked."""
+"""Longest wait for the HTTP server to find this engine. "Ready" promises that the HTTP server is connected."""
 
 _DRAIN_S = 30.0
 _SETTLE_S = 20.0
 
 
-def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Signals]) -> None:
-    """Until a signal of `signals`, which are blocked, comes. Raises `EngineStopped` when the engine fails."""
+def run_engine(
+    part: EnginePart, reporter: Reporter, signals: Sequence[signal.Signals], warnings: RecentWarnings
+) -> None:
+    """Run until a signal of `signals`, which must be blocked. Raises `EngineStopped` if the engine fails."""
     engine = Engine(part.engine, progress=reporter.progress)
     hello = hello_of(engine, name=part.name, model=part.served_as, started_at=time.time())
+    if engine.tokenizer is not None and engine.tokenizer.stamps_date:
+        logger.warning(
+            "the chat template of %s writes the current date: prompts diverge when it changes", part.served_as
+        )
     client = EngineClient(engine)
     registries = [engine.metrics.registry, *engine.transfer.registries]
     with contextlib.ExitStack() as stack:
         stack.callback(client.close)
-        server = EngineServer(client, engine.prompts, hello, part.socket, registries)
+        server = EngineServer(client, engine.prompts, hello, part.socket, registries, engine.partings, warnings)
         stack.callback(server.close)
         stack.enter_context(keeping_all())
         server.wait_until_met(_MEET_S)
@@ -46,14 +53,14 @@ def run_engine(part: EnginePart, reporter: Reporter, signals: Sequence[signal.Si
             if client.failure is not None:
                 raise EngineStopped(str(client.failure))
         server.refuse()
-        logger.info("stopping; %d requests are under way", client.num_requests)
+        logger.info("stopping; %d requests are running", client.num_requests)
         _drain(client, signals)
         if not client.settle(_SETTLE_S):
-            logger.warning("not everything that was computed could be stored in time")
+            logger.warning("some computed blocks could not be stored in time")
 
 
 def _drain(client: EngineClient, signals: Sequence[signal.Signals]) -> None:
-    """Let what is under way end; another signal cuts that short."""
+    """Let running requests end; another signal cuts this short."""
     deadline = time.monotonic() + _DRAIN_S
     while client.num_requests and time.monotonic() < deadline and client.failure is None:
         if is_signalled(signals):

@@ -30,11 +30,11 @@ class DeploymentLog:
         self._has_progress_line = False
 
     def line(self, part: str, text: str) -> None:
-        """What a part has written, or what is said of it. Text of clients may be in it: a terminal must not obey it."""
+        """A line written by a part, or about one. It may contain clients' text, so control codes are removed."""
         self._write(f"{self._head(part)} {_shown(text)}\n")
 
     def progress(self, part: str, text: str, *, is_last: bool) -> None:
-        """How far a part is. Where lines cannot be overwritten, one every two seconds is enough."""
+        """A part's progress. If lines cannot be overwritten, one is shown every two seconds."""
         if self._is_terminal and not is_last:
             self._write(f"{self._head(part)} {_shown(text)}", is_progress=True)
             return
@@ -44,7 +44,7 @@ class DeploymentLog:
             self.line(part, text)
 
     def plain(self, text: str) -> None:
-        """Without a part: for the summary."""
+        """A line without a part, for the summary."""
         self._write(text + "\n")
 
     def _head(self, part: str) -> str:
@@ -61,7 +61,7 @@ class DeploymentLog:
             self._stream.write(text)
             self._stream.flush()
         except OSError:
-            pass  # nobody reads any more; the deployment goes on
+            pass  # its reader is gone; the deployment continues
 
 
 def _shown(text: str) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = re.compile(r"(/dev/shm/psm_\w+)$", re.MULTILINE)
-"""As Python's multiprocessing names it; whoever is killed leaves it behind."""
+"""The names that Python's multiprocessing uses; a killed process leaves such memory behind."""
 
 
 def end_group(group: int, *, but: int = 0) -> None:
-    """Kill the processes of `group`, all `but` one, and remove the shared memory that they have mapped.
+    """Kill the processes of `group`, except `but`, and remove the shared memory that they have mapped.
 
-    The number of a group must not be in use again: its leader runs, or was not waited for yet.
+    The group's number must not be in use again: its leader is running, or was not waited for yet.
     """
     members = [pid for pid in _members(group) if pid != but]
     left = {path for pid in members for path in _shared_memory(pid)}

@@ -1,4 +1,4 @@
-"""What a part tells its supervisor, each a line of JSON in a pipe: how far it is, that it is ready, why it is not."""
+"""A part's reports to its supervisor, each a line of JSON in a pipe: its progress, that it is ready, why it is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Report(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Progressed(_Report, frozen=True, tag="progressed"):
-    """`done` of `total` bytes of what `title` says."""
+    """`done` of `total` bytes of the work in `title`."""
 
     title: str
     done: int
@@ -26,13 +26,13 @@ class Progressed(_Report, frozen=True, tag="progressed"):
 
 
 class Ready(_Report, frozen=True, tag="ready"):
-    """It serves. `facts` are for people: what it has, by name."""
+    """The part serves. `facts` are for users: its properties, by name."""
 
     facts: dict[str, object]
 
 
 class Failed(_Report, frozen=True, tag="failed"):
-    """It cannot start, and why."""
+    """The part cannot start, and why."""
 
     sentence: str
 
@@ -46,7 +46,7 @@ def decode_report(line: bytes) -> Report:
 
 
 class Reporter:
-    """The part's end of the pipe. A supervisor that is gone hears nothing, and that is no error."""
+    """The part's end of the pipe. If the supervisor is gone, reports are lost without an error."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -58,7 +58,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def progress(self, title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A scope with a function that is told how many bytes more are done; it tells twice a second at most."""
+        """A scope with a function to call with the number of further bytes done; reports at most twice a second."""
         done, told_at = 0, 0.0
 
         def advance(nbytes: int) -> None:

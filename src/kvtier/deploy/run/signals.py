@@ -1,4 +1,4 @@
-"""Signals that a part has blocked, and waits for."""
+"""Waits for signals that a part has blocked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _LOOK_S = 0.25
 
 
 def is_signalled(signals: Sequence[signal.Signals]) -> bool:
-    """Wait a moment for one of them. A process that was stopped meanwhile gets an answer without meaning."""
+    """Wait a moment for one of them. For a process that was stopped meanwhile, the answer is meaningless."""
     found = signal.sigtimedwait(signals, _LOOK_S)
     return found is not None and found.si_signo in signals

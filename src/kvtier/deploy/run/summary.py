@@ -1,4 +1,4 @@
-"""What people see when a deployment is ready: where it is, what it has room for, and how to try it."""
+"""The summary shown when a deployment is ready: its addresses, its capacity, and how to try it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ def summary(
 ) -> str:
     """`facts` are what each part reported, by its name; `ports` are those of the listeners, in order."""
     lines = ["", f"ready after {seconds:.1f} s"]
-    urls: dict[str, str] = {}
-    for listener, port in zip(plan.http.listeners, ports, strict=True):
-        host = "127.0.0.1" if listener.host in _ANY_HOST else listener.host
-        host = f"[{host}]" if ":" in host else host
-        scheme = "http" if plan.http.api.tls_certificate is None else "https"
-        urls[listener.api] = f"{scheme}://{host}:{port}"
-        title = {"openai": "OpenAI API", "ollama": "Ollama API"}[listener.api]
-        lines.append(f"  {title:12} {urls[listener.api]}{'/v1' if listener.api == 'openai' else ''}")
+    urls = urls_of(plan, ports)
+    for api, url in urls.items():
+        title = {"openai": "OpenAI API", "ollama": "Ollama API"}[api]
+        lines.append(f"  {title:12} {url}{'/v1' if api == 'openai' else ''}")
     for engine in plan.engines:
         lines += _engine_lines(plan, engine, facts.get(engine.name, {}))
     for vllm_engine in plan.vllm_engines:
@@ -32,6 +28,17 @@ def summary(
         lines += _cache_lines(cache)
     lines += ["  try it", *(f"    {line}" for line in _example(plan, urls)), "  Ctrl-C stops it", ""]
     return "\n".join(lines)
+
+
+def urls_of(plan: DeploymentPlan, ports: Sequence[int]) -> dict[str, str]:
+    """The URL of each API from this host."""
+    urls: dict[str, str] = {}
+    for listener, port in zip(plan.http.listeners, ports, strict=True):
+        host = "127.0.0.1" if listener.host in _ANY_HOST else listener.host
+        host = f"[{host}]" if ":" in host else host
+        scheme = "http" if plan.http.api.tls_certificate is None else "https"
+        urls[listener.api] = f"{scheme}://{host}:{port}"
+    return urls
 
 
 def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, object]) -> list[str]:
@@ -47,17 +54,21 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
                 tiers.append(f"{cache.name} {server.memory_bytes // slot_bytes} ({format_size(server.memory_bytes)})")
             if server.file_bytes:
                 tiers.append(f"disk {server.file_bytes // slot_bytes} ({format_size(server.file_bytes)})")
+            if server.cluster is not None:
+                tiers.append(f"cluster {server.cluster.valkey[0]}")
     if part.engine.mooncake is not None:
         tiers.append(f"mooncake {part.engine.mooncake.master}")
     if part.engine.cluster is not None:
         tiers.append(f"cluster {part.engine.cluster.valkey[0]}")
     if part.engine.objects is not None:
         tiers.append(f"objects {part.engine.objects.url}")
+    parting = f"  {'':12} where a prompt parted: kvtier explain --engine unix:{part.socket} REQUEST_ID"
     return [
         f"  {'engine':12} {part.name}: {part.served_as}, {facts.get('architecture', '')} {kind} "
         f"on {facts.get('device', '')}, weights {format_size(_whole(facts, 'weights_bytes'))}, "
         f"prompts up to {_whole(facts, 'max_model_len')} tokens",
         f"  {'':12} KV blocks of {block_tokens} tokens: {', '.join(tiers)}",
+        *([] if part.engine.cache_server else [parting]),
     ]
 
 

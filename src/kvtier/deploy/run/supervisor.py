@@ -1,8 +1,8 @@
-"""Keeps a deployment running: starts its parts in order, starts again what died, stops everything in good order.
+"""Keeps a deployment running: starts its parts in order, restarts those that died, and stops everything cleanly.
 
 One thread, one loop over descriptors: the parts' output, their reports, their ends, and signals. SIGINT and SIGTERM
-stop it: the HTTP server drains first, then the engines store what they have, then the cache servers write to disk. A
-second signal cuts that short, a third kills. SIGHUP starts the engines again, one by one; but when it comes because the
+stop it: the HTTP server drains first, then the engines store their blocks, then the cache servers write to disk. A
+second signal cuts that short, a third kills. SIGHUP restarts the engines, one by one; but if it comes because the
 terminal was closed, it stops everything.
 """
 
@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,8 @@ from kvtier.deploy.plan.parts import DeploymentPlan, Listener
 from kvtier.deploy.run.child import PART_COMMAND, Child, ChildState
 from kvtier.deploy.run.log import DeploymentLog
 from kvtier.deploy.run.reports import Failed, Progressed, Ready, Report
+from kvtier.deploy.run.served_caches import remove_runtime_folder
+from kvtier.deploy.run.starts import Room, may_start, needs_of, room_here
 from kvtier.deploy.run.summary import summary
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
@@ -37,7 +39,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How many seconds parts have to end before they are killed; `cut_short_s` is for those that shall hurry."""
+    """How many seconds parts have to end before they are killed; `cut_short_s` applies once it was cut short."""
 
     engine_s: float = 60.0
     cache_s: float = 300.0
@@ -48,7 +50,7 @@ _PATIENCE = Patience()
 
 
 class Supervisor:
-    """`run` once, in the main thread."""
+    """Call `run` once, in the main thread."""
 
     def __init__(
         self,
@@ -58,10 +60,11 @@ class Supervisor:
         *,
         patience: Patience = _PATIENCE,
         command: Sequence[str] = PART_COMMAND,
+        room: Callable[[], Room] = room_here,
     ) -> None:
-        """Binds the listeners. Raises `ConfigError`, with nothing left behind, when an address is taken.
+        """Binds the listeners. Raises `ConfigError`, with nothing left behind, if an address is taken.
 
-        `command` is what runs a part.
+        `command` runs a part; `room` returns the machine's free resources for engines that start.
         """
         self._plan = plan
         self._patience = patience
@@ -69,11 +72,12 @@ class Supervisor:
         self._runtime_folder = runtime_folder
         self._listeners = _bind_all(plan.http.listeners)
         self._caches = [Child("cache", part, runtime_folder, command=command) for part in plan.caches]
+        self._room = room
         self._engines = [
-            Child("engine", part, runtime_folder, place=part.engine.device, command=command) for part in plan.engines
+            Child("engine", part, runtime_folder, needs=needs_of(part), command=command) for part in plan.engines
         ]
         self._engines += [
-            Child("vllm", part, runtime_folder, place=part.device, command=command) for part in plan.vllm_engines
+            Child("vllm", part, runtime_folder, needs=needs_of(part), command=command) for part in plan.vllm_engines
         ]
         fds = [sock.fileno() for sock in self._listeners]
         self._http = Child("http", plan.http, runtime_folder, listener_fds=fds, command=command)
@@ -93,16 +97,21 @@ class Supervisor:
         self._stop_deadline = 0.0
 
     @property
+    def ports(self) -> list[int]:
+        """The listeners' ports, in order."""
+        return [sock.getsockname()[1] for sock in self._listeners]
+
+    @property
     def is_stopping(self) -> bool:
         return self._stopping is not None
 
     def run(self) -> int:
-        """Until it is told to stop, or cannot start. Returns the exit status."""
+        """Run until told to stop, or unable to start. Returns the exit status."""
         try:
             with self._signals_noted():
                 while self._start_what_may() or not self._is_over():
                     for key, _ in self._selector.select(self._wait_s()):
-                        if key.fd in self._selector.get_map():  # an end before it in the list may have closed it
+                        if key.fd in self._selector.get_map():  # an earlier event in the list may have closed it
                             key.data()
                     self._heed_signals()
                     self._go_on_restarting()
@@ -114,11 +123,11 @@ class Supervisor:
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _start_what_may(self) -> bool:
-        """Start what its order and its back-off allow. True if anything was started."""
+        """Start whatever its order and its back-off allow. True if anything was started."""
         if self.is_stopping:
             return False
         now = time.monotonic()
-        starting_at = {child.place for child in self._engines if child.state is ChildState.STARTING}
+        starting = [child.needs for child in self._engines if child.state is ChildState.STARTING]
         due = [
             child
             for child in self._children
@@ -129,9 +138,9 @@ class Supervisor:
             if child.kind != "cache" and not all(cache.was_ready for cache in self._caches):
                 continue
             if child.kind in _ENGINES:
-                if child.place in starting_at:  # each measures what the ones before it left on the device
+                if not may_start(child.needs, starting, self._room()):
                     continue
-                starting_at.add(child.place)
+                starting.append(child.needs)
             self._start(child)
             has_started = True
         return has_started
@@ -178,13 +187,13 @@ class Supervisor:
             and all(one.state is ChildState.READY for one in self._children)
         ):
             self._is_announced = True
-            ports = [sock.getsockname()[1] for sock in self._listeners]
+            ports = self.ports
             seconds = time.monotonic() - self._started_at
             facts = {one.name: one.facts for one in self._children}
             self._log.plain(summary(self._plan, ports, facts, seconds))
 
     def _ended(self, child: Child) -> None:
-        """A process is gone. What it said last is still in its pipes."""
+        """A process has ended. Its last output is still in its pipes."""
         with contextlib.suppress(KeyError):
             while child.output_fd in self._selector.get_map() and self._has_bytes(child.output_fd):
                 self._read_output(child)
@@ -243,7 +252,7 @@ class Supervisor:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Begin to stop: what clients see first, what keeps the blocks last."""
+        """Begin to stop: first what clients see, last what keeps the blocks."""
         if self.is_stopping:
             return
         for sock in self._listeners:
@@ -279,13 +288,13 @@ class Supervisor:
     def _end_all(self, children: Iterable[Child], number: signal.Signals) -> None:
         for child in children:
             is_loading = child.kind in _ENGINES and child.state is ChildState.STARTING
-            child.signal(signal.SIGKILL if is_loading else number)  # it hears nothing else, and has nothing to lose
+            child.signal(signal.SIGKILL if is_loading else number)  # it reacts to nothing else, and has nothing to lose
 
     def _is_over(self) -> bool:
         return self.is_stopping and not self._phases and not any(child.is_running for child in self._children)
 
     def _let_go(self) -> None:
-        """Whatever happened: no process, no descriptor, no file is left."""
+        """In any case, leave no process, descriptor or file behind."""
         for child in self._children:
             if child.is_running:
                 child.signal(signal.SIGKILL)
@@ -296,8 +305,7 @@ class Supervisor:
         for name in _leftovers(self._runtime_folder):
             with contextlib.suppress(OSError):
                 name.unlink()
-        with contextlib.suppress(OSError):
-            self._runtime_folder.rmdir()
+        remove_runtime_folder(self._runtime_folder)
 
     # --- signals and waiting ------------------------------------------------------------------------------------------
 
@@ -362,7 +370,7 @@ class Supervisor:
 
 
 def _is_terminal_there() -> bool:
-    """This process has a terminal that is not closed."""
+    """Whether this process has a terminal that is not closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -383,7 +391,7 @@ def _bind_all(listeners: Iterable[Listener]) -> list[socket.socket]:
 
 
 def _bind(listener: Listener) -> socket.socket:
-    """Bound here, before anything is loaded: a taken port is known at once, and a server's restart loses nobody."""
+    """Bound here, before anything is loaded: a taken port is found at once, and a server's restart loses no client."""
     try:
         family = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((listener.host, listener.port), family=family, backlog=_BACKLOG)

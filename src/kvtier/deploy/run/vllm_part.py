@@ -1,7 +1,7 @@
-"""The process beside an engine of vLLM: starts vLLM, passes its log on, says when it is ready, and ends all of it.
+"""The process beside an engine of vLLM: starts vLLM, passes its log on, reports when it is ready, and ends all of it.
 
-vLLM has several processes, all of them in this one's group: whichever way this process ends, none of them is left. The
-supervisor ends those of a process that was killed.
+vLLM has several processes, all in this one's group: however this process ends, none of them is left. If it is killed,
+the supervisor ends them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _MAX_REPLY_BYTES = 1 << 20
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|error): .*")
 _CONNECTED = "03"
 _OF_HTTP_SERVER = 1
-"""Connections that the HTTP server holds open without a request, to see when an engine ends."""
+"""Connections that the HTTP server holds open without a request, to notice when an engine ends."""
 
 
 def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signals]) -> None:
-    """Until a signal of `signals`, which are blocked, comes. Raises `ConfigError` or `EngineStopped` when it fails."""
+    """Run until a signal of `signals`, which must be blocked. Raises `ConfigError` or `EngineStopped` if it fails."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **visible_gpus(part.device, os.environ)}
     version = _look(part, environment)
     with contextlib.suppress(FileNotFoundError):
@@ -76,7 +76,7 @@ def run_vllm(part: VllmPart, reporter: Reporter, signals: Sequence[signal.Signal
 
 
 def visible_gpus(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What vLLM's environment says of GPUs. Numbers count those that this process sees."""
+    """GPU variables for vLLM's environment. Numbers count the GPUs that this process sees."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     _, _, numbers = device.partition(":")
@@ -85,7 +85,7 @@ def visible_gpus(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     seen = [one.strip() for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     wanted = [int(number) for number in numbers.split(",")]
     if seen and max(wanted) >= len(seen):
-        raise ConfigError(f"the device {device} is not there: CUDA_VISIBLE_DEVICES has {len(seen)}")
+        raise ConfigError(f"there is no device {device}: CUDA_VISIBLE_DEVICES has {len(seen)}")
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[number] if seen else str(number) for number in wanted)}
 
 
@@ -100,9 +100,9 @@ def _look(part: VllmPart, environment: Mapping[str, str]) -> str:
     except OSError as error:
         raise ConfigError(f"vllm_python {python} cannot be run: {error.strerror}") from error
     except (ValueError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"vllm_python {python} is no Python that works") from error
+        raise ConfigError(f"vllm_python {python} is not a working Python") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"vllm_python {python} is no Python that works")
+        raise ConfigError(f"vllm_python {python} is not a working Python")
     version = str(found["vllm"])
     if not version:
         raise ConfigError(f"vLLM is not installed in {python}: install it there, or say which Python with vllm_python")
@@ -144,7 +144,7 @@ def _serve(
 
 
 def _drain(path: str, process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
-    """No new request reaches it; those under way may end. Another signal cuts that short."""
+    """No new requests reach it; running ones may end. Another signal cuts this short."""
     with contextlib.suppress(OSError):
         os.unlink(path)
     deadline = time.monotonic() + _DRAIN_S
@@ -154,7 +154,7 @@ def _drain(path: str, process: subprocess.Popen[bytes], signals: Sequence[signal
 
 
 def _num_connections(path: str) -> int:
-    """Of a Unix socket: those that were accepted and are open."""
+    """The accepted, open connections of a Unix socket."""
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
         rows = (line.split() for line in table)
         return sum(len(row) > 7 and row[7] == path and row[5] == _CONNECTED for row in rows)
@@ -178,7 +178,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _get(path: str, page: str) -> bytes | None:
-    """What vLLM answers; None while it does not, or not with 200."""
+    """vLLM's answer; None if there is none, or its status is not 200."""
     with contextlib.closing(_UnixConnection(path)) as connection:
         try:
             connection.request("GET", page)
@@ -190,7 +190,7 @@ def _get(path: str, page: str) -> bytes | None:
 
 
 class _Log:
-    """Passes on what vLLM writes, on a thread of its own, and keeps the last lines of it."""
+    """Passes on vLLM's output, on a thread of its own, and keeps its last lines."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -199,15 +199,15 @@ class _Log:
         self._thread.start()
 
     def last_words(self) -> str:
-        """The end of a sentence: what went wrong first, else the last lines."""
-        self._thread.join(_LOOK_S)  # what it wrote last is on its way
+        """The end of a sentence: the first errors, or else the last lines."""
+        self._thread.join(_LOOK_S)  # its last output is on its way
         lines = [line.strip() for line in self._last if line.strip()]
         errors = [match[0] for line in lines if (match := _ERROR.search(line))]
         words = list(dict.fromkeys(errors))[:_SHOWN_LINES] or lines[-_SHOWN_LINES:]
         return f"; its log says: {' / '.join(map(printable, words))}" if words else ""
 
     def close(self) -> None:
-        """Once nobody writes any more."""
+        """Call when its writers have ended."""
         self._thread.join(_END_S)
         self._stream.close()
 

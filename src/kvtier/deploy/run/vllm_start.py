@@ -1,9 +1,9 @@
-"""Run by the Python that has vLLM, which may have nothing of kvtier: looks what is installed there, or starts vLLM.
+"""Run by the Python that has vLLM, which may lack kvtier: reports what is installed there, or starts vLLM.
 
     python vllm_start.py look           prints what is there, as JSON
     python vllm_start.py run ARGUMENTS  becomes vLLM's server
 
-It imports the standard library only, and nothing of vLLM, which takes many seconds.
+Imports only the standard library, and nothing of vLLM, which would take many seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def look() -> dict[str, str]:
-    """The versions of vLLM and kvtier, empty where there is none, and how kvtier's connector fits to that vLLM."""
+    """The versions of vLLM and kvtier, empty if missing, and whether kvtier's connector fits that vLLM."""
     vllm, kvtier = _folder_of("vllm"), _folder_of("kvtier")
     found = {"vllm": "", "kvtier": "", "fit": ""}
     if vllm is not None:
@@ -35,7 +35,7 @@ def look() -> dict[str, str]:
 
 
 def run(arguments: list[str]) -> None:
-    """Does not return. vLLM hears signals again that this process's parent has blocked, and ends when that dies."""
+    """Does not return. Unblocks signals that this process's parent has blocked; vLLM ends when the parent dies."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, "-P", "-m", _SERVER, *arguments])
@@ -65,7 +65,7 @@ def _version_of(name: str) -> str:
 
 
 def _fit(releases: Path, version: str) -> str:
-    """What kvtier of that Python says of this vLLM: its module of releases imports nothing."""
+    """What the kvtier in that Python says about this vLLM: its module of releases imports nothing."""
     spec = importlib.util.spec_from_file_location("kvtier_releases", releases)
     if spec is None or spec.loader is None or not releases.is_file():
         return ""

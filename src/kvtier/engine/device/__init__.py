@@ -1,1 +1,1 @@
-"""What runs on the device: arena, forward pass, graphs, sampling."""
+"""Everything that runs on the device: arena, forward pass, graphs, sampling."""

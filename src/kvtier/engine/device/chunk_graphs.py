@@ -1,8 +1,8 @@
-"""Steps of a few tokens that are no plain decode as CUDA graphs: the rest of prompts behind a cached prefix, mostly.
+"""Runs small steps that are not plain decodes as CUDA graphs: mostly the rest of prompts behind a cached prefix.
 
-Such a step takes the device a few milliseconds, and a host that launches its kernels one by one several times that. A
-graph stands for a number of tokens and a number of rows, so steps are padded up to the next size: tokens of padding
-belong to no row and write nothing, rows of padding ask nothing. The engine's thread owns it.
+Such a step takes the device a few milliseconds; launching its kernels one by one would take the host several times as
+long. A graph has a fixed number of tokens and rows, so steps are padded to the next size: padding tokens belong to no
+row and write nothing, padding rows have no queries. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKENS_PER_ROW = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """What a graph has room for."""
+    """The tokens and rows that a graph has room for."""
 
     num_tokens: int
     num_rows: int
@@ -43,7 +43,7 @@ class ChunkGraphs:
         block_tokens: int,
         last_tokens: torch.Tensor,
     ) -> None:
-        """As for `DecodeGraphs`."""
+        """Parameters are as for `DecodeGraphs`."""
         self._forward = forward
         self.sizes = chunk_sizes(max_tokens, max_rows)
         self._block_tokens = block_tokens
@@ -61,7 +61,7 @@ class ChunkGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_tokens: int, num_rows: int) -> ChunkSize | None:
-        """The graph for a step; None when there is none that large."""
+        """The size of the graph for a step; None if no graph is large enough."""
         return smallest_size(self.sizes, num_tokens, num_rows)
 
     def capture_all(self) -> None:
@@ -70,7 +70,7 @@ class ChunkGraphs:
             self._capture(size)
 
     def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays, size: ChunkSize) -> torch.Tensor:
-        """Hidden states of a batch with exactly the tokens and rows of a graph, padding included."""
+        """Hidden states of a batch with exactly the tokens and rows of a graph, including padding."""
         graph, hidden = self._graphs[size]
         self._buffers.fill(tokens, batch)
         graph.replay()
@@ -81,13 +81,13 @@ class ChunkGraphs:
         padding = PagedArrays.lay_out(
             [], block_tokens=self._block_tokens, num_empty_rows=num_rows, num_padding_tokens=num_tokens
         )
-        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
+        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into blocks in use
         tokens, batch = self._buffers.tokens(num_tokens), self._buffers.batch(num_tokens, num_rows)
         self._graphs[size] = capture_graph(self._forward, tokens, batch, self._memory)
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> tuple[ChunkSize, ...]:
-    """The sizes of graphs for an engine whose steps have no more than that."""
+    """The sizes of graphs for an engine with these limits per step."""
     return tuple(
         ChunkSize(num_tokens, min(num_tokens // _TOKENS_PER_ROW, max_rows))
         for num_tokens in _TOKENS
@@ -96,5 +96,5 @@ def chunk_sizes(max_tokens: int, max_rows: int) -> tuple[ChunkSize, ...]:
 
 
 def smallest_size(sizes: Sequence[ChunkSize], num_tokens: int, num_rows: int) -> ChunkSize | None:
-    """The first of `sizes`, which grow, that has room."""
+    """The first of the ascending `sizes` that has room."""
     return next((size for size in sizes if num_tokens <= size.num_tokens and num_rows <= size.num_rows), None)

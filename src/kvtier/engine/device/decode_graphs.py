@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: one launch instead of a thousand. The engine's thread owns it.
+"""Decode steps as CUDA graphs: one launch instead of a thousand. Owned by the engine's thread.
 
-A graph reads its inputs from fixed addresses and stands for one number of rows, so steps are padded up to the next
-size; rows of padding read and write nothing. Graphs share their memory: what one returns is gone with the next.
+A graph reads its inputs from fixed addresses and has a fixed number of rows, so steps are padded to the next size;
+padding rows read and write nothing. Graphs share their memory: the next run overwrites the result of the last one.
 
-A step whose KV is still arriving, a group of layers at a time, is a graph for each group, so that the first layers are
-computed while the last arrive.
+A step whose KV is still arriving, a group of layers at a time, has one graph for each group, so that the first layers
+are computed while the last arrive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SIZES = (
     *range(256, 512, 32),
     *range(512, 1025, 64),
 )
-"""Of very few rows attention is cut for the rows of a graph, padding or not: there is one for each of those."""
+"""With very few rows, attention is cut by the rows of the graph, padding included: so each such number has its own."""
 
 MAX_GRAPH_ROWS = _SIZES[-1]
 _NUM_WARM_UPS = 2
 
 
 class Forward(Protocol):
-    """Hidden states of the tokens of a batch. All of `arrivals` precede each layer's attention."""
+    """Hidden states of the tokens of a batch. Each layer's attention waits for that layer of all `arrivals`."""
 
     def __call__(self, tokens: torch.Tensor, batch: PagedBatch, arrivals: Sequence[Arrival] = ()) -> torch.Tensor: ...
 
@@ -56,9 +56,9 @@ class DecodeGraphs:
         kv_heads: int,
         part_ends: Sequence[int],
     ) -> None:
-        """A token `~s` stands for `last_tokens[s]`, as it is when the graph's turn comes.
+        """A token `~s` stands for `last_tokens[s]`, with its value when the graph runs.
 
-        What arrives does so in groups of layers that end before `part_ends`, the last of which is their number.
+        Layers arrive in groups that end before each of `part_ends`; the last of these is the number of layers.
         """
         self._forward = forward
         self._part_ends = part_ends
@@ -77,7 +77,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_rows: int) -> int | None:
-        """How many rows the graph for `num_rows` has; None when there is none that large."""
+        """How many rows the graph for `num_rows` has; None if no graph is large enough."""
         place = bisect.bisect_left(self._sizes, num_rows)
         return self._sizes[place] if place < len(self._sizes) else None
 
@@ -87,7 +87,7 @@ class DecodeGraphs:
             self._capture(size)
 
     def run(self, tokens: npt.NDArray[np.int64], batch: PagedArrays, arrivals: Sequence[Arrival] = ()) -> torch.Tensor:
-        """Hidden states of a batch with the number of rows of a graph, padding included, behind `arrivals`."""
+        """Hidden states of a batch with the number of rows of a graph, including padding, behind `arrivals`."""
         num_rows = batch.num_rows
         self._buffers.fill(tokens, batch)
         if arrivals and self._parted:
@@ -104,7 +104,7 @@ class DecodeGraphs:
 
     def _capture(self, num_rows: int) -> None:
         padding = PagedArrays.lay_out([], block_tokens=self._block_tokens, num_padding_rows=num_rows)
-        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into anybody's blocks
+        self._buffers.fill(np.zeros(0, np.int64), padding)  # warming up must not write into blocks in use
         tokens, batch = self._buffers.tokens(num_rows), self._buffers.batch(num_rows)
         self._graphs[num_rows] = capture_graph(self._forward, tokens, batch, self._memory)
         if len(self._part_ends) > 1:
@@ -114,7 +114,7 @@ class DecodeGraphs:
 def capture_graph(
     forward: Forward, tokens: torch.Tensor, batch: PagedBatch, memory: tuple[int, int]
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `forward` over `tokens` and `batch` where they lie, and where it leaves the hidden states."""
+    """A graph of `forward` over `tokens` and `batch` at their addresses, and where it leaves the hidden states."""
     device = tokens.device
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -129,15 +129,15 @@ def capture_graph(
 def capture_parts(
     forward: Forward, tokens: torch.Tensor, batch: PagedBatch, memory: tuple[int, int], part_ends: Sequence[int]
 ) -> tuple[list[torch.cuda.CUDAGraph], torch.Tensor]:
-    """As `capture_graph`, which comes first: it warms up. One graph for each of `part_ends`, to be run in order.
+    """Like `capture_graph`, which must run first: it warms up. One graph for each of `part_ends`, to be run in order.
 
-    Each but the last ends where the next group of layers begins to attend.
+    Each but the last ends where the next group of layers begins its attention.
     """
     return _capture(forward, tokens, batch, _Cutter(memory, part_ends[:-1]))
 
 
 class _Cutter:
-    """Takes the place of an arrival while graphs are captured, so that it is told of every layer."""
+    """Stands in for an arrival while graphs are captured, so that it sees every layer."""
 
     def __init__(self, memory: tuple[int, int], first_layers: Sequence[int]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -147,7 +147,7 @@ class _Cutter:
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        # Other threads may register memory meanwhile, for another engine of this process.
+        # Meanwhile, other threads may register memory, for another engine of this process.
         self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
         self._is_capturing = True
 
@@ -177,5 +177,5 @@ def _capture(
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: what one leaves of the graphs' memory is not taken for another stream."""
+    """A single stream for all captures: graph memory that one capture frees is not reused on another stream."""
     return torch.cuda.Stream(device)

@@ -25,7 +25,7 @@ class KvArena:
         return self.num_blocks * self.layout.block_bytes
 
     def copy(self, copies: list[BlockCopy]) -> None:
-        """Copy whole blocks, in the current stream's order. No target is a source."""
+        """Copy whole blocks, in the current stream's order. No target may be a source."""
         pairs = np.array([(copy.source, copy.target) for copy in copies], np.int64)
         sources, targets = upload([pairs[:, 0].copy(), pairs[:, 1].copy()], self.device)
         self.blocks[targets] = self.blocks[sources]

@@ -1,6 +1,6 @@
-"""Which tokens the requests with penalties have seen, kept on the device, where sampled tokens are.
+"""The tokens seen by requests with penalties, kept on the device, where tokens are sampled.
 
-The sampler owns it; one thread calls it. A request without penalties takes no room here. Changes are made in the
+Owned by the sampler; one thread calls it. A request without penalties takes no room here. Changes are made in the
 current stream's order, so a slot may be closed while a step that reads it is still running.
 """
 

@@ -1,7 +1,7 @@
-"""Measures how fast prompts are computed before the first one comes, so that the first decision is an informed one.
+"""Measures how fast prompts are computed before the first one arrives, so that the first decision is an informed one.
 
-Short steps tell what a step costs, long ones what a token costs, and those far into a prompt what attention costs: a
-load of a long prompt must not look slow because nobody knew how much longer computing it takes.
+Short steps show the cost of a step, long ones that of a token, and those far into a prompt that of attention: a load of
+a long prompt must not look slow because the cost of computing was unknown.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SIZES = (32, 256, 1024)
 _FAR_TOKENS = 1024
 _NUM_TIMES = 3
 _LONG_S = 0.1
-"""After a step that takes this long nothing larger is tried: start-up must not wait for it."""
+"""After a step that takes this long, no larger one is tried: start-up must not wait for it."""
 
 
 def measure_prefill(runner: Runner, timer: StepTimer, config: EngineConfig, max_model_len: int) -> None:
-    """Compute a few parts of prompts of zeros in block 0; nobody reads what they leave there."""
+    """Compute a few parts of prompts of zeros in block 0, which is not read afterwards."""
     most = min(config.max_num_batched_tokens, max_model_len - 1)
     parts = [(0, count) for count in sorted({min(size, most) for size in _SIZES})]
     count = min(most, _FAR_TOKENS)

@@ -1,4 +1,4 @@
-"""Numbers that depend on a seed and a position alone: no state, no order of draws, the same on every device."""
+"""Random numbers that depend only on a seed and a position: no state, no order of draws, equal on every device."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _mix(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """A right shift that brings in zeros, where torch's brings in the sign."""
+    """A right shift that fills with zeros, where torch's fills with the sign."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)

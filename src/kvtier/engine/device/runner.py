@@ -1,12 +1,12 @@
-"""Runs steps on the device: one forward pass over all rows, then sampling. Waits for nothing until results are asked.
+"""Runs steps on the device: one forward pass over all rows, then sampling. Waits only when results are asked for.
 
-Sampled tokens stay on the device and feed the next step, so steps may be handed over before the tokens of the ones
-before are known. Steps run in the order in which they are submitted. The engine's thread owns it.
+Sampled tokens stay on the device and feed the next step, so a step may be handed over before the tokens of earlier
+steps are known. Steps run in the order in which they are submitted. Owned by the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.constraint.constraints import TokenMasks
 from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS, ChunkGraphs
 from kvtier.engine.device.decode_graphs import DecodeGraphs
 from kvtier.engine.device.kv_arena import KvArena
-from kvtier.engine.device.sampler import SampledTokens, Sampler
+from kvtier.engine.device.prompt_scores import MAX_SLICE_ROWS, PromptScores, ScoredTokens
+from kvtier.engine.device.sampler import AllowedTokens, SampledTokens, Sampler
 from kvtier.engine.device.sampling_batch import SamplingBatch, SamplingRow
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.step import Step, StepRow
@@ -32,18 +34,22 @@ from kvtier.transfer.copier import Arrival
 from kvtier.transfer.copiers.cuda_copier import NUM_GROUPS, layer_groups
 
 _MAX_TOKENS_AFTER_ARRIVALS = 256
-"""So few are computed sooner by a graph once all layers of a prefix are there than layer by layer as they arrive."""
+"""Up to this many tokens, a graph that runs after all layers have arrived is faster than going layer by layer."""
+
+
+Constrain = Callable[[Sequence[Request]], TokenMasks | None]
+"""The tokens that each sampling request may have; None if all are free."""
 
 
 class TokenResult(NamedTuple):
-    """A sampled token, and the log-probabilities of it and its likeliest alternatives when they were asked for."""
+    """A sampled token, and the log-probabilities of it and its likeliest alternatives if they were requested."""
 
     token_id: int
     logprobs: dict[int, float] | None
 
 
 class Submitted:
-    """A step on its way. `rows` are those that sample, and `kept` is where their tokens wait for the next steps."""
+    """A step in flight. `rows` are those that sample; `kept` is where their tokens are stored for the next steps."""
 
     def __init__(
         self,
@@ -53,15 +59,20 @@ class Submitted:
         *,
         is_long: bool = False,
         over: torch.cuda.Event | None = None,
+        scores: PromptScores | None = None,
     ) -> None:
         """`is_long` if it has more tokens than any graph: it takes long, and many launches.
 
-        `over` tells when one without `rows` is over; of a short one nobody needs to know.
+        `over` shows when a step without `rows` is over; a short one needs none. After `wait`, `scored` has the tokens
+        of prompts whose log-probabilities were requested.
         """
         self.rows = rows
+        self.scored: list[ScoredTokens] = []
+        self._scores = scores
         self.is_long = is_long
         self._over = over
         self._results: Download | None = None
+        self._read: list[TokenResult] | None = None
         if sampled is None:
             return
         tensors = [sampled.token_ids]
@@ -70,19 +81,35 @@ class Submitted:
         self._results = Download(tensors, kept)
 
     def close(self) -> None:
-        """Nobody asks for its tokens any more."""
+        """Drop the step: its tokens are no longer wanted."""
         if self._results is not None:
             self._results.close()
+        if self._scores is not None:
+            self._scores.close()
+
+    @property
+    def is_read(self) -> bool:
+        """Its tokens were waited for."""
+        return self._read is not None
 
     @property
     def is_done(self) -> bool:
         """`wait` would return at once."""
+        if self._scores is not None and not self._scores.is_done:
+            return False
         if self._results is not None:
             return self._results.is_done
         return self._over is None or self._over.query()
 
     def wait(self) -> list[TokenResult]:
-        """The tokens of `rows`, once the device has them. Call it once."""
+        """The tokens of `rows`, once the device has computed them."""
+        if self._read is None:
+            self._read = self._wait()
+        return self._read
+
+    def _wait(self) -> list[TokenResult]:
+        if self._scores is not None:
+            self.scored = self._scores.wait()
         if self._results is None:
             if self._over is not None:
                 self._over.synchronize()
@@ -105,7 +132,7 @@ class Submitted:
 
 @dataclass(slots=True)
 class _Place:
-    """What the runner knows of the request in a slot."""
+    """The runner's record of the request in a slot."""
 
     request: Request
     version: int
@@ -173,10 +200,10 @@ class Runner:
         max_graph_tokens: int = MAX_GRAPH_TOKENS,
         has_arrivals: bool = True,
     ) -> None:
-        """`backend` computes attention; the device's own unless told.
+        """`backend` computes attention; by default the device's own.
 
-        Graphs run decodes of up to `max_graph_rows`, and other steps of up to as many rows and `max_graph_tokens`. They
-        are in parts, too, if some steps are going to have arrivals.
+        Graphs run decodes of up to `max_graph_rows` rows, and other steps of up to as many rows and `max_graph_tokens`
+        tokens. With `has_arrivals`, they are also captured in parts, for steps with arrivals.
         None of `eos_token_ids` is sampled before a request has its `min_tokens`, unless it ignores them.
         """
         self.model = model
@@ -216,31 +243,56 @@ class Runner:
             with torch.inference_mode():
                 self._decode_graphs.capture_all()
                 self._chunk_graphs.capture_all()
-            torch.cuda.empty_cache()  # what warming up took is another stream's
+            torch.cuda.empty_cache()  # warming up took memory for another stream
 
-    def submit(self, step: Step, *, uses_graphs: bool = True) -> Submitted:
-        """Hand a step to the device. Unless it `uses_graphs`, its kernels are launched one by one."""
+    def submit(self, step: Step, constrain: Constrain | None = None, *, uses_graphs: bool = True) -> Submitted:
+        """Hand a step to the device. Unless `uses_graphs`, its kernels are launched one by one.
+
+        `constrain` is asked which tokens may be sampled once everything before sampling is with the device; it may wait
+        for the tokens of earlier steps.
+        """
         with torch.inference_mode():
             if step.copies:
-                self._put_behind(step.arrivals)  # a source may be among what arrives
+                self._put_behind(step.arrivals)  # a source may be among the arrivals
                 self.arena.copy(step.copies)
             sampling = [row for row in step.rows if row.samples]
             hidden = self._hidden_states(step, self._token_ids(step), uses_graphs=uses_graphs)
             is_long = step.num_tokens > MAX_GRAPH_TOKENS
+            scores = self._scores_of(step, hidden)
             if not sampling:
-                return Submitted([], is_long=is_long, over=self._end_so_far() if is_long else None)
+                return Submitted([], is_long=is_long, over=self._end_so_far() if is_long else None, scores=scores)
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
-            sampled = self._sampler.sample(self.model.logits(states), together.batch)
-            return Submitted(sampling, sampled, LastTokens(self._last_tokens, together.slots), is_long=is_long)
+            logits = self.model.logits(states)
+            masks = None if constrain is None else constrain([row.request for row in sampling])
+            sampled = self._sampler.sample(logits, together.batch, self._allowed(masks))
+            kept = LastTokens(self._last_tokens, together.slots)
+            return Submitted(sampling, sampled, kept, is_long=is_long, scores=scores)
+
+    def _scores_of(self, step: Step, hidden: torch.Tensor) -> PromptScores | None:
+        if not any([row.scores for row in step.rows]):
+            return None
+        max_rows = min(MAX_SLICE_ROWS, len(self._tables))
+        return PromptScores(step, hidden, self.model.logits, max_rows=max_rows, vocab_size=self.model.config.vocab_size)
+
+    def _allowed(self, masks: TokenMasks | None) -> AllowedTokens | None:
+        if masks is None:
+            return None
+        rows, words = upload([masks.rows, masks.words], self._device)
+        return AllowedTokens(rows, words)
 
     def _end_so_far(self) -> torch.cuda.Event | None:
-        """When all that was handed over is computed. On a CPU it is."""
+        """An event at the end of everything handed over so far. None on a CPU, where it is done."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything handed over."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self, request: Request) -> None:
         """The request is over."""
@@ -250,7 +302,7 @@ class Runner:
             self._sampling = None
 
     def _hidden_states(self, step: Step, tokens: npt.NDArray[np.int64], *, uses_graphs: bool) -> torch.Tensor:
-        """Those of all tokens, and of some padding after them."""
+        """The hidden states of all tokens, followed by those of some padding."""
         num_tokens, num_rows = step.num_tokens, len(step.rows)
         decode_graphs = self._decode_graphs if uses_graphs else None
         if decode_graphs is not None and num_tokens == num_rows:
@@ -273,7 +325,7 @@ class Runner:
         return self._forward(self._on_device(tokens), uploaded, step.arrivals)
 
     def _put_behind(self, arrivals: Sequence[Arrival]) -> None:
-        """What is handed to the device from now on runs after all layers of them have arrived."""
+        """Make work handed to the device from now on run after all their layers have arrived."""
         for arrival in arrivals:
             arrival.precede(self.arena.layout.layers - 1)
 
@@ -294,7 +346,7 @@ class Runner:
         return hidden
 
     def _table_of(self, request: Request) -> npt.NDArray[np.int32]:
-        """The request's block ids, of which only new ones are copied."""
+        """The request's block ids; only new ones are copied."""
         ids = request.blocks.ids
         place = self._places.get(request.slot)
         if place is None or place.request is not request or place.version != request.blocks.version:
@@ -306,7 +358,7 @@ class Runner:
         return table
 
     def _token_ids(self, step: Step) -> npt.NDArray[np.int64]:
-        """Those of all rows. Of a token that only the device knows, `~s`: it is the last one of slot `s`."""
+        """The tokens of all rows. A token that only the device knows is `~s`: the last one of slot `s`."""
         tokens = np.empty(step.num_tokens, np.int64)
         place = 0
         for row in step.rows:
@@ -331,7 +383,7 @@ class Runner:
         return hidden[places]
 
     def _sampling_of(self, rows: list[StepRow]) -> _Sampling:
-        """The last step's, if its rows are the same: it has moved on by as much as sampling needs."""
+        """The last step's sampling if its rows are the same: it has already advanced as far as needed."""
         requests = [row.request for row in rows]
         slots = [request.slot for request in requests]
         last = self._sampling
@@ -348,7 +400,7 @@ class Runner:
     def _sampling_row(self, request: Request) -> SamplingRow:
         row = self._sampling_rows.get(request)
         if row is None:
-            # Only penalties look at the tokens, of which there may be a million.
+            # Only penalties need the tokens, and there may be a million.
             tokens = request.tokens if request.params.has_penalties else []
             num_prompt = request.prompt_tokens
             row = self._sampler.open(request.params, tokens[:num_prompt], tokens[num_prompt:])

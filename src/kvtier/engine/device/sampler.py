@@ -1,8 +1,9 @@
-"""Turns logits into tokens on the device: nothing waits for it, and no step's work grows with the rows in Python.
+"""Turns logits into tokens on the device: nothing waits for it, and no step's Python work grows with its rows.
 
 A row's token depends on its own logits, parameters, seed and output position, not on the rows beside it: the same
-request gets the same tokens in any batch. The order is that of most engines: penalties, suppressed ends, temperature,
-min_p, top_k, top_p. Scores that tie with the last one kept are kept. The runner's thread calls everything.
+request gets the same tokens in any batch. The order is that of most engines: penalties, bias, suppressed ends, tokens
+that a grammar forbids, temperature, min_p, top_k, top_p. Scores that tie with the last one kept are also kept. The
+runner's thread calls everything.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kvtier.engine.device.penalty_state import PenaltyState
 from kvtier.engine.device.randomness import uniform
 from kvtier.engine.device.sampling_batch import Draws, SamplingBatch, SamplingRow, Suppression, Truncation
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.kernels.backend import best_tokens_for
+from kvtier.kernels.backend import best_tokens_for, forbid_for
 
 _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities under the model's own distribution, before anything a request asks for changes it."""
+    """Log-probabilities under the model's own distribution, before a request's parameters change it."""
 
     sampled: torch.Tensor
     """`(rows,)`"""
@@ -35,8 +36,18 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """For the rows `rows`, bit `t % 32` of word `t // 32` is set if token `t` may be sampled. Other rows are free."""
+
+    rows: torch.Tensor
+    """`(constrained rows,)` int64"""
+    words: torch.Tensor
+    """`(constrained rows, words)` int32"""
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step sampled, on the device."""
+    """A step's samples, on the device."""
 
     token_ids: torch.Tensor
     """`(rows,)` int64"""
@@ -44,7 +55,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples for one model on one device, and holds what requests with penalties have seen."""
+    """Samples for one model on one device, and keeps the tokens seen by requests with penalties."""
 
     def __init__(self, *, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int] = ()) -> None:
         self._vocab_size = vocab_size
@@ -55,9 +66,9 @@ class Sampler:
     def open(
         self, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
     ) -> SamplingRow:
-        """Take in a request; `close` what this returns. A request without a seed gets one of its own.
+        """Take in a request; pass the result to `close` later. A request without a seed gets one of its own.
 
-        Of a greedy one nothing is drawn.
+        A greedy request draws nothing.
         """
         seed = 0 if params.is_greedy else secrets.randbits(64) if params.seed is None else params.seed
         slot = self._penalties.open(prompt_token_ids, output_token_ids) if params.has_penalties else None
@@ -69,28 +80,35 @@ class Sampler:
             self._penalties.close(row.penalty_slot)
 
     def batch(self, rows: Sequence[SamplingRow], positions: Sequence[int]) -> SamplingBatch:
-        """Rows to sample together, each with the number of its output tokens so far, those in flight counted."""
+        """Rows to sample together, each with the number of its output tokens so far, including those in flight."""
         return SamplingBatch.build(
             rows, positions, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids, device=self._device
         )
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
-        """A token for every row of `logits`, `(rows, vocab_size)`, which it may overwrite. It computes in float32.
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None) -> SampledTokens:
+        """A token for every row of `logits`, `(rows, vocab_size)`, which may be overwritten. Computes in float32.
 
-        Afterwards the batch stands at the next position, if any row looks at it, and the penalties know the tokens. The
-        likeliest of equal tokens is the one of the lowest id.
+        Afterwards the batch is at the next position, if any row depends on it, and the penalties know the tokens. Of
+        equally likely tokens, the one with the lowest id is taken.
         """
         assert logits.shape == (batch.positions.shape[0], self._vocab_size), "the logits are another batch's"
         if batch.is_greedy:
+            if allowed is not None:
+                forbid_for(logits)(logits, allowed.rows, allowed.words)
             return SampledTokens(best_tokens_for(logits)(logits), None)
         logits = logits.float()
         model_logits = logits
-        if batch.num_logprobs is not None and (batch.penalties or batch.suppression):
+        if batch.num_logprobs is not None and (batch.changes_logits or allowed):
             logits = logits.clone()
         if batch.penalties is not None:
             self._penalties.apply(logits, batch.penalties)
+        if batch.bias is not None:
+            places = (batch.bias.rows, batch.bias.token_ids)
+            logits.index_put_(places, logits[places].add_(batch.bias.values))
         if batch.suppression is not None:
             _suppress(logits, batch.suppression, batch.positions)
+        if allowed is not None:
+            forbid_for(logits)(logits, allowed.rows, allowed.words)
         token_ids = logits.argmax(-1) if batch.draws is None else _draw(logits, batch.draws, batch.positions)
         if batch.penalties is not None:
             self._penalties.record(token_ids, batch.penalties)
@@ -107,14 +125,14 @@ def _suppress(logits: torch.Tensor, suppression: Suppression, positions: torch.T
 
 
 def _draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor) -> torch.Tensor:
-    """Invert each row's cumulative distribution at its own number; greedy rows take their best."""
+    """Invert each row's cumulative distribution at its own number; greedy rows take their best token."""
     scores = logits / draws.temperature
     if draws.log_min_p is not None:
         scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + draws.log_min_p, _NEVER)
     if draws.truncation is not None:
         _truncate(scores, draws.truncation)
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    # In float64 the sums do not depend on the order in which a device adds them, to any digit that could matter.
+    # In float64, the order in which a device adds does not change the sums in any digit that matters.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     targets = uniform(draws.seeds, positions)[:, None] * cumulative[:, -1:]
     token_ids = torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
@@ -122,7 +140,7 @@ def _draw(logits: torch.Tensor, draws: Draws, positions: torch.Tensor) -> torch.
 
 
 def _truncate(scores: torch.Tensor, truncation: Truncation) -> None:
-    """Drop, in place, what lies under each row's last kept score: of the best `top_k`, those that make up `top_p`."""
+    """Drop, in place, scores below each row's last kept one: of the best `top_k`, those that make up `top_p`."""
     cut = scores[truncation.rows]
     best = _best(cut, truncation.max_kept)
     is_kept = torch.arange(best.shape[-1], device=best.device) < truncation.top_k
@@ -138,7 +156,7 @@ def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     if count < scores.shape[-1]:
         return scores.topk(count).values
     if scores.device.type == "cpu":
-        # torch sorts the ids along, which costs a CPU ten times what the scores alone do.
+        # torch also sorts the ids, which costs a CPU ten times as much as sorting the scores alone.
         return torch.from_numpy(np.sort(scores.numpy())).flip(-1)
     return scores.sort(descending=True).values
 

@@ -1,6 +1,6 @@
-"""The rows of a sampling step as device tensors: made when the rows change, used for as many steps as they stay.
+"""The rows of a sampling step as device tensors: built when the rows change, used while they stay the same.
 
-The runner's thread builds it with one copy to the device. What no row asks for is absent (`None`), so the sampler
+The runner's thread builds it with one copy to the device. A feature that no row uses is absent (`None`), so the sampler
 decides on the host what it can leave out.
 """
 
@@ -20,7 +20,7 @@ from kvtier.kernels.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler keeps of one request. Its draws depend on `seed` and the output position alone."""
+    """The sampler's record of one request. Its draws depend only on `seed` and the output position."""
 
     params: SamplingParams
     seed: int
@@ -29,14 +29,14 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The rows that are drawn at random; greedy rows in it are drawn too, and the draw is not used."""
+    """The rows that are drawn at random. Greedy rows among them are drawn too, but the draw is ignored."""
 
     temperature: torch.Tensor
     """`(rows, 1)`; 1 for greedy rows."""
     seeds: torch.Tensor
     is_greedy: torch.Tensor | None
     log_min_p: torch.Tensor | None
-    """`(rows, 1)`: how far under the best score a score may lie; -inf for rows without `min_p`."""
+    """`(rows, 1)`: how far below the best score a score may lie; -inf for rows without `min_p`."""
     truncation: Truncation | None
 
 
@@ -46,7 +46,7 @@ class Truncation:
 
     rows: torch.Tensor
     top_k: torch.Tensor
-    """`(rows, 1)`; the vocabulary for rows without."""
+    """`(rows, 1)`; the size of the vocabulary for rows without `top_k`."""
     top_p: torch.Tensor
     max_kept: int
     """The largest `top_k`: no more scores need be sorted."""
@@ -54,7 +54,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The rows with penalties, and where `PenaltyState` counts their tokens."""
+    """The rows with penalties, and the slots where `PenaltyState` counts their tokens."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -73,23 +73,37 @@ class Suppression:
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """Values added to the logit of a token in a row, each pair once."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """`positions[r]` is the place in row r's output of the token that is sampled next; sampling advances it.
 
-    Of rows that are all greedy nothing asks for it, and it stays.
+    If all rows are greedy, nothing needs it, and it stays unchanged.
     """
 
     positions: torch.Tensor
     draws: Draws | None
     penalties: Penalties | None
     suppression: Suppression | None
+    bias: Bias | None
     num_logprobs: int | None
-    """Alternatives to report with each token's own log-probability; `None` when no row wants any."""
+    """Alternatives to report with each token's own log-probability; `None` if no row wants any."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes the likeliest token as it is, and nobody asks for more."""
-        return self.draws is None and self.penalties is None and self.suppression is None and self.num_logprobs is None
+        """Whether every row takes the likeliest token of unchanged logits, and no log-probabilities are requested."""
+        return self.draws is None and not self.changes_logits and self.num_logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.penalties is not None or self.suppression is not None or self.bias is not None
 
     @classmethod
     def build(
@@ -101,7 +115,7 @@ class SamplingBatch:
         eos_token_ids: Sequence[int] = (),
         device: torch.device,
     ) -> SamplingBatch:
-        """Row r of the logits belongs to `rows[r]`, which has `positions[r]` output tokens, those in flight counted."""
+        """Row r of the logits belongs to `rows[r]`, with `positions[r]` output tokens, including those in flight."""
         assert len(rows) == len(positions)
         host = _HostArrays(rows, positions, vocab_size, eos_token_ids)
         tensors = dict(zip(host.arrays, upload(list(host.arrays.values()), device), strict=True))
@@ -111,12 +125,13 @@ class SamplingBatch:
             draws=_draws(host, tensors),
             penalties=_penalties(tensors) if host.has_penalties else None,
             suppression=_suppression(tensors) if host.has_suppression else None,
+            bias=_bias(tensors) if host.has_bias else None,
             num_logprobs=min(max(logprobs), vocab_size) if logprobs else None,
         )
 
 
 class _HostArrays:
-    """Everything a batch needs, as arrays to upload, and which parts of it any row uses."""
+    """Everything a batch needs, as arrays to upload, and which parts of it are used by any row."""
 
     def __init__(
         self, rows: Sequence[SamplingRow], positions: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int]
@@ -135,6 +150,7 @@ class _HostArrays:
         self._add_draws(rows, vocab_size)
         self._add_penalties(rows)
         self._add_suppression(params, positions, vocab_size, eos_token_ids)
+        self._add_bias(params, vocab_size)
 
     def _add_draws(self, rows: Sequence[SamplingRow], vocab_size: int) -> None:
         params = [row.params for row in rows]
@@ -177,6 +193,18 @@ class _HostArrays:
         self.has_suppression = bool(pairs)
         self.arrays["suppressed"] = np.array(pairs, np.int64).reshape(-1, 3).T.copy()
 
+    def _add_bias(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+        biased = [
+            (index, token_id, value)
+            for index, one in enumerate(params)
+            for token_id, value in one.logit_bias.items()
+            if token_id < vocab_size
+        ]
+        self.has_bias = bool(biased)
+        places = [(index, token_id) for index, token_id, _ in biased]
+        self.arrays["biased"] = np.array(places, np.int64).reshape(-1, 2).T.copy()
+        self.arrays["bias"] = np.array([value for _, _, value in biased], np.float32)
+
 
 def _top_k(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k, vocab_size) or vocab_size
@@ -212,3 +240,8 @@ def _penalties(tensors: dict[str, torch.Tensor]) -> Penalties:
 def _suppression(tensors: dict[str, torch.Tensor]) -> Suppression:
     rows, token_ids, min_tokens = tensors["suppressed"]
     return Suppression(rows, token_ids, min_tokens)
+
+
+def _bias(tensors: dict[str, torch.Tensor]) -> Bias:
+    rows, token_ids = tensors["biased"]
+    return Bias(rows, token_ids, tensors["bias"])

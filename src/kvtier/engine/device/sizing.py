@@ -1,7 +1,7 @@
 """How many KV blocks the device has room for.
 
-`gpu_memory_utilization` is this engine's own share: what other processes, or other engines of this one, use of the
-device does not count against it. Two engines of 0.45 run beside each other, also when they start at the same time.
+`gpu_memory_utilization` is this engine's own share: device memory used by other processes, or by other engines of this
+one, does not count against it. Two engines with 0.45 can share a device, even if they start at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PEAK_SLACK = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """A device before KV is put on it. `own_bytes` are this engine's so far, `step_bytes` what a step takes besides."""
+    """A device before KV is put on it. `own_bytes` are this engine's so far; a step takes `step_bytes` more."""
 
     total_bytes: int
     free_bytes: int
@@ -37,7 +37,7 @@ class DeviceMemory:
     step_bytes: int
 
     def limits(self, share: float) -> dict[str, int]:
-        """Bytes for KV, each under the name of what allows no more. Below zero where there is no room at all."""
+        """Bytes for KV, each under the name of the limit that allows no more. Below zero if there is no room at all."""
         return {
             "gpu_memory_utilization": int(self.total_bytes * share) - self.own_bytes - self.step_bytes,
             "the free memory of the device": self.free_bytes - self.step_bytes,
@@ -45,17 +45,17 @@ class DeviceMemory:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What this process has on a GPU; to be asked before an engine puts anything there."""
+    """What this process has on a GPU; read it before an engine puts anything there."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def choose_num_blocks(
     config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device, allocated_before_bytes: int
 ) -> int:
-    """As many as `kv_cache_space` and, on a GPU, `gpu_memory_utilization` allow once the largest step has its room.
+    """As many as `kv_cache_space` and, on a GPU, `gpu_memory_utilization` allow after room for the largest step.
 
-    `allocated_before_bytes` are those of `allocated_bytes` before the model was loaded. Raises `ConfigError` when that
-    is too few to serve anything.
+    `allocated_before_bytes` is the result of `allocated_bytes` before the model was loaded. Raises `ConfigError` if too
+    few blocks fit to serve anything.
     """
     limits = {} if config.kv_cache_space is None else {"kv_cache_space": config.kv_cache_space}
     if device.type == "cuda":
@@ -65,7 +65,7 @@ def choose_num_blocks(
 
 
 def fit_blocks(limits: Mapping[str, int], block_bytes: int) -> int:
-    """As many as the tightest of `limits` allows. Raises `ConfigError`, and names it, when that is too few."""
+    """As many as the tightest of `limits` allows. Raises `ConfigError`, with its name, if that is too few."""
     name = min(limits, key=lambda one: limits[one])
     num_blocks = limits[name] // block_bytes
     if num_blocks < _MIN_BLOCKS:
@@ -79,7 +79,7 @@ def fit_blocks(limits: Mapping[str, int], block_bytes: int) -> int:
 def _measure(
     config: EngineConfig, loaded: LoadedModel, layout: KvLayout, device: torch.device, allocated_before_bytes: int
 ) -> DeviceMemory:
-    """Runs a step of the largest size, to see what it takes."""
+    """Run a step of the largest size, to measure what it takes."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _largest_step(config: EngineConfig, loaded: LoadedModel, block_tokens: int) -> tuple[Step, int]:
-    """As many rows and tokens as a step can have, every row with the dearest sampling; and how many blocks it takes."""
+    """The most rows and tokens that a step can have, all with the costliest sampling; and how many blocks it takes."""
     num_rows = min(config.max_num_requests, config.max_num_batched_tokens)
     max_tokens = config.max_model_len or loaded.config.max_position_embeddings
     count = min(config.max_num_batched_tokens // num_rows, max_tokens)

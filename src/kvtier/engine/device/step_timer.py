@@ -1,4 +1,4 @@
-"""How long the device takes for the steps that compute prompts. The engine's thread owns it."""
+"""How long the device takes for steps that compute prompts. Owned by the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Chunks = list[tuple[int, int]]
 
 
 class StepTimer:
-    """`start` before a step is handed over, `stop` after it; what the device has done is noted later."""
+    """Call `start` before a step is handed over and `stop` after it; the device's times are noted later."""
 
     def __init__(self, speeds: Speeds, device: torch.device) -> None:
         self._speeds = speeds
@@ -33,7 +33,7 @@ class StepTimer:
         self._started_at = time.perf_counter()
 
     def stop(self, step: Step) -> None:
-        """Steps that wait for copies, or compute next to nothing, say nothing of the speed."""
+        """Note the step, unless it waits for copies or computes next to nothing: then it says nothing about speed."""
         self._note_done()
         chunks = [(row.start, row.count) for row in step.rows]
         if step.arrivals or step.num_tokens < max(_MIN_TOKENS, 2 * len(step.rows)):
@@ -52,7 +52,7 @@ class StepTimer:
 
 
 class NoStepTimer:
-    """Without tiers there is no decision to be made from the speed, and no event is worth its launch."""
+    """Stands in without tiers: there is no decision to make from the speed, so no event is worth its launch."""
 
     def start(self) -> None:
         pass

@@ -1,13 +1,13 @@
-"""Runs every kernel of a greedy step once before the first request, on a GPU: none is compiled while somebody waits.
+"""Runs every kernel of a greedy step once on a GPU, so that none is compiled once requests wait.
 
-Captured graphs have compiled what they hold. Left are what runs around them, and steps that no graph runs: large ones,
-some of those behind arrivals, and all where there are none. How attention is cut there (`kernels/tuning`) depends on
-how many queries a row has, on how many rows there are, and on how long the longest is, for the decodes of a step and
-for its other rows by themselves. Every way to cut it comes here, whether or not a graph would run such a step.
+Captured graphs have compiled what they hold. That leaves what runs around them, and steps that no graph runs: large
+ones, some behind arrivals, and all steps if there are no graphs. How attention is cut there (`kernels/tuning`) depends
+on how many queries a row has, how many rows there are, and how long the longest is, separately for the decodes of a
+step and for its other rows. Every way to cut it occurs here, whether or not a graph would run such a step.
 
-Products are a library's, which has a kernel for each range of sizes: CUDA loads one, and torch takes memory for its
-results, when a size first comes, and may let every copy and every other thread wait meanwhile until the device is idle.
-So all sizes come here first, the largest before the others: every number of rows that sample, and for the layers every
+Products are a library's, which has a kernel for each range of sizes. When a size first occurs, CUDA loads its kernel,
+and torch takes memory for the results; both may make every copy and every other thread wait until the device is idle.
+So all sizes occur here first, the largest before the others: every number of rows that sample, and for the layers every
 64 tokens, which share a kernel.
 """
 
@@ -24,30 +24,32 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.kernels import tuning
+from kvtier.kernels.backend import forbid_for
 from kvtier.kernels.rotation import Rotation
 from kvtier.models.model import Model
 
 _MAX_COUNT = 160
-"""Queries of a row: the tiles of attention double, up to 128. From 192 on KV is gathered."""
+"""Limit on the queries of a row: the tiles of attention double, up to 128. From 192 on, KV is gathered."""
 
 _MORE_ROWS = 4
-"""By this the numbers of rows grow. No range of them that is cut alike is smaller."""
+"""Factor between the numbers of rows that are tried. No range of them that is cut alike is smaller."""
 
 _MEDIUM_CONTEXT, _LONG_CONTEXT = 600, 4096
-"""Keys are cut into a few parts, and into many."""
+"""Contexts whose keys are cut into a few parts, and into many."""
 
 _LAYER_STEP = 64
 _MAX_LAYER_STEPS = 128
-"""Kernels of products are chosen by how many tiles there are, of 64 tokens or more."""
+"""Kernels of products are chosen by the number of tiles, of 64 tokens or more."""
 
 
 def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) -> None:
-    """Steps of zeros in block 0, which nobody has yet."""
+    """Run steps of zeros in block 0, which is not in use yet."""
     longest = max_model_len - 1
     num_tokens = min(config.max_num_batched_tokens, config.max_num_requests * longest)
     with torch.inference_mode():
         _multiply_head(runner.model, min(config.max_num_requests, num_tokens))
         _multiply_layer(runner.model, num_tokens)
+        _forbid(runner.model)
     while num_tokens > MAX_GRAPH_TOKENS:
         _run(runner, _prompts(num_tokens, longest, config.block_size))
         num_tokens = num_tokens * 3 // 4
@@ -59,7 +61,7 @@ def compile_kernels(runner: Runner, config: EngineConfig, max_model_len: int) ->
 
 
 def _counts(runner: Runner) -> list[int]:
-    """How many queries a row may have: one number for each kind of tiles, and of what windows leave to be cut."""
+    """How many queries a row may have: one number for each kind of tiles, and of keys left to cut by windows."""
     layout, group = runner.arena.layout, runner.model.config.num_heads // runner.arena.layout.kv_heads
     windows = sorted({window for window in runner.model.config.windows if window is not None})
     counts: dict[tuple[object, ...], int] = {}
@@ -74,7 +76,7 @@ def _counts(runner: Runner) -> list[int]:
 
 
 def _kinds(runner: Runner, config: EngineConfig, longest: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Rows of `count` queries, how many and where they start: one without much before it, and many that are long."""
+    """Rows of `count` queries, as (number of rows, start, `count`): one with little before it, and many long ones."""
     max_rows = min(config.max_num_requests, config.max_num_batched_tokens // count)
     contexts = [(1, 0), (1, _MEDIUM_CONTEXT), *((num_rows, _LONG_CONTEXT) for num_rows in _numbers(max_rows))]
     many = -(-tuning.MANY_DECODES // runner.arena.layout.kv_heads)
@@ -85,7 +87,7 @@ def _kinds(runner: Runner, config: EngineConfig, longest: int, count: int) -> It
 
 
 def _numbers(most: int) -> list[int]:
-    """Of rows: from 1 to `most`."""
+    """Numbers of rows, from 1 to `most`."""
     numbers = []
     number = 1
     while number < most:
@@ -95,14 +97,23 @@ def _numbers(most: int) -> list[int]:
 
 
 def _multiply_head(model: Model, max_rows: int) -> None:
-    """Any number of a step's rows may sample, whatever its size."""
+    """Compute the head for every number of rows: any of a step's rows may sample."""
     states = model.embed_tokens.weight.new_zeros(max_rows, model.config.hidden_size)
     for num_rows in range(max_rows, 0, -1):
         model.logits(states[:num_rows])
 
 
+def _forbid(model: Model) -> None:
+    """Forbid no token, in the dtypes in which requests with a grammar are sampled."""
+    logits = model.logits(model.embed_tokens.weight.new_zeros(1, model.config.hidden_size))
+    rows = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    words = torch.full((1, -(-logits.shape[-1] // 32)), -1, dtype=torch.int32, device=logits.device)
+    for dtype in {logits.dtype, torch.float32}:
+        forbid_for(logits)(logits.to(dtype), rows, words)
+
+
 def _multiply_layer(model: Model, max_tokens: int) -> None:
-    """All of the first layer but attention. The others have the same sizes."""
+    """Run the first layer without its attention. The other layers have the same sizes."""
 
     def no_attention(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation

@@ -1,1 +1,1 @@
-"""An engine in a process of its own, and what it says over its socket."""
+"""An engine in a process of its own, and the messages on its socket."""

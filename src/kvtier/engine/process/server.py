@@ -1,7 +1,7 @@
-"""An engine behind a Unix socket: what the HTTP server's process asks. Any number of connections, two threads each.
+"""Serves an engine over a Unix socket, to the HTTP server's process. Any number of connections, two threads each.
 
-The engine's thread only hands over what a step brought; turning it into messages and sending them is the connection's
-writing thread. Prompts are made from text and chats by a few threads, so that a long one holds nobody up.
+The engine's thread only hands over a step's results; the connection's writing thread turns them into messages and sends
+them. A few threads make prompts from text and chats, so a long one delays no other.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import socket
@@ -21,33 +22,55 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, News, Submission
+from kvtier.engine.parting.message_place import ChatInput
+from kvtier.engine.parting.partings import AskedPrompt, Partings
 from kvtier.engine.process.messages import (
     FAILED,
+    GRAMMAR,
     INVALID,
     LENGTH_BYTES,
+    MAX_PROMPT_END_CHARACTERS,
     STOPPED,
     TOO_LONG,
     Abort,
     Accepted,
+    AskParting,
+    AskWarnings,
+    ChatMessage,
     ChatPrompt,
+    Detokenize,
+    Detokenized,
     FromEngine,
     Hello,
     MetricFamily,
     Metrics,
+    Parted,
     Prompt,
     Refused,
+    ResumeLoading,
+    Retained,
     Sample,
     StepOutputs,
     Submit,
     TextPrompt,
     ToEngine,
+    Tokenize,
+    Tokenized,
     TokenPrompt,
+    Warnings,
     body_length,
     decode_request,
     encode,
 )
-from kvtier.errors import AnswerFailed, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
-from kvtier.models.prompt_encoder import PromptEncoder
+from kvtier.engine.prompt_token import PromptToken
+from kvtier.engine.retentions import Retentions
+from kvtier.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from kvtier.engine.thinking_marks import ends_in_thought
+from kvtier.errors import AnswerFailed, InvalidGrammar, KvtierError, PromptTooLong, RemoteProtocolError, RequestError
+from kvtier.models.prompt_encoder import EncodedChat, PromptEncoder
+from kvtier.observe.log_limit import LogLimit
+from kvtier.observe.recent_warnings import RecentWarnings
+from kvtier.tiers.retention import MAX_ASKS, RetentionAsk, RetentionOutcome
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import UnixListener
 
@@ -55,17 +78,18 @@ logger = logging.getLogger(__name__)
 
 _NUM_PROMPT_THREADS = 2
 _SHORT_CHARACTERS = (4 << 10, 64 << 10)
-"""Prompts up to each of these, and longer ones, are made by threads of their own."""
+_LENGTHS = ("short", "middle", "long")
+"""Prompts up to each of these lengths, and longer ones, have separate threads."""
 
 _CHARACTERS_OF_MESSAGE = 32
-"""What a template takes for a message, counted in characters of text."""
+"""The cost of rendering one message in a template, in characters of text."""
 
 _FLUSH_S = 2.0
 _ACCEPT_AGAIN_S = 0.5
 
 
 class EngineServer:
-    """Listening from construction on. `close` first refuses what is new, lets what is under way end, then stops."""
+    """Listens once constructed. Call `refuse` to accept no new requests, then `close` to stop."""
 
     def __init__(
         self,
@@ -74,37 +98,43 @@ class EngineServer:
         hello: Hello,
         socket_path: str,
         registries: Sequence[CollectorRegistry] = (),
+        partings: Partings | None = None,
+        warnings: RecentWarnings | None = None,
     ) -> None:
-        """Raises `ConfigError` when the socket cannot be used."""
+        """Raises `ConfigError` if the socket cannot be used. Without `partings`, prompts are compared with nothing."""
         self.client = client
         self.prompts = prompts
         self.hello = hello
         self.registries = registries
+        self.partings = Partings(None) if partings is None else partings
+        self.warnings = RecentWarnings() if warnings is None else warnings
+        self.log_limit = LogLimit(logger)
         self.is_refusing = False
         self._lock = threading.Lock()
         self._connections: set[_ClientConnection] = set()
         self._is_met = threading.Event()
         self._is_closing = threading.Event()
-        self._prompt_threads = [
-            ThreadPoolExecutor(_NUM_PROMPT_THREADS, f"kvtier-{length}-prompt") for length in ("short", "middle", "long")
-        ]
+        self._threads = {
+            kind: ThreadPoolExecutor(_NUM_PROMPT_THREADS, f"kvtier-{kind}-prompt") for kind in (*_LENGTHS, "grammar")
+        }
         self._listener = UnixListener(UnixAddress(socket_path))
+        self.partings.asked_at = f"unix:{socket_path}"
         self._accepting = threading.Thread(target=self._accept, name="kvtier-accept-engine", daemon=True)
         self._accepting.start()
 
     def wait_until_met(self, timeout_s: float) -> bool:
-        """Until somebody has been told what runs here, and can ask. False when nobody comes in time."""
+        """Wait until a client has received the `Hello`, and so can send requests. False on timeout."""
         return self._is_met.wait(timeout_s)
 
     def note_met(self) -> None:
         self._is_met.set()
 
     def refuse(self) -> None:
-        """Take no more prompts: whoever asks is told to ask again later, or elsewhere."""
+        """Accept no more prompts: clients are told to retry later, or elsewhere."""
         self.is_refusing = True
 
     def close(self) -> None:
-        """What is under way is broken off."""
+        """Requests in progress are cut off."""
         self.is_refusing = True
         self._is_closing.set()
         with contextlib.suppress(OSError):
@@ -115,23 +145,43 @@ class EngineServer:
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-        for threads in self._prompt_threads:
+        for threads in self._threads.values():
             threads.shutdown()
 
-    def threads_for(self, prompt: Prompt) -> ThreadPoolExecutor:
-        """Those that make tokens of it. Long prompts have their own: they take seconds, and short ones do not wait."""
+    def threads_for(self, request: Submit) -> ThreadPoolExecutor | None:
+        """The threads that tokenize its prompt; None if there is nothing to do.
+
+        Long prompts have threads of their own, and so have grammars that are not compiled yet: they take seconds, and
+        short prompts must not wait for them.
+        """
+        grammar = request.params.grammar
+        if grammar is not None and not self.client.has_compiled(grammar):
+            return self._threads["grammar"]
+        return None if isinstance(request.prompt, TokenPrompt) else self.prompt_threads(request.prompt)
+
+    def prompt_threads(self, prompt: Prompt) -> ThreadPoolExecutor:
+        """The threads that tokenize it, or detokenize its tokens."""
         if isinstance(prompt, ChatPrompt):
-            num_characters = sum(_CHARACTERS_OF_MESSAGE + message.num_characters for message in prompt.messages)
+            num_characters = _CHARACTERS_OF_MESSAGE * len(prompt.messages) + prompt.num_characters
         else:
-            num_characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
-        return self._prompt_threads[bisect.bisect_left(_SHORT_CHARACTERS, num_characters)]
+            num_characters = prompt.num_characters if isinstance(prompt, TextPrompt) else len(prompt.token_ids)
+        return self._threads[_LENGTHS[bisect.bisect_left(_SHORT_CHARACTERS, num_characters)]]
+
+    @property
+    def retentions(self) -> Retentions:
+        return self.client.engine.retentions
+
+    @property
+    def slow_threads(self) -> ThreadPoolExecutor:
+        """For work that takes as long as making a long prompt."""
+        return self._threads["long"]
 
     def forget(self, connection: _ClientConnection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
     def _accept(self) -> None:
-        """Until `close`, whatever goes wrong: a process without descriptors or threads may have some again later."""
+        """Accept until `close`, despite errors: a process out of descriptors or threads may recover."""
         while not self._is_closing.is_set():
             try:
                 self._meet(self._listener.sock.accept()[0])
@@ -140,7 +190,7 @@ class EngineServer:
                     logger.warning("a connection could not be accepted: %s", error)
 
     def _meet(self, sock: socket.socket) -> None:
-        """Raises `RuntimeError` when the process may have no more threads; the connection is then closed."""
+        """Raises `RuntimeError` if the process may have no more threads; the connection is then closed."""
         connection = _ClientConnection(self, sock)
         with self._lock:
             self._connections.add(connection)
@@ -152,7 +202,7 @@ class EngineServer:
 
 
 class _ClientConnection:
-    """Somebody who asks. Its requests end with it. It is the sink of all of them."""
+    """A client's connection, and the sink of its requests, which end with it."""
 
     def __init__(self, server: EngineServer, sock: socket.socket) -> None:
         self._server = server
@@ -160,15 +210,17 @@ class _ClientConnection:
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._submissions: dict[int, Submission | None] = {}
-        """None while the prompt is being made. A number that is not here was aborted, or is over."""
+        """None while the prompt is being made. A number that is missing was aborted, or is over."""
         self._num_left: dict[int, int] = {}
+        self._prompt_ends: dict[int, str] = {}
+        """The ends of conversations whose `Accepted` is not sent yet."""
         self._outbox: queue.SimpleQueue[Sequence[tuple[str, News]] | FromEngine | None] = queue.SimpleQueue()
         self._outbox.put(server.hello)
         self._reading = threading.Thread(target=self._read, name="kvtier-engine-read", daemon=True)
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
 
     def start(self) -> None:
-        """Raises `RuntimeError` when a thread cannot be started; the connection is then closed."""
+        """Raises `RuntimeError` if a thread cannot be started; the connection is then closed."""
         try:
             self._reading.start()
             self._writing.start()
@@ -181,7 +233,7 @@ class _ClientConnection:
             raise
 
     def close(self) -> None:
-        """What it is owed is sent, as far as somebody reads it."""
+        """Pending messages are sent as far as the client reads them."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
         self._writing.join(_FLUSH_S)
@@ -204,7 +256,7 @@ class _ClientConnection:
                     break
                 self._take(decode_request(body))
         except (OSError, RemoteProtocolError) as error:
-            logger.warning("a connection is given up: %s", error)
+            logger.warning("a connection is dropped: %s", error)
         finally:
             with self._lock:
                 left = [one for one in self._submissions.values() if one is not None]
@@ -214,7 +266,7 @@ class _ClientConnection:
             self._outbox.put(None)
 
     def _receive(self, nbytes: int) -> bytes | None:
-        """So many bytes, or None at the end."""
+        """`nbytes` bytes, or None at the end."""
         buffer = bytearray(nbytes)
         view = memoryview(buffer)
         while view:
@@ -231,20 +283,42 @@ class _ClientConnection:
                 return
             with self._lock:
                 self._submissions[request.number] = None
-            if isinstance(request.prompt, TokenPrompt):
-                self._submit(request)  # nothing to make
+            threads = self._server.threads_for(request)
+            if threads is None:
+                self._submit(request)
             else:
-                self._server.threads_for(request.prompt).submit(self._submit, request)
+                threads.submit(self._submit, request)
         elif isinstance(request, Abort):
             with self._lock:
                 submission = self._submissions.pop(request.number, None)
             if submission is not None:
                 submission.abort()
+        elif isinstance(request, (Tokenize, Detokenize)):
+            prompt = request.prompt if isinstance(request, Tokenize) else TokenPrompt(request.token_ids)
+            if self._server.is_refusing:
+                self._outbox.put(Refused(request.number, STOPPED, "the engine is stopping"))
+            else:
+                self._server.prompt_threads(prompt).submit(self._translate, request)
+        elif isinstance(request, AskParting):
+            self._server.slow_threads.submit(self._explain, request.number, request.request_id)
+        elif isinstance(request, AskWarnings):
+            self._outbox.put(Warnings(request.number, self._server.warnings.newest()))
+        elif isinstance(request, ResumeLoading):
+            self._server.slow_threads.submit(self._resume_loading, request.number)
         else:
-            self._outbox.put(Metrics(request.number, _families(self._server.registries)))
+            self._tell_metrics(request.number)
+
+    def _resume_loading(self, number: int) -> None:
+        """Runs in a thread for prompts."""
+        self._server.client.resume_loading()
+        self._tell_metrics(number)
+
+    def _tell_metrics(self, number: int) -> None:
+        server = self._server
+        self._outbox.put(Metrics(number, _families(server.registries), server.client.loading_off))
 
     def _submit(self, request: Submit) -> None:
-        """In a thread for prompts, unless the prompt is there already."""
+        """Runs in a thread for prompts, unless the prompt is already tokens."""
         server, number = self._server, request.number
         with self._lock:
             if number not in self._submissions:
@@ -260,19 +334,22 @@ class _ClientConnection:
             self._outbox.put(Refused(number, INVALID, sentence))
             return
         try:
-            tokens = _tokens(server.prompts, request.prompt)
+            tokens, params = self._made(request)
+            if not request.warms:
+                self._compare(request, tokens)
             submission = server.client.submit(
                 tokens,
-                request.params,
+                params,
                 request_id=request.request_id,
                 salt=request.salt,
                 client=request.client,
+                warms=request.warms,
                 sink=self,
             )
         except KvtierError as error:
             self._outbox.put([(request.request_id, error)])
             return
-        except Exception as error:  # a tokenizer's, or a template's
+        except Exception as error:  # raised by a tokenizer or a template
             logger.exception("a prompt could not be made")
             self._outbox.put([(request.request_id, AnswerFailed(f"the prompt could not be made: {error}"))])
             return
@@ -282,11 +359,76 @@ class _ClientConnection:
                 self._submissions[number] = submission
         if not is_wanted:  # aborted meanwhile
             submission.abort()
+            return
+        self._retain(request, tokens)
+        if request.explains:
+            self._explain(number, request.request_id)
+
+    def _compare(self, request: Submit, tokens: Sequence[int]) -> None:
+        """Compare the prompt with recorded ones; a failure does not affect its answer."""
+        try:
+            self._server.partings.compare(_asked(request, tokens))
+        except Exception as error:
+            self._server.log_limit.warning("compare", "a prompt could not be compared: %s", str(error))
+
+    def _retain(self, request: Submit, tokens: Sequence[int]) -> None:
+        """Have the tiers keep the requested parts; the outcome is reported later."""
+        if not request.retention:
+            return
+
+        def tell(outcomes: list[RetentionOutcome]) -> None:
+            self._outbox.put(Retained(request.number, outcomes))
+
+        asks = retained_parts(request.prompt, request.retention[:MAX_ASKS], tokens, self._server.prompts)
+        self._server.retentions.ask(request.request_id, tokens, request.salt, asks, tell)
+
+    def _explain(self, number: int, request_id: str) -> None:
+        """Runs in a thread for prompts."""
+        try:
+            parting = self._server.partings.explain(request_id)
+        except Exception as error:  # raised by a tokenizer or a template
+            self._server.log_limit.warning("explain", "where a prompt diverged could not be found: %s", str(error))
+            parting = None
+        self._outbox.put(Parted(number, parting))
+
+    def _made(self, request: Submit) -> tuple[list[int], SamplingParams]:
+        """A prompt's tokens, and its parameters as the prompt requires them."""
+        prompts, prompt, params = self._server.prompts, request.prompt, request.params
+        if isinstance(prompt, TextPrompt) and prompt.suffix:
+            infill = prompts.encode_infill(prompt.text, prompt.suffix)
+            stops = (*params.stop_token_ids, *infill.stop_token_ids)[:MAX_STOP_TOKEN_IDS]
+            return infill.token_ids, msgspec.structs.replace(params, stop_token_ids=stops)
+        if not isinstance(prompt, ChatPrompt):
+            return _tokens(prompts, prompt), params
+        chat = _chat(prompts, prompt)
+        prompt_end = self._prompt_ends[request.number] = chat.text[-MAX_PROMPT_END_CHARACTERS:]
+        if prompt.grammar_in_thought is not None and ends_in_thought(prompt_end):
+            params = msgspec.structs.replace(params, grammar=prompt.grammar_in_thought)
+        return chat.token_ids, params
+
+    def _translate(self, request: Tokenize | Detokenize) -> None:
+        """Runs in a thread for prompts."""
+        prompts = self._server.prompts
+        reply: FromEngine
+        try:
+            if isinstance(request, Detokenize):
+                text = prompts.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+                reply = Detokenized(request.number, text)
+            else:
+                token_ids = _tokens(prompts, request.prompt)
+                texts = prompts.token_texts(token_ids) if request.with_texts else []
+                reply = Tokenized(request.number, token_ids, texts)
+        except KvtierError as error:
+            reply = _refusal(request.number, error)
+        except Exception as error:  # raised by a tokenizer or a template
+            logger.exception("a prompt could not be made")
+            reply = Refused(request.number, FAILED, f"the prompt could not be made: {error}")
+        self._outbox.put(reply)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Until the end, a None, and what came before it."""
+        """Write until a None, which marks the end, and everything before it."""
         try:
             is_open = True
             while is_open:
@@ -296,7 +438,7 @@ class _ClientConnection:
                     self._sock.sendall(message)
                 self._server.note_met()
         except OSError as error:
-            logger.info("nobody listens any more: %s", error)
+            logger.info("the client has gone: %s", error)
         finally:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -305,7 +447,7 @@ class _ClientConnection:
             self._server.forget(self)
 
     def _waiting(self) -> Iterable[Sequence[tuple[str, News]] | FromEngine | None]:
-        """What else is there already."""
+        """The other items that are already queued."""
         while not self._outbox.empty():
             yield self._outbox.get()
 
@@ -323,15 +465,18 @@ class _ClientConnection:
                 if number is None:
                     continue
                 if isinstance(news, StreamPiece):
-                    for found in news.logprobs or ():
+                    for found in (*(news.logprobs or ()), *(_ids_in(token) for token in news.prompt or ())):
                         token_bytes |= {token_id: self._server.prompts.token_bytes(token_id) for token_id in found}
                     if news.completion is not None:
+                        if news.index == 0:
+                            self._server.partings.finish(request_id, news.completion.token_ids)
                         self._note_end(request_id, number)
                         news = _without_what_was_said(news, news.completion)
                     pieces.append((number, news))
                 elif isinstance(news, Admitted):
-                    yield Accepted(number, news.prompt_tokens)
+                    yield Accepted(number, news.prompt_tokens, self._prompt_ends.pop(number, ""))
                 else:
+                    self._server.partings.forget(request_id)
                     self._num_left[number] = 1
                     self._note_end(request_id, number)
                     yield _refusal(number, news)
@@ -343,32 +488,94 @@ class _ClientConnection:
         if not self._num_left[number]:
             with self._lock:
                 del self._num_left[number]
+                self._prompt_ends.pop(number, None)
                 self._numbers.pop(request_id, None)
                 self._submissions.pop(number, None)
 
 
+def _ids_in(token: PromptToken) -> set[int]:
+    return {token.token_id, *token.logprobs}
+
+
+def retained_parts(
+    prompt: Prompt, asks: Sequence[RetentionAsk], tokens: Sequence[int], prompts: PromptEncoder
+) -> list[tuple[RetentionAsk, int]]:
+    """Each ask with its number of tokens: all, or those that its messages alone have in common with the prompt."""
+    return [(ask, _num_common(prompt, ask.num_messages, tokens, prompts)) for ask in asks]
+
+
+def _num_common(prompt: Prompt, num_messages: int | None, tokens: Sequence[int], prompts: PromptEncoder) -> int:
+    """A template is a program: if it writes the first messages differently on their own, all tokens are meant."""
+    if num_messages is None or not isinstance(prompt, ChatPrompt) or not 0 < num_messages < len(prompt.messages):
+        return len(tokens)
+    messages = prompt.messages[:num_messages]
+    part = msgspec.structs.replace(prompt, messages=messages, adds_generation_prompt=False)
+    try:
+        found = _chat(prompts, part).token_ids
+    except Exception as error:  # raised by a template
+        logger.debug("a part of a conversation could not be rendered alone: %s", str(error))
+        return len(tokens)
+    return next((place for place, (one, two) in enumerate(zip(found, tokens, strict=False)) if one != two), len(found))
+
+
 def _tokens(prompts: PromptEncoder, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, TextPrompt) and prompt.suffix:
+        return prompts.encode_infill(prompt.text, prompt.suffix).token_ids
     if isinstance(prompt, TextPrompt):
         return prompts.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
     if isinstance(prompt, ChatPrompt):
-        messages: list[dict[str, object]] = [
-            {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}
-            for one in prompt.messages
-        ]
-        return prompts.encode_chat(messages, prompt.template_values)
+        return _chat(prompts, prompt).token_ids
     return prompt.token_ids
+
+
+def _chat(prompts: PromptEncoder, prompt: ChatPrompt) -> EncodedChat:
+    messages = [template_message(one) for one in prompt.messages]
+    return prompts.encode_chat(
+        messages, prompt.template_values, prompt.tools or None, add_generation_prompt=prompt.adds_generation_prompt
+    )
+
+
+def _asked(request: Submit, tokens: Sequence[int]) -> AskedPrompt:
+    prompt = request.prompt
+    if not isinstance(prompt, ChatPrompt):
+        return AskedPrompt(request.request_id, tokens, request.salt, request.session)
+    chat = functools.partial(_chat_input, prompt)
+    return AskedPrompt(request.request_id, tokens, request.salt, request.session, prompt.tools, chat)
+
+
+def _chat_input(prompt: ChatPrompt) -> ChatInput:
+    return ChatInput([template_message(one) for one in prompt.messages], prompt.template_values, prompt.tools)
+
+
+def template_message(message: ChatMessage) -> dict[str, object]:
+    """The message as templates expect it: a key is present only if it has a value."""
+    found: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.name:
+        found["name"] = message.name
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.call_id is not None:
+        found["tool_call_id"] = message.call_id
+    return found
 
 
 def _without_what_was_said(last: StreamPiece, completion: Completion) -> StreamPiece:
     """The last piece of an answer, as `StepOutputs` carries it."""
     cached = {tier: count for tier, count in completion.cached_tokens.items() if count}
-    rest = dataclasses.replace(completion, text="", logprobs=None, cached_tokens=cached)
+    rest = dataclasses.replace(completion, text="", logprobs=None, cached_tokens=cached, prompt_logprobs=None)
     return msgspec.structs.replace(last, completion=rest)
 
 
 def _refusal(number: int, error: Exception) -> Refused:
     if isinstance(error, PromptTooLong):
         return Refused(number, TOO_LONG, str(error))
+    if isinstance(error, InvalidGrammar):
+        return Refused(number, GRAMMAR, str(error))
     if isinstance(error, RequestError):
         return Refused(number, INVALID, str(error))
     if isinstance(error, AnswerFailed):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
-from kvtier.blocks.hashing import block_hashes, salted_root
+from kvtier.blocks.hashing import BlockHash, block_hashes, salted_root
 from kvtier.blocks.namespace import Namespace
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.step import BlockCopy
@@ -19,7 +20,7 @@ class NaiveBlocks:
         self.block_tokens = block_tokens
         self.namespace = namespace
         self._free_ids = deque(range(num_blocks))
-        """Those that are free for longest first: a load into others would wait for the steps that still use them."""
+        """Those that have been free longest come first: a load into others would wait for steps that still use them."""
         self._num_holds: Counter[int] = Counter()
         self._freed_while_held: set[int] = set()
 
@@ -55,6 +56,12 @@ class NaiveBlocks:
         self._num_holds.update(ids)
         return DeviceLease(ids, [])
 
+    def hold_cached(self, hashes: Sequence[BlockHash]) -> DeviceLease:
+        return DeviceLease([], [])
+
+    def take_spare(self, num_blocks: int) -> DeviceLease | None:
+        return None
+
     def release(self, held: DeviceLease) -> None:
         for block_id in held.ids:
             self._num_holds[block_id] -= 1
@@ -84,22 +91,22 @@ class NaiveBlocks:
 
 
 class HashedBlocks(NaiveBlocks):
-    """Hashes every full block, as a prefix cache does, and never uses the hashes: what hashing alone costs."""
+    """Hashes every full block, like a prefix cache, but never uses the hashes: measures the cost of hashing alone."""
 
     def note_computed(self, request: Request) -> None:
         extend_hashes(request, self.namespace, self.block_tokens)
 
 
 def num_reusable_blocks(num_tokens: int, block_tokens: int) -> int:
-    """How many blocks of a prompt are of use if they are found. The last token is computed, with them or after them.
+    """How many blocks of a prompt are useful if they are hits. The last token is always computed.
 
-    It lies in a block that others may have too, so it is not written again; blocks of one token are too small for that.
+    If its block is shared, the token is not written again; blocks of one token are too small for that.
     """
     return num_tokens // block_tokens if block_tokens > 1 else num_tokens - 1
 
 
 def root_of(request: Request, namespace: Namespace) -> Namespace:
-    """What the hashes of a request's blocks are chained from."""
+    """The root from which the hashes of a request's blocks are chained."""
     blocks = request.blocks
     if blocks.root is None:
         blocks.root = salted_root(namespace, request.salt)

@@ -1,7 +1,7 @@
-"""One prompt on its way through the engine: its tokens, how many of them have KV, and what it still may do. No torch.
+"""One prompt in the engine: its tokens, how many of them have KV, and what it still may do. No torch.
 
-The engine's thread owns every request. A token that was sampled is at first only a number on the device: the request
-counts it as `num_in_flight` and learns its id when the step's results are read.
+The engine's thread owns every request. A sampled token is at first only a number on the device: the request counts it
+in `num_in_flight`, and learns its id when the step's results are read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block
+from kvtier.engine.prompt_token import PromptToken
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.transfer.prefetch import NoPrefetch, Prefetch
 
@@ -21,7 +22,7 @@ _NO_PREFETCH = NoPrefetch()
 
 
 class Status(enum.Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -39,9 +40,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of one clock. Zero until it happened."""
+    """Seconds of one clock. Zero until the event."""
 
     arrived_at: float = 0.0
+    prefill_at: float = 0.0
+    """When its first tokens were scheduled to be computed."""
     first_token_at: float = 0.0
     finished_at: float = 0.0
 
@@ -49,7 +52,7 @@ class Times:
         return self.first_token_at - self.arrived_at
 
     def time_per_output_token_s(self, num_tokens: int) -> float:
-        """Of the tokens after the first; zero when there are none."""
+        """Average for the tokens after the first; zero if there are none."""
         return (self.finished_at - self.first_token_at) / (num_tokens - 1) if num_tokens > 1 else 0.0
 
 
@@ -57,10 +60,10 @@ class Times:
 class SequenceBlocks:
     """The blocks of one request, in order, as its block manager keeps them.
 
-    `ids` are what the runner needs; `blocks` are the pool's, for managers that have one. The first `num_shown` have
-    been shown under their hashes, which are chained from `root`, once it is known. Of a long prompt that is looked for
-    piece by piece no more than `max_hashes` are known for now. Up to `num_filled` tokens the KV was found, or computed
-    before what was found: it is not written again. `version` changes when `ids` are not just longer than before.
+    The runner uses `ids`; `blocks` are the pool's, for managers that have one. The first `num_shown` are visible under
+    their hashes, which are chained from `root`, once it is known. For a long prompt that is matched in pieces, at most
+    `max_hashes` are known for now. Up to `num_filled` tokens, the KV was a hit, or computed before a hit: it is not
+    written again. `version` changes when `ids` change other than by growing.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -73,7 +76,7 @@ class SequenceBlocks:
     version: int = 0
 
     def clear(self) -> None:
-        """No blocks any more; the hashes stay true."""
+        """Drop the blocks; the hashes stay valid."""
         self.ids = []
         self.blocks = []
         self.num_shown = 0
@@ -97,15 +100,18 @@ class Request:
         "num_computed",
         "num_in_flight",
         "num_preemptions",
+        "num_scores_told",
         "params",
         "place",
         "prefetch",
+        "prompt_scores",
         "prompt_tokens",
         "salt",
         "slot",
         "status",
         "times",
         "tokens",
+        "warms",
         "was_admitted",
     )
 
@@ -121,20 +127,23 @@ class Request:
         salt: str = "",
         client: str = "",
         arrived_at: float | None = None,
+        warms: bool = False,
     ) -> None:
         """`max_tokens` is how many may be sampled; `index` numbers the answers to one prompt of the group `group`.
 
-        Requests share blocks if their `salt` is equal. Clients take turns where several have requests that wait:
-        `client` is whoever asked, or the request's own group.
+        Requests share blocks if their `salt` is equal. If several clients have waiting requests, they take turns:
+        `client` names the caller; by default, the request's group counts as one. A request that `warms` is for the
+        tiers below the device: they are offered all of its prompt.
         """
-        # As large as it is, since scheduler, block managers, sampler and answers read one record of a prompt.
+        # As large as it is, since scheduler, block managers, sampler and answers share one record of a prompt.
         self.id = request_id
         self.index = index
         self.group = group or request_id
         self.salt = salt
         self.client = client or self.group
+        self.warms = warms
         self.place = 0
-        """In the line of those that wait."""
+        """The place in the waiting line."""
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
         self.params = params
@@ -147,15 +156,20 @@ class Request:
         self.blocks = SequenceBlocks()
         self.slot = 0
         self.cached_tokens = 0
-        """On the device itself."""
+        """Prompt tokens that were cached on the device itself."""
         self.prefetch: Prefetch = _NO_PREFETCH
-        """Its way through the tiers below the device, from when it waits on."""
+        """The request's way through the tiers below the device, from when it begins to wait."""
         self.was_admitted = False
         self.logprobs: list[dict[int, float]] = []
+        self.prompt_scores: list[PromptToken] = []
+        """The known ones, if they were requested."""
+        self.num_scores_told = 0
+        if self.wants_prompt_scores:
+            self.prompt_scores.append(PromptToken(self.tokens[0], 0, {}))
         self.times = Times(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
 
     def rewind(self) -> None:
-        """Back to the queue with what it has said so far: without blocks, and without tokens on the device."""
+        """Return to the queue with its tokens so far: without blocks, and without tokens on the device."""
         self.num_computed = 0
         self.num_in_flight = 0
         self.num_preemptions += 1
@@ -164,17 +178,27 @@ class Request:
         self.prefetch = _NO_PREFETCH
 
     @property
+    def wants_prompt_scores(self) -> bool:
+        """All answers share one prompt, so only the first reports its scores."""
+        return self.params.prompt_logprobs is not None and not self.index
+
+    @property
+    def lacks_prompt_scores(self) -> bool:
+        """All of the prompt has to be computed, even if it is cached."""
+        return self.wants_prompt_scores and len(self.prompt_scores) < self.prompt_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and those on the device."""
         return len(self.tokens) + self.num_in_flight
 
     @property
     def num_there(self) -> int:
-        """Tokens whose KV its blocks have. The last of them may be computed again, for what follows it."""
+        """Tokens whose KV is in its blocks. The last of them may be computed again, for what follows it."""
         return max(self.num_computed, self.blocks.num_filled)
 
     def fill(self, num_tokens: int) -> None:
-        """The KV of its first `num_tokens` was found; of tokens that are all there the last is left to compute."""
+        """The KV of its first `num_tokens` is available; if that is all tokens, the last is still computed."""
         self.blocks.num_filled = num_tokens
         self.num_computed = min(num_tokens, len(self.tokens) - 1)
 
@@ -188,7 +212,7 @@ class Request:
 
     @property
     def may_sample(self) -> bool:
-        """Another token may be sampled, as far as is known now."""
+        """As far as is known now, another token may be sampled."""
         return self.num_tokens - self.prompt_tokens < self.max_tokens
 
     def __repr__(self) -> str:

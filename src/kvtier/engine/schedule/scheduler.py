@@ -1,13 +1,16 @@
 """Decides what each step computes: continuous batching, chunked prefill beside decodes, preemption. No torch.
 
-Running requests go first, then waiting ones are admitted while tokens, places and blocks last: first come, first
-served, and clients by turns. A request that waits for a block which another is computing lets others pass. When blocks
-run out, the request that came last gives its blocks back and starts over later, from what is still cached. With tiers
-below the device, a request first waits, beside the others, for what they have of its prompt: its `Prefetch` says when
-it may be computed. The engine's thread owns it.
+Running requests go first; then waiting ones are admitted while tokens, places and blocks last: first come, first
+served, with clients taking turns. A request that waits for a block which another is computing lets others pass. When
+blocks run out, the newest request gives its blocks back and starts over later, from whatever is still cached. With
+tiers below the device, a request first waits, beside the others, for their hits of its prompt: its `Prefetch` says when
+it may be computed. A request for the log-probabilities of its prompt computes all of it, and uses no cached blocks.
+Owned by the engine's thread.
 """
 
 from __future__ import annotations
+
+import time
 
 from kvtier.engine.schedule.block_manager import BlockManager
 from kvtier.engine.schedule.prompt_blocks import RequestBlocks
@@ -20,7 +23,7 @@ from kvtier.transfer.transfer import NoTransfer, Transfer
 
 
 class Scheduler:
-    """Requests from `add` until they are finished."""
+    """Holds requests from `add` until they are finished."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.at: Request | None = None
-        """The request that `schedule` is looking at: if it raises, this is the one it cannot schedule."""
+        """The request that `schedule` is working on: if it raises, this is the one that cannot be scheduled."""
         self._taken_in_s = 0.0
         self._free_slots = list(range(max_num_requests - 1, -1, -1))
 
@@ -54,14 +57,17 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.prefetch = self._transfer.begin(RequestBlocks(request, self.blocks))
+        if request.lacks_prompt_scores:
+            request.prefetch.settle()
+        request.prefetch.offers_all = request.warms
         self.waiting.join(request)
 
     def note_taken_in(self, seconds: float) -> None:
-        """How long it took the engine's thread to take in what was added; the next step has less time for matching."""
+        """How long taking in new requests took the engine's thread; the next step has less time for matching."""
         self._taken_in_s += seconds
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Its blocks come back at once: steps under way that name it write only where later steps write again."""
+        """Its blocks come back at once: steps in flight that name it write only where later steps write again."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:
@@ -102,7 +108,7 @@ class Scheduler:
                     budget -= 1
                     position += 1
                 elif num_running == len(running):
-                    position += 1  # it waits for room, and gave nothing up
+                    position += 1  # it waits for room, without having been preempted
                 continue
             count = min(remaining, budget)
             verdict = request.prefetch.advance(count, is_alone=len(running) == 1)
@@ -116,7 +122,7 @@ class Scheduler:
                 budget -= row.count
                 position += 1
             elif num_running == len(running):
-                position += 1  # it waits, and gave nothing up
+                position += 1  # it waits, without having been preempted
         if num_preemptions == self.num_preemptions and budget:
             self._admit(budget, decodes, prefills)
         self.at = None
@@ -126,7 +132,7 @@ class Scheduler:
         step = Step(rows, self.blocks.take_copies(), sum(row.count for row in rows))
         if rows:
             step.arrivals = self._transfer.take_arrivals()
-        else:  # an empty step is not handed over: the next one waits for what arrives
+        else:  # an empty step is not handed over: the next one waits for arrivals
             self._transfer.send(is_last=True)
         return step
 
@@ -138,7 +144,7 @@ class Scheduler:
         self._taken_in_s = 0.0
 
     def submitted(self, step: Step) -> None:
-        """The step was handed to the device: what it computes is there for later steps."""
+        """The step was handed to the device: its blocks are valid for later steps."""
         copied_ids = [block_id for copy in step.copies for block_id in (copy.source, copy.target)]
         self._transfer.note_step(copied_ids, is_full=step.num_tokens >= self.max_num_batched_tokens)
         for row in step.rows:
@@ -150,7 +156,9 @@ class Scheduler:
         self._transfer.send()
 
     def _extend(self, request: Request) -> bool:
-        """Give a running request what the device has of its next tokens; False when it has to wait for some."""
+        """Give a running request what the device has of its next tokens; False if it has to wait for some."""
+        if request.lacks_prompt_scores:
+            return True
         start = request.num_computed
         is_clear = self.blocks.extend(request)
         if not request.num_preemptions:
@@ -158,10 +166,10 @@ class Scheduler:
         return is_clear
 
     def _start_early(self, decodes: list[StepRow], prefills: list[StepRow]) -> None:
-        """Compute each layer of a prompt as soon as that layer of its prefix is there.
+        """Compute each layer of a prompt as soon as that layer of its prefix has arrived.
 
-        If nothing else is to be done; or if the device has a step to do before this one, and the rest comes meanwhile.
-        The step waits for one prompt at most; those that come after it are for the next ones.
+        Only if there is nothing else to do, or if the device has a step to do before this one and the rest arrives
+        meanwhile. The step waits for one prompt at most; later prompts are for the next steps.
         """
         is_empty = not decodes and not prefills
         if self.has_unmatched if is_empty else not any(row.request.num_in_flight > 1 for row in decodes):
@@ -176,31 +184,36 @@ class Scheduler:
                     (decodes if row.count == 1 else prefills).append(row)
                     budget -= row.count
             elif not is_empty:
-                return  # others come behind it
+                return  # later loads arrive after it
             if self._transfer.has_arrivals:
                 return
 
     def _row(self, request: Request, budget: int, verdict: Verdict, *, may_preempt: bool = True) -> StepRow | None:
-        """The next chunk of a prompt, with blocks for it; None when the request had to give way."""
+        """The next chunk of a prompt, with blocks for it; None if the request had to give way."""
         start, count = request.num_computed, verdict.num_tokens
         if count is None:
-            count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
+            count = self._chunk(request, min(request.num_tokens - start, budget))
         if not (self._make_room(request, start + count) if may_preempt else self.blocks.grow(request, start + count)):
             return None
         return self._take_row(request, start, count)
 
+    def _chunk(self, request: Request, count: int) -> int:
+        return count if request.lacks_prompt_scores else self.blocks.chunk(request, count)
+
     def _take_row(self, request: Request, start: int, count: int) -> StepRow:
         request.prefetch.announce()
+        if not request.times.prefill_at:
+            request.times.prefill_at = time.monotonic()
         request.num_computed = start + count
         samples = request.num_computed == request.num_tokens
         if samples:
             request.num_in_flight += 1
-        return StepRow(request, start, count, samples)
+        return StepRow(request, start, count, samples, request.lacks_prompt_scores)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens`, from those that came last if need be; False when the request itself was the last.
+        """Take blocks for `num_tokens`, if need be from the newest requests. False if `request` was preempted itself.
 
-        Or when it has to wait for blocks that are being copied away.
+        Also False if it has to wait for blocks that are being copied away.
         """
         while not self.blocks.grow(request, num_tokens):
             if self._transfer.may_wait_for_room():
@@ -216,6 +229,8 @@ class Scheduler:
         self.running.remove(victim)
         self.blocks.note_computed(victim)
         self._give_back(victim)
+        if victim.lacks_prompt_scores:
+            victim.prefetch.settle()
         victim.num_computed = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -227,14 +242,14 @@ class Scheduler:
         while self.waiting and budget and self._free_slots:
             request = self.at = self.waiting[0]
             if request.num_in_flight or request.prefetch.state is State.UNASKED:
-                break  # its last tokens are not known yet after a preemption, or it was not looked for yet
+                break  # its last tokens are unknown after a preemption, or it was not matched yet
             self.waiting.popleft()
             if request.prefetch.is_matching:
                 passed_over.append(request)
                 continue
             verdict = self._admission(request)
             if verdict is WAIT:
-                # For a block or an answer under way, holding on to nothing meanwhile.
+                # It waits for a block or an answer, and holds nothing meanwhile.
                 self._let_go(request)
                 passed_over.append(request)
                 continue
@@ -251,8 +266,10 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed_over))
 
     def _admission(self, request: Request) -> Verdict | LoadPlan:
-        """What a waiting request begins with, given what the device has of it: a load, its own tokens, or nothing."""
+        """What a waiting request begins with, given the device's hits: a load, its own tokens, or nothing."""
         prefetch = request.prefetch
+        if request.lacks_prompt_scores:
+            return READY
         has_all = prefetch.state is State.SETTLED
         if not self.blocks.extend(request, partially=has_all):
             return WAIT
@@ -262,19 +279,19 @@ class Scheduler:
         return verdict
 
     def _take_blocks(self, request: Request, verdict: Verdict | LoadPlan, budget: int) -> int | None:
-        """Blocks for what a request begins with: how many tokens are computed at once; None when there is no room."""
+        """Take blocks for a request's start. Returns how many tokens to compute at once; None if there is no room."""
         prefetch, block_tokens = request.prefetch, self.blocks.block_tokens
         num_free = self.blocks.num_free_blocks
         if isinstance(verdict, LoadPlan):
             has_room = prefetch.has_room(verdict.end, num_free)
             return 0 if has_room and prefetch.grow(verdict, is_alone=not self.running) else None
         start = request.num_computed
-        count = self.blocks.chunk(request, min(request.num_tokens - start, budget))
+        count = self._chunk(request, min(request.num_tokens - start, budget))
         has_room = prefetch.has_room(-(-(start + count) // block_tokens), num_free)
         return count if has_room and self.blocks.grow(request, start + count) else None
 
     def _start(self, request: Request, verdict: Verdict | LoadPlan, count: int, budget: int) -> StepRow | None:
-        """A request that has its first blocks runs from now on; its first row, if it need not wait for a load."""
+        """Start a request that has its first blocks. Returns its first row, unless it has to wait for a load."""
         prefetch, start = request.prefetch, request.num_computed
         if not isinstance(verdict, LoadPlan):
             prefetch.settle()

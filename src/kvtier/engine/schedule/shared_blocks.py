@@ -1,8 +1,8 @@
 """Blocks with a prefix cache: full blocks are shared under their hashes, each is computed once. No torch.
 
-A block that a scheduled chunk will fill is PENDING under its hash from then on, so whoever wants it waits for the one
-who computes it; it is READY once the step was handed to the device. If the producer is aborted or preempted before,
-the block leaves, and the next who asks computes it.
+Once a chunk is scheduled, the block that it will fill is PENDING under its hash, so other requests wait for the one
+that computes it; it is READY once the step was handed to the device. If its producer is aborted or preempted first, the
+block is removed, and the next request that needs it computes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SharedBlocks:
         return self.num_blocks - self._pool.referenced_units
 
     def extend(self, request: Request, *, partially: bool = True) -> bool:
-        """Only at a block's boundary: within a block the request has the block to itself, or has all that it needs."""
+        """Only at a block boundary: within a block, the request owns the block, or has all that it needs."""
         awaited = self._awaited.get(request)
         if awaited is not None:
             if self._index.presence(awaited) is Presence.PENDING:
@@ -60,7 +60,7 @@ class SharedBlocks:
         return True
 
     def chunk(self, request: Request, count: int) -> int:
-        """Ends where a block begins that is cached or being computed already."""
+        """Ends where the next block that is cached or being computed begins."""
         first = -(-request.num_computed // self.block_tokens)
         end = min((request.num_computed + count) // self.block_tokens, len(request.blocks.hashes))
         known = self._index.blocks
@@ -73,7 +73,7 @@ class SharedBlocks:
         blocks = request.blocks
         missing = -(-num_tokens // self.block_tokens) - len(blocks.ids)
         if missing > self.num_free_blocks:
-            return False  # asked for more than there is, the pool would evict what it has all the same
+            return False  # if asked for too much, the pool would still evict what it has
         if missing > 0:
             taken = self._pool.take(missing, 1)
             blocks.blocks += taken
@@ -107,6 +107,16 @@ class SharedBlocks:
         self._pool.reference(blocks)
         return DeviceLease([block.start for block in blocks], blocks)
 
+    def hold_cached(self, hashes: Sequence[BlockHash]) -> DeviceLease:
+        blocks = self._pool.match(self._index, hashes).blocks
+        return DeviceLease([block.start for block in blocks], blocks)
+
+    def take_spare(self, num_blocks: int) -> DeviceLease | None:
+        if num_blocks > self.num_free_blocks:
+            return None
+        blocks = self._pool.take(num_blocks, 1)
+        return DeviceLease([block.start for block in blocks], blocks)
+
     def release(self, held: DeviceLease) -> None:
         self._pool.free(held.blocks)
 
@@ -125,14 +135,14 @@ class SharedBlocks:
         pass
 
     def _claim(self, request: Request, num_tokens: int) -> None:
-        """Others wait for the full blocks of known tokens that the scheduled chunk fills."""
+        """Make others wait for the full blocks of known tokens that the scheduled chunk fills."""
         blocks = request.blocks
         end = min(num_tokens // self.block_tokens, len(blocks.hashes))
         claimed = slice(blocks.num_shown, max(blocks.num_shown, end))
         self._pool.name_pending(blocks.blocks[claimed], self._index, blocks.hashes[claimed])
 
     def _put_back(self, request: Request, position: int) -> None:
-        """Blocks that were taken for tokens which turn out to be cached."""
+        """Return blocks that were taken for tokens that turn out to be cached."""
         blocks = request.blocks
         if len(blocks.ids) > position:
             self._pool.free(blocks.blocks[position:])
@@ -144,4 +154,4 @@ class SharedBlocks:
         """Blocks of the request have been shown."""
 
     def _note_evicted(self, block: Block) -> None:
-        """A cached block is gone."""
+        """A cached block was evicted."""

@@ -1,4 +1,4 @@
-"""What one step of the engine computes, as the scheduler decided and the runner reads it. No torch."""
+"""What one step of the engine computes, as decided by the scheduler and read by the runner. No torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from kvtier.transfer.copier import Copies
 
 @dataclass(slots=True)
 class StepRow:
-    """`count` tokens of `request` from position `start`. `samples` when they reach its last token."""
+    """`count` tokens of `request` from position `start`. `samples` if they reach its last token.
+
+    `scores` if the log-probabilities of the prompt's next tokens were requested.
+    """
 
     request: Request
     start: int
     count: int
     samples: bool
+    scores: bool = False
 
     @property
     def writes(self) -> bool:
-        """Not a token whose KV was found, which is computed for what follows it: that is a row of its own."""
+        """False for a hit token that is computed only for what follows it: it is a row of its own."""
         return self.start >= self.request.blocks.num_filled
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Before the step, the first tokens of block `source` go to block `target`."""
+    """Before the step, the first tokens of block `source` are copied to block `target`."""
 
     source: int
     target: int
@@ -33,9 +37,9 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class Step:
-    """Rows of one query come first, the order the attention kernels want. `copies` come before everything.
+    """Rows of one query come first, in the order the attention kernels want. `copies` come before everything.
 
-    Each layer of `arrivals` is there before that layer is computed.
+    Each layer of `arrivals` arrives before that layer is computed.
     """
 
     rows: list[StepRow] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""The line of requests that wait for the device: clients take turns in it, by the tokens of their prompts. No torch.
+"""The line of requests that wait for the device: clients take turns, by the tokens of their prompts. No torch.
 
-With many prompts of one client in front, those of another would wait for all of them. Here each request has a place on
-a scale of tokens: its client's last place and the tokens of the prompts there, but no less than the place of the one
-that was admitted last (start-time fair queueing). A client alone is served first come, first served; so are clients
-with one request each. The engine's thread owns it.
+If many prompts of one client were in front, another client would wait for all of them. Instead, each request has a
+place on a scale of tokens: its client's last place plus the tokens of the prompts there, but no less than the place of
+the last admitted request (start-time fair queueing). A single client is served first come, first served; so are clients
+with one request each. Owned by the engine's thread.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 from kvtier.engine.schedule.request import Request
 
 MAX_CLIENTS = 4096
-"""Whose places are known; one that is forgotten may come with its next request a little early."""
+"""Clients whose places are known; a forgotten client's next request may come a little early."""
 
 
 class _Places(NamedTuple):
-    """Of a client: its last prompt's, and its next one's."""
+    """A client's places: of its last prompt, and of its next one."""
 
     last: int
     next: int
 
 
 class WaitingLine(deque[Request]):
-    """The first is the next to be admitted; one that was looked at and has to wait goes back to the front."""
+    """The first is the next to be admitted; a request that was tried and has to wait goes back to the front."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class WaitingLine(deque[Request]):
         self._of_clients: dict[str, _Places] = {}
 
     def join(self, request: Request) -> None:
-        """Behind those of its own client, and those whose clients have had no more.
+        """Behind requests of its own client, and of clients that were served no more than it.
 
         The answers to one prompt stay together, and each of them counts.
         """
@@ -52,5 +52,5 @@ class WaitingLine(deque[Request]):
         self.insert(len(self) - num_behind, request)
 
     def note_admitted(self, request: Request) -> None:
-        """Who comes from now on and has nothing in the line comes behind it."""
+        """From now on, a client with nothing in the line joins at this place or behind it."""
         self._admitted_place = max(self._admitted_place, request.place)

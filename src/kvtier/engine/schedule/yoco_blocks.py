@@ -1,8 +1,8 @@
 """You only compute once: partial blocks are reused too. No torch.
 
-What follows a block is known by the first token of each continuation; the continuation that agrees longest with a
-request's next tokens is copied into a block of the request's own, which goes on from there. The last block of a prompt
-can be copied as soon as the step that fills it was handed to the device, and stays cached after its request.
+The continuations of a block are indexed by their first token; the one that agrees longest with a request's next tokens
+is copied into a block of the request's own, which continues from there. The last block of a prompt can be copied as
+soon as the step that fills it was handed to the device, and stays cached after its request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTIAL = b"partial block"
 
 @dataclass(slots=True)
 class _Continuation:
-    """The tokens that a block holds, or will once the step under way is handed over (`is_ready`)."""
+    """The tokens that a block holds, or will hold once the current step is handed over (`is_ready`)."""
 
     parent: bytes
     tokens: list[int]
@@ -33,7 +33,7 @@ class _Continuation:
 
 
 class YocoBlocks(SharedBlocks):
-    """As `SharedBlocks`, and of a prompt that was seen before exactly one token is computed."""
+    """Like `SharedBlocks`, but only one token of a repeated prompt is computed."""
 
     def __init__(self, num_blocks: int, block_tokens: int, namespace: Namespace) -> None:
         super().__init__(num_blocks, block_tokens, namespace)
@@ -62,7 +62,7 @@ class YocoBlocks(SharedBlocks):
         if not super().grow(request, num_tokens, is_loaded=is_loaded):
             return False
         if not is_loaded and num_tokens == len(request.tokens) > request.blocks.num_filled:
-            # All that is known of the request: whoever has the same tokens waits for the end of them too.
+            # All known tokens of the request: requests with the same tokens also wait for their end.
             extend_hashes(request, self.namespace, self.block_tokens)
             position = (num_tokens - 1) // self.block_tokens
             block = request.blocks.blocks[position]
@@ -82,7 +82,7 @@ class YocoBlocks(SharedBlocks):
         return [BlockCopy(source.start, target.start) for target, source in self._sources.items()]
 
     def let_go(self, request: Request) -> None:
-        """What is computed of the last block stays, under a hash of its own."""
+        """The computed part of the last block stays, under a hash of its own."""
         for block in request.blocks.blocks:
             source = self._sources.pop(block, None)
             if source is not None:  # the copy was never made
@@ -108,7 +108,7 @@ class YocoBlocks(SharedBlocks):
                 self._forget(block)
 
     def _start_from(self, request: Request, source: Block, count: int) -> None:
-        """Copy `source` into a block of the request's own; without room for one, nothing changes."""
+        """Copy `source` into a block of the request's own; if there is no room for one, nothing changes."""
         self._pool.reference([source])
         position = request.num_computed // self.block_tokens
         blocks = request.blocks
@@ -169,7 +169,7 @@ class YocoBlocks(SharedBlocks):
 
 
 def _common(tokens: list[int], others: list[int]) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     count = min(len(tokens), len(others))
     if tokens[:count] == others[:count]:
         return count
@@ -177,5 +177,5 @@ def _common(tokens: list[int], others: list[int]) -> int:
 
 
 def _partial_hash(parent: bytes, tokens: list[int]) -> BlockHash:
-    """Never that of a full block: it is over other bytes."""
+    """Never equal to that of a full block: it is over other bytes."""
     return BlockHash(hashlib.sha256(_PARTIAL + parent + array("I", tokens).tobytes()).digest())

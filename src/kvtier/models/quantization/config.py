@@ -15,7 +15,7 @@ _GROUP_SIZES = (-1, 32, 64, 128)
 class GptqConfig:
     """Weights of 4 bits in groups of `group_size` inputs; None is one group for all inputs.
 
-    `has_act_order`: groups are not runs of neighbouring inputs, `g_idx` says which group an input is in.
+    `has_act_order`: groups are not runs of neighbouring inputs; `g_idx` is the group of each input.
     `is_zero_stored_less_one`: the first format of GPTQ checkpoints, in which a stored zero point of 7 means 8.
     """
 
@@ -25,7 +25,7 @@ class GptqConfig:
 
 
 def read_quantization(fields: JsonObject) -> GptqConfig | None:
-    """What the config in `fields` says, None when its weights are plain. Raises `ConfigError` for other methods."""
+    """The quantisation in the config in `fields`, None if its weights are plain. Raises `ConfigError` for others."""
     if not fields.has("quantization_config"):
         return None
     inner = fields.inner("quantization_config")

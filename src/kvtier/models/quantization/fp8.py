@@ -1,6 +1,6 @@
-"""Linear layers in 8-bit floats: weights quantised per output when they are loaded, inputs per token as they come.
+"""Linear layers in 8-bit floats: weights quantised per output while loading, inputs per token as they arrive.
 
-A matrix product of float8_e4m3fn values, scaled by row and column. A GPU of the Hopper generation or later has it in
+A matrix product of float8_e4m3fn values, scaled by row and column. GPUs of the Hopper generation or later have it in
 hardware; elsewhere the same numbers are multiplied in float32.
 """
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 16
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows` (R, N) as float8 values and float32 scales (R, 1), whose product is `rows` again, nearly."""
+    """`rows` (R, N) as float8 values and float32 scales (R, 1); their product is nearly `rows` again."""
     fused = elementwise_for(rows)
     if fused is None:
         return plain_quantize_rows(rows)
@@ -43,7 +43,7 @@ def plain_quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 def quantized_rms_norm(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[QuantizedRows, Tensor]:
-    """`quantize_rows` of the sum of `hidden` and `residual`, normalised, and the sum: `hidden` without a residual."""
+    """`quantize_rows` of the sum of `hidden` and `residual`, normalised, and the sum (`hidden` without a residual)."""
     fused = elementwise_for(hidden)
     if fused is not None:
         return fused.quantized_rms_norm(hidden, residual, weight, eps, max_value=_FP8_MAX, min_scale=_MIN_SCALE)
@@ -106,7 +106,7 @@ class Fp8Linear(Linear):
         yield Slot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
 
     def forward(self, hidden: Tensor | QuantizedRows, peaks: Tensor | None = None) -> Tensor:
-        """`peaks` (T, P), if they are known: the largest number of each row of `hidden` is the largest of these."""
+        """`peaks` (T, P), if known: the largest number of each row of `hidden` is the largest of these."""
         product = fp8_product_for(self.weight)
         if product is not None and self.counters is not None:
             out = product.linear(
@@ -126,7 +126,7 @@ class Fp8Linear(Linear):
         return scaled_matmul(values, value_scales, self.weight, self.scales, hidden.dtype, self.bias)
 
     def gated(self, hidden: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
-        """`silu_mul` of what `forward` returns, and its `peaks` where they are known."""
+        """`silu_mul` of the result of `forward`, and its `peaks` if known."""
         product = fp8_product_for(self.weight)
         if product is not None and self.counters is not None:
             found = product.linear_silu_mul(

@@ -1,8 +1,8 @@
-"""Linear layers whose weights a GPTQ checkpoint holds in 4 bits, dequantised on the way into each matrix product.
+"""Linear layers whose weights are in 4 bits in a GPTQ checkpoint, dequantised on the way into each matrix product.
 
 A weight is `(q - zero) * scale`. `qweight` (inputs / 8, outputs) packs eight inputs into an int32, `qzeros`
 (groups, outputs / 8) eight outputs, the lowest bits first; `scales` is (groups, outputs), and `g_idx` (inputs,) is the
-group of each input. Where there are kernels for it, the words are put into their order once all weights are there.
+group of each input. If there are kernels for it, the words are rearranged for them once all weights are loaded.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def dequantize(qweight: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, d
 class GptqLinear(Linear):
     """Half a byte per weight, a scale and a zero point per group of inputs and output.
 
-    `zeros` are kept without the offset that the first format has: its writers subtract one from each 4-bit number of a
-    word, with borrow, so adding them back to the whole word is exact even for a zero point of 0.
+    `zeros` are kept without the offset of the first format: its writers subtract one from each 4-bit number of a word,
+    with borrow, so adding them back to the whole word is exact even for a zero point of 0.
     """
 
     def __init__(self, config: GptqConfig, shape: LinearShape) -> None:
@@ -68,7 +68,7 @@ class GptqLinear(Linear):
         self.has_one_grouping = True
         self.order: Tensor | None = None
         self.counters: Tensor | None = None
-        """There once `qweight` has the order of the kernels for a few tokens, and `order` if inputs change theirs."""
+        """Set once `qweight` is in the order of the kernels for a few tokens, and `order` if inputs change theirs."""
 
     def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
         words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)
@@ -98,7 +98,7 @@ class GptqLinear(Linear):
             )
 
     def settle(self) -> None:
-        """See whether the parts are grouped alike, as those that share their inputs nearly always are, and pack."""
+        """Check whether the parts are grouped alike, as parts that share their inputs nearly always are, and pack."""
         groups = self.groups
         if int(groups.min()) < 0 or int(groups.max()) >= self.scales.shape[0]:
             raise ConfigError(
@@ -132,7 +132,7 @@ class GptqLinear(Linear):
         return functional.linear(hidden, weight, self.bias)
 
     def _pack(self, product: Int4Product) -> None:
-        """Put the words into the order of the kernels, if they take this weight; groups become runs of inputs."""
+        """Put the words into the kernels' order, if the kernels take this weight; groups become runs of inputs."""
         inputs, group_size = self.shape.inputs, self.shape.inputs // self.scales.shape[0]
         groups, order = self.groups[0].sort(stable=True)
         runs = torch.arange(inputs, device=groups.device) // group_size
@@ -153,7 +153,7 @@ class GptqLinear(Linear):
         )
 
     def _add_bias(self, tensor: Tensor, outputs: slice) -> None:
-        """Some writers give every layer a bias, of zeros where the model has none: only others cost anything."""
+        """Some writers give every layer a bias, of zeros if the model has none: those cost nothing here."""
         if not bool(tensor.any()):
             return
         if self.bias is None:

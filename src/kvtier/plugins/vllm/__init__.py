@@ -1,7 +1,6 @@
 """kvtier inside vLLM: `kv_connector` is `KvtierConnector`.
 
-It never keeps an engine from starting for the release that vLLM is of: with one that it does not work with it says so,
-and caches nothing.
+An unsupported release of vLLM starts all the same: kvtier logs one sentence and caches nothing.
 """
 
 import importlib
@@ -13,7 +12,7 @@ from kvtier.plugins.vllm.releases import Fit, fit_of, refused, tried
 
 
 def connector_for(version: str) -> type:
-    """The class that vLLM of this version uses."""
+    """The connector class for this version of vLLM."""
     fit = fit_of(version)
     if fit is Fit.OLDER:
         return inert_connector(refused(version))
@@ -22,7 +21,7 @@ def connector_for(version: str) -> type:
     except ImportError as error:
         return inert_connector(refused(version, str(error)))
     if missing := getattr(connector, "__abstractmethods__", ()):
-        return inert_connector(refused(version, f"its connectors have {', '.join(sorted(missing))}"))
+        return inert_connector(refused(version, f"its connectors must implement {', '.join(sorted(missing))}"))
     return connector if fit is Fit.TESTED else announcing(connector, tried(version))
 
 

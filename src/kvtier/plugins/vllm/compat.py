@@ -1,17 +1,17 @@
-"""What differs between the releases of vLLM that the connector and the tier work with.
+"""Differences between the releases of vLLM that the connector and the tier support.
 
 | needed | since | before that |
 |---|---|---|
-| `CacheHitSource` | 0.32 | nobody asks where hits come from |
-| the pages of a request (`kv_connector_block_state`) | 0.32 | windows, states and several groups are not cached |
-| where pages of several layers lie (`KVCacheTensor.layer_stride`) | 0.32 | nothing opaque is cached |
+| `CacheHitSource` | 0.32 | vLLM does not ask where hits come from |
+| the pages of a request (`kv_connector_block_state`) | 0.31 | windows, states and several groups are not cached |
+| where pages of several layers lie (`KVCacheTensor.layer_stride`) | 0.31 | nothing opaque is cached |
 | saves in steps that compute nothing | 0.31 | `wait_for_save` is not called in such steps |
 | a tier's `backpressure_detector` | 0.31 | tiers are made without |
 | `KVConnectorTransferResults` | 0.30 | `get_finished` returns the two sets |
 | `chunk_ids` of a tier's job | 0.30 | `block_ids` |
 
-Without a number, for it is asked of the release itself: whether hashes begin with the same seed in every process; the
-media, and the fields that events and the results of a tier's jobs have; whether a tier is told the engine's config.
+Detected without a release number: whether hashes have the same seed in every process, the media, the fields of events
+and of the results of a tier's jobs, and whether a tier receives the engine's config.
 """
 
 from __future__ import annotations
@@ -55,23 +55,29 @@ else:
 
 
 SAVES_IN_IDLE_STEPS = release_of(vllm.__version__) >= (0, 31)
-"""vLLM asks for saves in steps that compute nothing, too."""
+"""vLLM also asks for saves in steps that compute nothing."""
 
+HIT_SOURCES = {
+    "server": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "cluster": getattr(CacheHitSource, "EXTERNAL_UNSPECIFIED", CacheHitSource.DISK),
+}
+"""vLLM's names of the tiers that tokens come from; it has none for a remote store."""
 TIER_MEDIUM = kv_offload.Medium.STORAGE if hasattr(kv_offload, "Medium") else None
 
 _T = TypeVar("_T")
 
 
 def has_stable_hashes() -> bool:
-    """vLLM's cryptographic hashes are the same in every process; if not, `PYTHONHASHSEED` has to be set."""
+    """Whether vLLM's cryptographic hashes are the same in every process; otherwise `PYTHONHASHSEED` must be set."""
     return hasattr(kv_cache_utils, "resolve_none_hash_seed") or os.getenv("PYTHONHASHSEED") is not None
 
 
 def configs_of(spec: Any) -> tuple[Any, Any] | None:
-    """The engine's config and that of its KV cache, for which vLLM made this spec of its offloading.
+    """The engine's config and its KV cache config, for which vLLM made this offloading spec; None if not found.
 
-    Where the spec has them not, those of the callers have them that vLLM made the tier in: only one that has this very
-    spec is believed. None when there is none.
+    If the spec does not have them, they are local variables of the function that creates the tiers. A caller is
+    trusted only if it has this very spec.
     """
     if hasattr(spec, "vllm_config") and hasattr(spec, "kv_cache_config"):
         return spec.vllm_config, spec.kv_cache_config
@@ -85,47 +91,48 @@ def configs_of(spec: Any) -> tuple[Any, Any] | None:
 
 
 def blocks_per_page(spec: Any) -> int:
-    """How many of vLLM's blocks its offloading moves as one."""
+    """The number of vLLM's blocks that its offloading moves as one page."""
     return int(spec.blocks_per_chunk if hasattr(spec, "blocks_per_chunk") else spec.block_size_factor)
 
 
 def rows_of(job: Any) -> list[int]:
-    """Where a job's pages are in the memory of vLLM's own offloading."""
+    """The rows of a job's pages in the memory of vLLM's own offloading."""
     rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return [int(row) for row in rows]
 
 
 def made_with_known(maker: type[_T], named: Mapping[str, Any]) -> _T:
-    """An object with those of its fields that this release has."""
+    """An object made with the fields that this release has; others are left out."""
     known = getattr(maker, "__struct_fields__", None) or [one.name for one in fields(maker)]  # type: ignore[arg-type]
     return maker(**{name: value for name, value in named.items() if name in known})
 
 
 def known_arguments(call: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `named` that `call` has parameters for."""
+    """The entries of `named` that are parameters of `call`."""
     known = inspect.signature(call).parameters
     return {name: value for name, value in named.items() if name in known}
 
 
 def event_extra_keys(keys: Sequence[tuple[Any, ...] | None]) -> Any:
-    """What sets blocks apart beside their tokens, as events tell it: where hashes name the kind of each, without."""
+    """The extra keys of blocks as events have them: newer releases leave out the kinds that hashes have."""
     if hasattr(kv_cache_utils, "to_event_extra_keys"):
         return kv_cache_utils.to_event_extra_keys(keys)
     return list(keys)
 
 
 def kind_of(spec: Any) -> str | None:
-    """What events call this kind of KV cache."""
+    """The name of this kind of KV cache in events; None in releases without such names."""
     if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
         return None
     return str(kv_cache_interface.get_kv_cache_spec_kind(spec).value)
 
 
 HANDS_OVER_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-"""vLLM says which pages a request has in each group, and which of them has a state that is complete."""
+"""vLLM reports each request's pages by group, and which of them have complete states."""
 
 __all__ = [
     "HANDS_OVER_STATES",
+    "HIT_SOURCES",
     "CacheHitSource",
     "KVConnectorTransferResults",
     "SAVES_IN_IDLE_STEPS",

@@ -1,6 +1,6 @@
-"""`KvtierConnector`: what vLLM calls, handed on to the side that this object is for.
+"""`KvtierConnector`: passes vLLM's calls to the scheduler's or the worker's side.
 
-Where an engine's KV cannot be kept, the connector says so once and does nothing.
+If an engine's KV cannot be cached, the connector logs the reason once and does nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -31,12 +32,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedServer
+from kvtier.plugins.vllm.attention_backends import LayerBackends, backends_of, common_backends
 from kvtier.plugins.vllm.compat import SAVES_IN_IDLE_STEPS, CacheHitSource, KVConnectorTransferResults
 from kvtier.plugins.vllm.events import server_events
 from kvtier.plugins.vllm.group_scheduling import GroupSchedulerSide
-from kvtier.plugins.vllm.identity import identity_of
+from kvtier.plugins.vllm.identity import Identity, identity_of, is_own_format
 from kvtier.plugins.vllm.plan import StepPlan
 from kvtier.plugins.vllm.scheduling import SchedulerSide
 from kvtier.plugins.vllm.server_client import client_of
@@ -45,23 +48,35 @@ from kvtier.plugins.vllm.statistics import KvtierPromMetrics, KvtierStats
 from kvtier.plugins.vllm.working import WorkerSide
 
 logger = logging.getLogger("vllm.kvtier")
-"""Under vLLM's own, which is the one that is shown."""
+"""A child of vLLM's logger: other loggers are not shown."""
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV that outlives vLLM's own cache: in a kvtier cache server of this host, or over TCP."""
+    """Keeps KV in a kvtier cache server, on this host or over TCP, where it outlives vLLM's own cache."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises `ConfigError` with one sentence for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        settings = read_settings(transfer.kv_connector_extra_config)
+        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._server: EmbeddedServer | None = None
+        self._pool: BlockPool | None = None
+        self._manager: KVCacheManager | None = None
+        self._is_own_format = is_own_format(kv_cache_config)
+        self._backends = backends_of(vllm_config, kv_cache_config)
+        self._awaits_backends = role is KVConnectorRole.SCHEDULER and self._backends is None and not self._is_own_format
+        if not self._awaits_backends:
+            self._open(self._backends)
+
+    def _open(self, backends: LayerBackends | None) -> None:
+        """Connect to the cache server and start this object's side. Raises `ConfigError` as the constructor does."""
+        vllm_config, settings = self._vllm_config, self._settings
         try:
-            identity = identity_of(vllm_config, kv_cache_config, settings.salt, settings.identity)
+            identity = identity_of(vllm_config, self._config, settings.salt, settings.identity, backends=backends)
         except ConfigError as error:
             logger.warning("kvtier keeps nothing of this model: %s", error)
             return
@@ -75,25 +90,30 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if identity.num_ranks > 1 and not client.is_local:
             client.close()
             self.shutdown()
-            logger.warning("kvtier keeps nothing of this engine: its ranks need a cache server on their host")
+            logger.warning("kvtier keeps nothing of this engine: several ranks need a cache server on their host")
             return
-        if role is KVConnectorRole.SCHEDULER:
-            if transfer.kv_load_failure_policy != "recompute":
-                logger.warning(
-                    "kvtier: set kv_load_failure_policy to recompute: with %r a block that is lost fails its request",
-                    transfer.kv_load_failure_policy,
-                )
-            chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
-            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-            logger.info("kvtier keeps %s", identity.description)
-            if identity.block_groups.is_one_full:
-                events = server_events(vllm_config, kv_cache_config, client, identity)
-                self._scheduler = SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
-            else:
-                self._scheduler = GroupSchedulerSide(client, identity, settings, chunk_tokens, algorithm)
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._new_scheduler(client, identity)
         else:
             self._worker = WorkerSide(client, identity, get_tensor_model_parallel_rank())
+
+    def _new_scheduler(self, client: CacheClient, identity: Identity) -> SchedulerSide:
+        vllm_config, settings = self._vllm_config, self._settings
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kvtier: set kv_load_failure_policy to recompute: with %r a block that is lost fails its request",
+                transfer.kv_load_failure_policy,
+            )
+        chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        logger.info("kvtier keeps %s", identity.description)
+        if identity.block_groups.is_one_full:
+            events = server_events(vllm_config, self._config, client, identity)
+            return SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
+        return GroupSchedulerSide(client, identity, settings, chunk_tokens, algorithm)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -101,17 +121,29 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """On a GPU a block is then one run of bytes, as it is in the cache. vLLM takes another if it cannot."""
+        """On a GPU, a layout in which a block is one run of bytes, as in the cache. vLLM uses another if it must."""
         return "BLHNC" if current_platform.is_cuda_alike() else None
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The backends of all ranks. Raises `ConfigError` as the constructor does."""
+        if not self._awaits_backends:
+            return
+        self._awaits_backends = False
+        self._open(common_backends(metadata.values()))
+        if self._scheduler is not None and self._manager is not None and self._pool is not None:
+            self._scheduler.bind(self._pool)
+            self._scheduler.bind_manager(self._manager)
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
         if self._scheduler is not None:
             self._scheduler.bind_manager(kv_cache_manager)
 
@@ -155,6 +187,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """For a scheduler in another process. Other connectors beside this one would take it for theirs, so it is
+        sent only where it is needed.
+        """
+        is_needed = not self._is_own_format and self._vllm_config.parallel_config.distributed_executor_backend != "uni"
+        return self._backends if is_needed else None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
@@ -177,12 +216,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is scheduled when all of its layers are there."""
+        """Nothing: loads are asynchronous, and a request is scheduled when all of its layers have arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Blocks are saved whole, after the step."""
+        """Nothing: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -192,7 +231,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults() if self._worker is None else self._worker.results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """What vLLM asks for before it knows of results."""
+        """The results for releases of vLLM without `get_transfer_results`."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 

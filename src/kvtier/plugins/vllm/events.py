@@ -1,8 +1,8 @@
-"""KV events: what the cache server has of this engine's prompts, in vLLM's own format, for routers.
+"""KV events for routers, in vLLM's own format: where the cache server has blocks of this engine's prompts.
 
-Pages that are saved, and those that a match finds, are noted by the scheduler's thread. A thread asks the server where
-they are, as long as they are known (`transfer/level_record`), and makes events of what changed; the scheduler's thread
-hands them to vLLM with its next step. Routers know vLLM's own media and drop events of others, so memory is `CPU` and
+The scheduler's thread notes pages that are saved or matched. Another thread asks the server where they are, for as long
+as they are tracked (`transfer/level_record`), and makes events of the changes; the scheduler's thread passes them to
+vLLM with its next step. Routers know vLLM's own media and drop events of others, so memory is `CPU` and
 disk `STORAGE`; `ownership` is `kvtier`.
 """
 
@@ -40,20 +40,20 @@ _MAX_BLOCKS = 65_536
 _ASKED_AT_ONCE = 512
 """Blocks: about a millisecond of a thread's time."""
 _NEW_S, _KNOWN_S = 0.1, 0.5
-"""How often the server is asked: while there are new pages, and else. All of the record has its turn in a minute."""
+"""Intervals between questions to the server, with and without new pages. Each page has its turn within a minute."""
 _ADDED_AT_ONCE = 128
 _PAUSE_S = 1e-5
-"""Half a millisecond of work, then a moment for the scheduler's thread."""
+"""After half a millisecond of work, pause for the scheduler's thread."""
 _MAX_NOTES = 1024
 _MAX_WAITING = 4096
-"""Events that wait for a step. While there are more, the server is not asked."""
+"""Limit on events that wait for a step; while there are more, the server is not asked."""
 _TAKEN_AT_ONCE = 256
 _EVENT_PAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Pages of a prompt that may be in the server, and the hashes of its pages and blocks from its first token on."""
+    """Pages of a prompt that may be in the server, and the hashes of all its pages and blocks."""
 
     request: Request
     pages: Sequence[bytes]
@@ -63,12 +63,12 @@ class _Note:
 
 
 class _StartOver:
-    """Nothing of what was told is known to anybody any more."""
+    """Routers have discarded all earlier events."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What an event says of a page."""
+    """The fields of an event about a page."""
 
     page: bytes
     parent: bytes | None
@@ -80,7 +80,7 @@ class _Entry:
 def server_events(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, client: CacheClient, identity: Identity
 ) -> ServerEvents | None:
-    """Of an engine with one group of full attention. None where vLLM publishes no events."""
+    """The events of an engine with one group of full attention. None if vLLM publishes no events."""
     config = vllm_config.kv_events_config
     if config is None or not config.enable_kv_cache_events:
         return None
@@ -89,7 +89,7 @@ def server_events(
 
 
 class ServerEvents:
-    """Of one engine with one group of KV cache. The scheduler's thread calls `note` and `take`, which are short."""
+    """The events of an engine with one group. The scheduler's thread calls `note` and `take`: both are short."""
 
     def __init__(
         self, client: CacheClient, page_tokens: int, kind: str | None, *, block_tokens: int = BLOCK_TOKENS
@@ -116,19 +116,23 @@ class ServerEvents:
     def note(
         self, request: Request, pages: Sequence[bytes], hashes: Sequence[BlockHash], first_block: int, end_block: int
     ) -> None:
-        """Blocks `first_block..end_block` of a prompt are saved, or were found. `hashes` may grow, `pages` does not."""
+        """Blocks `first_block..end_block` of a prompt were saved or matched. `hashes` may grow, `pages` may not."""
         first_page = first_block * self._block_tokens // self._page_tokens
         end_page = min(end_block * self._block_tokens // self._page_tokens, len(pages))
-        if first_page < end_page and self._notes.qsize() < _MAX_NOTES:
-            self._notes.put(_Note(request, pages, hashes, first_page, end_page))
+        if first_page >= end_page:
+            return
+        if self._notes.qsize() >= _MAX_NOTES:
+            self._log.warning("notes", "KV events are missing: the cache server's answers are too slow for this engine")
+            return
+        self._notes.put(_Note(request, pages, hashes, first_page, end_page))
 
     def take(self) -> list[KVCacheEvent]:
-        """Some of the events since the last call, in their order."""
+        """The oldest waiting events, in order, up to a limit."""
         ready = self._ready
         return [ready.popleft() for _ in range(min(len(ready), _TAKEN_AT_ONCE))]
 
     def start_over(self) -> None:
-        """Routers have forgotten everything: tell them again."""
+        """Routers have discarded everything: publish it again."""
         self._ready.clear()
         self._notes.put(_StartOver())
 
@@ -202,7 +206,7 @@ class ServerEvents:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def _tell(self, changes: Sequence[LevelChange[_Entry]]) -> None:
-        """What is gained comes first: a page that moves is always somewhere."""
+        """Queue events for changes, gains first, so that a page that moves is always somewhere."""
         for level, medium in MEDIA.items():
             for run in _runs([change.entry for change in changes if change.gained & level]):
                 self._ready.append(self._stored(run, medium))
@@ -231,7 +235,7 @@ class ServerEvents:
 
 
 def _runs(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Pages of which each follows the one before, so that one event can tell of them."""
+    """Consecutive pages of one prompt, reported by one event."""
     run: list[_Entry] = []
     for entry in entries:
         if run and (entry.parent != run[-1].page or len(run) == _EVENT_PAGES):

@@ -1,4 +1,4 @@
-"""What was cached of a request and why no more, noted at the cache server for `kvtier explain`."""
+"""How much of a request was cached, and why not more: recorded at the cache server for `kvtier explain`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANDOM_END = re.compile(r"-[0-9a-f]{8}$")
 
 
 class Explainer:
-    """For the requests of one engine. The scheduler's thread calls it, and never waits."""
+    """Explains the requests of one engine. Called by the scheduler's thread; never waits."""
 
     def __init__(self, client: CacheClient, identity: Identity) -> None:
         self._client = client
@@ -34,7 +34,7 @@ class Explainer:
         reason: MatchEnd,
         ended_at_tokens: int,
     ) -> Explanation:
-        """`counts` are the cached tokens by tier, beside `num_local_tokens` that vLLM has itself."""
+        """`counts` are the cached tokens by tier, without the `num_local_tokens` in vLLM's own cache."""
         is_salted = root not in (None, self._namespace)
         num_first = 0 if is_salted else min(request.num_prompt_tokens, _EXPLAINED_TOKENS)
         return Explanation(
@@ -52,20 +52,20 @@ class Explainer:
         )
 
     def _detail(self, *, is_salted: bool) -> str:
-        """What sets the request apart from others, and what is kept of it."""
+        """Why the request shares no blocks with others, if so, and the format of its blocks."""
         salted = "the request has a cache_salt, an adapter or other inputs of its own; " if is_salted else ""
         return f"{salted}{self._identity.description}"
 
     def note(self, explanation: Explanation) -> None:
-        """By vLLM's id of the request and by the one that its client knows."""
+        """Record it under vLLM's id of the request and the id that the client knows."""
         for request_id in dict.fromkeys(_ids_known_to_clients(explanation.request_id)):
             self._client.note(msgspec.structs.replace(explanation, request_id=request_id))
 
 
 def _ids_known_to_clients(request_id: str) -> Iterator[str]:
-    """vLLM's own id, and what its callers see of it: it puts a random end behind theirs.
+    """vLLM's own id, and the ids its callers know: vLLM appends a random suffix to theirs.
 
-    Of several answers to one prompt (`0_...`) and several prompts of one call (`...-0`) the first stands for all.
+    The first of several answers to one prompt (`0_...`), or of several prompts of one call (`...-0`), stands for all.
     """
     yield request_id
     given = _RANDOM_END.sub("", request_id)

@@ -1,8 +1,8 @@
-"""The scheduler's side of an engine whose layers look back differently: windows, chunks and states beside attention.
+"""The scheduler's side of an engine with several groups: windows, chunks and states beside full attention.
 
-A load brings what a boundary needs of every group, into the pages that vLLM has given the request; what is missing of
-it makes all of it be computed. A save takes what a step fills: pages of windows and states may be given back after the
-next one, so they are held until they are copied (`pins`).
+A load fetches what a boundary needs of every group, into the request's pages; if a block is missing, everything is
+computed. A save copies the pages that a step fills. vLLM may free pages of windows and states after the next step, so
+they are held until they are copied (`pins`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:  # older releases lack it
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
 _NULL_PAGE = 0
-"""What vLLM has in a table where a window or a state has passed."""
+"""The entry of vLLM's tables for a page that a window or a state has left."""
 
 
 class GroupSchedulerSide(SchedulerSide):
-    """Of one engine with several groups, or one that is not full attention."""
+    """The scheduler's side of an engine with several groups, or one group that is not full attention."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GroupSchedulerSide(SchedulerSide):
         return GroupSearch(tier, identity.block_groups)
 
     def _wanted(self, tracked: Tracked, tables: Sequence[list[int]], first: int, end: int) -> Wanted:
-        """All blocks of these tokens that have a page: vLLM gives none where nothing looks."""
+        """All blocks of these tokens that have a page: vLLM allocates none outside the reach of a group."""
         wanted: dict[BlockHash, int] = {}
         chain = tracked.lookup.hashes
         for group, (reach, table) in enumerate(zip(self._groups.reaches, tables, strict=True)):
@@ -73,7 +73,7 @@ class GroupSchedulerSide(SchedulerSide):
         return lookup.leased_among(wanted.hashes)
 
     def _in_memory(self, tracked: Tracked, num_external_tokens: int) -> int:
-        """All of them or none: a load waits for the last of its blocks."""
+        """All tokens or none: a load waits for the last of its blocks."""
         lease = tracked.lookup.lease
         assert lease is not None
         return 0 if lease.num_stored else num_external_tokens
@@ -81,7 +81,7 @@ class GroupSchedulerSide(SchedulerSide):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def _take_pages(self, output: SchedulerOutput) -> None:
-        """vLLM says itself which pages a request has now: some of them are taken away while it runs."""
+        """Keep vLLM's report of each request's pages: some are freed while it runs."""
         self._state = output.kv_connector_block_state
 
     def _save_of(self, tracked: Tracked, first: int, end: int) -> Save | None:
@@ -101,7 +101,7 @@ class GroupSchedulerSide(SchedulerSide):
         return Save(request_id, pages, 0, hashes, number=number)
 
     def _states(self, tracked: Tracked, end: int) -> dict[BlockHash, int]:
-        """The pages of states that are complete with this step, where a prefix can be resumed."""
+        """Pages of states that this step completes, at boundaries where a prefix can be resumed."""
         assert self._state is not None
         states: dict[BlockHash, int] = {}
         for group, page, num_tokens in self._state.boundary_state_offloads.get(tracked.request.request_id, ()):
@@ -112,7 +112,7 @@ class GroupSchedulerSide(SchedulerSide):
         return states
 
     def _drop_saves(self, request_id: str) -> None:
-        """What is being saved of a request that is preempted is held, and goes on."""
+        """Nothing: pages of a preempted request stay held until they are saved."""
 
     def _note_saved(self, numbers: Set[int]) -> None:
         for number in numbers:

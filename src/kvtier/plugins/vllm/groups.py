@@ -1,4 +1,4 @@
-"""The groups of layers in which a vLLM engine keeps its KV: what each looks back at, and where its pages lie."""
+"""The groups of layers in which a vLLM engine keeps its KV: the reach of each, and the layout of its pages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAt
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`is_handed_over`: vLLM says which page has a state, and of which token, when it is complete; else pages follow
-    each other as their tokens do. `format` tells how a page is laid out from how another is."""
+    """`is_handed_over`: vLLM reports the page and the token of each complete state; otherwise pages are in the order of
+    their tokens. `format` is a digest of the page's layout."""
 
     reach: Reach
     layer_names: tuple[str, ...]
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def description(self) -> str:
-        """For people."""
+        """A readable name."""
         reach = self.reach
         if reach.span_tokens:
             return f"{reach.attention.value} of {reach.span_tokens} tokens"
@@ -46,7 +46,7 @@ class Group:
 
 
 def groups_of(config: KVCacheConfig) -> tuple[Group, ...] | str:
-    """All of them; or why vLLM would not reuse a prefix, or how it does is not known."""
+    """All groups; or the reason why vLLM would not reuse a prefix, or reuses it by unknown rules."""
     groups: list[Group] = []
     for group in config.kv_cache_groups:
         reach = _reach_of(group)
@@ -66,7 +66,7 @@ def groups_of(config: KVCacheConfig) -> tuple[Group, ...] | str:
 
 
 def page_bytes_of(config: KVCacheConfig) -> int | None:
-    """What a rank has of a page, of all layers; None when this release of vLLM does not say where they lie."""
+    """A page's bytes in one rank, over all layers; None if this release of vLLM does not report their layout."""
     runs: set[PageRun] = set()
     for tensor in config.kv_cache_tensors:
         if not hasattr(tensor, "layer_stride"):
@@ -81,27 +81,27 @@ def page_bytes_of(config: KVCacheConfig) -> int | None:
 def _reach_of(group: KVCacheGroupSpec) -> Reach | str:
     reaches = {_reach_of_spec(spec) for spec in _layer_specs(group.kv_cache_spec)}
     if len(reaches) != 1:
-        return "layers of one group of its KV cache look back differently"
+        return "layers of one group of its KV cache differ in how far they look back"
     (reach,) = reaches
     is_replica = not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False)
     if reach is None or is_replica:
         name = type(next(iter(_layer_specs(group.kv_cache_spec)))).__name__
-        return f"its KV cache is a {name}, and how vLLM reuses it is not known"
+        return f"KV caches of the kind {name} are not supported"
     modes = {_mode_of(spec) for spec in _layer_specs(group.kv_cache_spec)}
     if reach.attention is Attention.STATE and not modes <= {"align", "all"}:
-        return "vLLM keeps no states of it: see --enable-prefix-caching and --mamba-cache-mode"
+        return "vLLM keeps no states of this model: see --enable-prefix-caching and --mamba-cache-mode"
     return reach
 
 
 def _reach_of_spec(spec: KVCacheSpec) -> Reach | None:
-    """None for kinds whose rules are not known: those that build on a known one have some of their own."""
+    """None for kinds with unknown rules: subclasses of a known kind may have rules of their own."""
     is_known = type(spec) in _KNOWN or type(spec).__name__ == "SlidingWindowMLASpec"
     if not is_known or not getattr(spec, "prefix_cacheable", True) or getattr(spec, "non_causal", False):
         return None
     if isinstance(spec, MambaSpec):
         return Reach(Attention.STATE, spec.block_size)
     if isinstance(spec, SlidingWindowSpec):
-        num_more = getattr(spec, "extra_retained_tokens", 0)  # vLLM may keep a few that the window does not have
+        num_more = getattr(spec, "extra_retained_tokens", 0)  # vLLM may keep a few tokens beyond the window
         return Reach(Attention.WINDOW, spec.block_size, spec.sliding_window + num_more)
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return Reach(Attention.CHUNK, spec.block_size, spec.attention_chunk_size)
@@ -111,7 +111,7 @@ def _reach_of_spec(spec: KVCacheSpec) -> Reach | None:
 
 
 def _mode_of(spec: KVCacheSpec) -> str:
-    """Which states vLLM keeps."""
+    """Which states vLLM keeps (`mamba_cache_mode`)."""
     return str(getattr(spec, "mamba_cache_mode", "none"))
 
 
@@ -126,5 +126,5 @@ def _spec_of(config: KVCacheConfig, layer_name: str) -> KVCacheSpec:
 
 
 def descriptions(groups: Sequence[Group]) -> str:
-    """What the groups are, for people."""
+    """A readable list of the groups."""
     return ", ".join(dict.fromkeys(group.description for group in groups))

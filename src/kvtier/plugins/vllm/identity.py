@@ -1,7 +1,6 @@
-"""Whose blocks a vLLM engine's are: the same as those of kvtier's own engine for the same checkpoint, where it has one.
+"""The namespace of a vLLM engine's blocks: the same as in kvtier's own engine, where that runs the checkpoint.
 
-Everything comes from the model's folder and vLLM's resolved settings, never from vLLM's own hashes, which depend on its
-version and settings.
+It is made of the model's folder and vLLM's resolved settings, never of vLLM's own hashes, which depend on its version.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from kvtier.blocks.namespace import NamespaceFields
 from kvtier.errors import ConfigError
 from kvtier.models.config import read_config
 from kvtier.models.progress import terminal_progress
+from kvtier.plugins.vllm.attention_backends import LayerBackends
 from kvtier.plugins.vllm.compat import HANDS_OVER_STATES
 from kvtier.plugins.vllm.groups import Group, descriptions, groups_of, page_bytes_of
 from kvtier.plugins.vllm.releases import release_of
@@ -36,16 +36,16 @@ from kvtier.transfer.block_groups import BlockGroups
 BLOCK_TOKENS = 16
 
 _ONLY_IN_VLLM = frozenset({"dual_chunk_attention_config", "alpha", "max_trained_positions"})
-"""Fields that change K in vLLM, and that kvtier's own engine does not know."""
+"""Fields that change K in vLLM but are unknown to kvtier's own engine."""
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What blocks are, whose they are, and the groups and pages that hold them in the engine.
+    """The layout and namespace of blocks, and the groups and pages that hold them in the engine.
 
-    `is_opaque`: a block is a page as vLLM has it, of all layers, of each of `num_parts` ranks.
+    `is_opaque`: a block is vLLM's page as it is, of all layers and of each of `num_parts` ranks.
     """
 
     layout: KvLayout
@@ -68,37 +68,42 @@ class Identity:
 
     @property
     def unit_tokens(self) -> int:
-        """A load ends at a multiple of this."""
+        """Loads end at multiples of this."""
         return max(self.block_groups.unit_tokens, self.layout.block_tokens)
 
     @property
     def description(self) -> str:
-        """What is kept, and who else can use it."""
+        """The format of blocks, and the engines that can share them."""
         if self.is_opaque:
             return f"pages as vLLM has them, for vLLM alone: {descriptions(self.groups)}"
         return f"blocks of kvtier's own format, for all engines: {descriptions(self.groups)}"
 
     def first_head(self, rank: int) -> int:
-        """The first head of a block that a tensor-parallel rank has. With more ranks than heads some have the same."""
+        """The first head of a tensor-parallel rank. With more ranks than heads, some ranks have the same."""
         return rank * self.layout.kv_heads // self.num_ranks
 
     def part(self, rank: int) -> int:
-        """Which part of an opaque block a rank has."""
+        """The part of an opaque block that a rank holds."""
         return rank * self.num_parts // self.num_ranks
 
 
 def identity_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str, kind: IdentityKind = "sampled"
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    salt: str,
+    kind: IdentityKind = "sampled",
+    *,
+    backends: LayerBackends | None,
 ) -> Identity:
-    """Raises `ConfigError` with why nothing of an engine can be kept: its sentence begins with the engine."""
+    """`backends` are needed unless `is_own_format`. Raises `ConfigError` with the reason why nothing can be kept."""
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1:
-        raise ConfigError("its ranks share layers or tokens, and only those that share heads are known")
+        raise ConfigError("pipeline and context parallelism are not supported")
     groups = groups_of(kv_cache_config)
     if isinstance(groups, str):
         raise ConfigError(groups)
     num_layers = sum(len(group.layer_names) for group in groups)
-    is_opaque = not _is_own_format(kv_cache_config)
+    is_opaque = not is_own_format(kv_cache_config)
     num_parts = 1
     if is_opaque:
         _check_opaque(vllm_config, groups)
@@ -108,7 +113,9 @@ def identity_of(
         layout = _own_layout(vllm_config, kv_cache_config)
     fields = fields_of(vllm_config, layout, num_layers, salt, kind)
     if is_opaque:
-        pages = _page_format(vllm_config, kv_cache_config, groups, num_parts, layout)
+        if backends is None:
+            raise ConfigError("the attention backends of its layers are not known, or differ between ranks")
+        pages = _page_format(vllm_config, kv_cache_config, groups, num_parts, layout, backends)
         fields = replace(fields, model_config={**fields.model_config, "vllm_pages": pages})
     return Identity(
         layout=layout,
@@ -126,7 +133,7 @@ def identity_of(
 def fields_of(
     vllm_config: VllmConfig, layout: KvLayout, num_layers: int, salt: str, kind: IdentityKind
 ) -> NamespaceFields:
-    """Whose blocks of `layout` are, for a model with KV in `num_layers`. Raises `ConfigError` as `identity_of`."""
+    """The namespace of blocks of `layout`; KV is in `num_layers` layers. Raises `ConfigError` as `identity_of`."""
     model_config = vllm_config.model_config
     folder = _folder(str(model_config.model), model_config.revision, vllm_config.load_config.download_dir)
     return NamespaceFields(
@@ -140,15 +147,17 @@ def fields_of(
 
 
 def name_of(vllm_config: VllmConfig) -> str:
-    """What people call the model."""
+    """The model's short name."""
     return str(vllm_config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
 
 
-def _is_own_format(kv_cache_config: KVCacheConfig) -> bool:
-    """Blocks can be kvtier's own: K and V of all heads of full attention, in an order that is known."""
+def is_own_format(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether blocks have kvtier's own format: K and V of all heads of full attention, in a known order."""
     groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return False
     spec = groups[0].kv_cache_spec
-    if len(groups) != 1 or type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
         return False
     if spec.head_size_v != spec.head_size or str(spec.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return False
@@ -174,26 +183,26 @@ def _own_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KvLa
 
 
 def _check_opaque(vllm_config: VllmConfig, groups: Sequence[Group]) -> None:
-    """Raises `ConfigError` where vLLM would not reuse pages, or other pages than are known here."""
+    """Raises `ConfigError` where vLLM would not reuse pages, or reuses them by unknown rules."""
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "calculate_kv_scales", False):
-        raise ConfigError("its KV is scaled by what it computes first, which is other in each engine")
+        raise ConfigError("its KV scales are computed at run time (calculate_kv_scales) and differ between engines")
     if not cache_config.enable_prefix_caching:
-        raise ConfigError("vLLM's own prefix cache is off for it")
+        raise ConfigError("vLLM's own prefix cache is off for this model")
     if BlockGroups(tuple(group.reach for group in groups)).is_one_full:
         return
     if vllm_config.speculative_config is not None:
-        raise ConfigError("it drafts tokens, and what vLLM reuses of its windows and states then is not known")
+        raise ConfigError("speculative decoding is not supported for models with sliding windows or states")
     if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise ConfigError("several ranks share the pages of its windows and states")
+        raise ConfigError("several ranks are not supported for models with sliding windows or states")
     if not HANDS_OVER_STATES:
-        raise ConfigError("this release of vLLM does not say which pages its windows and states are in")
+        raise ConfigError("this release of vLLM does not report which pages windows and states are in")
 
 
 def _opaque_layout(kv_cache_config: KVCacheConfig, groups: Sequence[Group], num_parts: int) -> OpaqueLayout:
     page_bytes = page_bytes_of(kv_cache_config)
     if page_bytes is None:
-        raise ConfigError("this release of vLLM does not say where its pages lie")
+        raise ConfigError("this release of vLLM does not report where its pages lie")
     block_tokens = BlockGroups(tuple(group.reach for group in groups)).block_tokens
     return OpaqueLayout(nbytes=page_bytes * num_parts, block_tokens=block_tokens)
 
@@ -204,13 +213,15 @@ def _page_format(
     groups: Sequence[Group],
     num_parts: int,
     layout: KvLayout,
+    backends: LayerBackends,
 ) -> Mapping[str, object]:
-    """Everything that the bytes of a page depend on beside the model: no engine whose pages are others may read it."""
+    """Everything beside the model that a page's bytes depend on: engines share pages only if all of it is equal."""
     return {
         "release": list(release_of(vllm.__version__)),
         "device": page_device(),
         "capability": str(current_platform.get_device_capability()),
-        "backend": str(vllm_config.attention_config.backend),
+        "backends": sorted(set(backends.names)),
+        "backends_of_layers": hashlib.sha256(json.dumps(backends.names).encode()).hexdigest(),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "dtype": str(vllm_config.cache_config.cache_dtype),
         "parts": num_parts,
@@ -228,7 +239,7 @@ def _page_format(
 
 
 def page_device() -> list[str]:
-    """Kernels choose the order inside a page by what they run on."""
+    """The device: kernels choose the order inside a page by it."""
     device = [str(current_platform.device_type), str(current_platform.get_device_name())]
     if current_platform.is_cpu():
         has_tiles = torch.cpu._is_amx_tile_supported()
@@ -241,9 +252,9 @@ def page_device() -> list[str]:
 
 
 class RequestSalts:
-    """What sets a request's blocks apart beside its tokens; as kvtier's own server makes it of `cache_salt`.
+    """What identifies a request's blocks beside its tokens, in the form of kvtier's own server. Thread-safe.
 
-    Thread-safe. An adapter's files are looked at when vLLM loads them: once, unless a request asks for them anew.
+    An adapter's files are read when vLLM loads them: once, unless a request asks for a reload.
     """
 
     def __init__(self, kind: IdentityKind = "sampled") -> None:
@@ -251,7 +262,7 @@ class RequestSalts:
         self._adapters: dict[tuple[int, str], str] = {}
 
     def of(self, request: Request) -> str:
-        """Raises `ConfigError` or `OSError` for an adapter that cannot be told from another."""
+        """The request's salt. Raises `ConfigError` or `OSError` for an adapter that cannot be identified."""
         others: list[str] = []
         if request.lora_request is not None:
             others.append(f"lora {self._adapter(request.lora_request)}")
@@ -273,7 +284,7 @@ class RequestSalts:
 
 
 def _is_order_known(dtype: torch.dtype) -> bool:
-    """vLLM lays out a page's K as the processor's instructions like it. For matrix tiles it is packed once more."""
+    """vLLM lays out a page's K for the processor's instructions; for matrix tiles (AMX) it is packed again."""
     is_tiled = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     return not is_tiled and current_platform.get_cpu_architecture() in (CpuArchEnum.X86, CpuArchEnum.ARM)
 
@@ -283,8 +294,8 @@ def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
         return Path(model)
     try:
         return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except Exception as error:  # whatever the hub's client raises for a model that is not there
-        raise ConfigError(f"the folder of the model {model} is not found: {error}") from error
+    except Exception as error:  # any error of the hub's client for a missing model
+        raise ConfigError(f"cannot find the folder of the model {model}: {error}") from error
 
 
 def _weights(vllm_config: VllmConfig, folder: Path, kind: IdentityKind) -> str:
@@ -302,7 +313,7 @@ def _quantization(vllm_config: VllmConfig) -> str:
 
 
 def _model_identity(vllm_config: VllmConfig, folder: Path, num_layers: int) -> Mapping[str, object]:
-    """As kvtier's own engine has it for what it knows; else the whole config, and what vLLM makes depend on more."""
+    """As in kvtier's own engine for families it knows; else the whole config, and settings that change vLLM's KV."""
     model_config = vllm_config.model_config
     document: dict[str, Any] = model_config.hf_config.to_dict()
     draft = vllm_config.speculative_config
@@ -314,15 +325,15 @@ def _model_identity(vllm_config: VllmConfig, folder: Path, num_layers: int) -> M
         except ConfigError:
             pass  # a family that only vLLM knows
     plain = {name: value for name, value in document.items() if name not in _NOT_THE_MODEL}
-    if has_draft:  # some of the layers are its own
+    if has_draft:  # some layers belong to the draft model
         plain["draft"] = [draft.method, draft.model]
-    if "longrope" in _plain(document):  # vLLM picks its factors by the longest prompt that may come
+    if "longrope" in _plain(document):  # vLLM picks its factors by the longest possible prompt
         plain["max_model_len"] = model_config.max_model_len
     return {"vllm": json.loads(_plain(plain))}
 
 
 def _has_more(document: object, names: frozenset[str]) -> bool:
-    """Something in a config, however deep, has one of these names and a value."""
+    """Whether any of these names has a value somewhere in a config, at any depth."""
     if isinstance(document, Mapping):
         return any((name in names and value) or _has_more(value, names) for name, value in document.items())
     return False

@@ -1,6 +1,6 @@
-"""A connector that caches nothing, for releases of vLLM that kvtier does not work with: vLLM goes on without the cache.
+"""A connector that caches nothing, for unsupported releases of vLLM, so that vLLM runs without the cache.
 
-Takes whatever such a release calls: what it does not know of returns None.
+It accepts every call of such a release; methods without a meaning here return None.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 logger = logging.getLogger("vllm.kvtier")
-"""Under vLLM's own, which is the one that is shown."""
+"""A child of vLLM's logger: other loggers are not shown."""
 
 
 def announcing(connector: Any, sentence: str) -> type:
-    """A class of these connectors that say `sentence` once, on the scheduler's side."""
+    """A subclass of `connector` that logs `sentence` once, on the scheduler's side."""
 
     def start(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         if role is base.KVConnectorRole.SCHEDULER:
@@ -29,9 +29,9 @@ def announcing(connector: Any, sentence: str) -> type:
 
 
 def inert_connector(sentence: str) -> type:
-    """A class of connectors that say `sentence` once and cache nothing."""
+    """A connector class that logs `sentence` once and caches nothing."""
     parents = [base.KVConnectorBase_V1]
-    if hasattr(base, "SupportsHMA"):  # else hybrid models would lose their manager
+    if hasattr(base, "SupportsHMA"):  # without it, vLLM turns off the manager of hybrid models
         parents.append(base.SupportsHMA)
     abstract = {name for parent in parents for name in getattr(parent, "__abstractmethods__", ())}
     methods = dict.fromkeys(abstract, _nothing) | {

@@ -1,4 +1,4 @@
-"""vLLM's own prefix cache: what it has of a prompt, before its scheduler looks. The scheduler's thread owns it."""
+"""vLLM's own prefix cache: how much of a prompt it has, before its scheduler looks. Owned by the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 
 class OwnCache:
-    """Of an engine whose pages are hashed by `page_tokens`. With `is_one_full`, it has one group, of full attention."""
+    """An engine's prefix cache, hashed by `page_tokens`. With `is_one_full`, it has one group, of full attention."""
 
     def __init__(self, page_tokens: int, *, is_one_full: bool = True) -> None:
         self._page_tokens = page_tokens
@@ -23,7 +23,7 @@ class OwnCache:
             self._known_blocks = pool.cached_block_hash_to_block
 
     def take_reset(self) -> bool:
-        """Whether vLLM has emptied it since the last call: its blocks are kept elsewhere then."""
+        """Whether vLLM has emptied it since the last call: a reset replaces the map of cached blocks."""
         if self._pool is None:
             return False
         before, self._known_blocks = self._known_blocks, self._pool.cached_block_hash_to_block
@@ -33,7 +33,7 @@ class OwnCache:
         self._manager = manager
 
     def hashes_of(self, request: Request, num_tokens: int | None = None) -> list[bytes]:
-        """vLLM's hashes of all full pages, or of those of the first `num_tokens`; empty where its pages are others."""
+        """vLLM's hashes of all full pages, or of the first `num_tokens`; empty if its pages have another size."""
         if self._pool is None:
             return []
         hashes = request.block_hashes
@@ -41,7 +41,7 @@ class OwnCache:
         return list(hashes[: min(num_pages, len(hashes))])
 
     def num_tokens(self, request: Request) -> int:
-        """About as many as its scheduler will find: pages at the end of a prompt are the first to go."""
+        """About what its scheduler will find, by bisection: pages at the end of a prompt are evicted first."""
         if self._pool is None or request.skip_reading_prefix_cache:
             return 0
         if not self._is_one_full:
@@ -59,7 +59,7 @@ class OwnCache:
         return low * self._page_tokens
 
     def _num_in_groups(self, request: Request) -> int:
-        """What vLLM finds itself: no rule says that what lies before a page that it has is there, too."""
+        """What vLLM itself finds: with windows, a page may be cached although the one before it is not."""
         if self._manager is None or not self._manager.enable_caching:
             return 0
         return int(self._manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])

@@ -1,7 +1,7 @@
 """Pages of vLLM's pool that are held while they are saved. The scheduler's thread owns them.
 
-vLLM gives pages of windows and states back while their request runs, and all pages of a request that is preempted.
-What is being copied must stay what it is until then.
+vLLM frees pages of windows and states while their request runs, and all pages of a preempted request. A page that is
+being copied must not change until the copy is done.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from vllm.v1.core.block_pool import BlockPool
 
 _SHARE = 2
-"""At most one in so many pages is held: the others are for requests."""
+"""At most one in this many pages is held: the others are for requests."""
 
 
 class Pins:
-    """By the number of a save."""
+    """The held pages of each save, by its number."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
@@ -25,8 +25,18 @@ class Pins:
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
 
+    @property
+    def num_saves(self) -> int:
+        """Saves that hold pages."""
+        return len(self._pages)
+
     def hold(self, number: int, pages: Sequence[int]) -> bool:
-        """Whether these pages, which their request has, are held now: not while many others are."""
+        """Hold pages of a request until `release`. False, and none is held, while too many others are.
+
+        A save without pages is not noted: no release comes for it.
+        """
+        if not pages:
+            return True
         pool = self._pool
         if pool is None or self._num_held + len(pages) > pool.num_gpu_blocks // _SHARE:
             return False
@@ -36,7 +46,7 @@ class Pins:
         return True
 
     def release(self, number: int) -> None:
-        """Its pages are copied. What is not held any more is nothing to release."""
+        """The save's pages are copied. A number that holds nothing is ignored."""
         pages = self._pages.pop(number, [])
         self._num_held -= len(pages)
         if self._pool is not None and pages:

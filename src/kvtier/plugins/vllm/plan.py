@@ -1,6 +1,6 @@
-"""What a scheduler and its workers tell each other with each step. Picklable.
+"""The messages between a scheduler and its workers in each step. Picklable.
 
-A request's pages are given from some page on, and blocks are counted from that page's first token.
+The pages of a load or save begin at some page of the request; its blocks are counted from that page's first token.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass, field, replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier.blocks.hashing import BlockHash
+from kvtier.memory.lease import DISK
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load_news import Loaded
 from kvtier.transfer.shared_stores import Slots
 
 PIECE_BYTES = 64 << 20
-"""Blocks are shown to others when so many are written, and go over TCP by as many."""
+"""Blocks per commit, and per batch over TCP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring the blocks with these hashes into pages, the first of them at `first_block`, within `timeout_s`.
+    """Load the blocks with these hashes into pages, beginning at `first_block`, within `timeout_s`.
 
-    Where they lie is `leased`, if the scheduler knows: until all workers say that the load of this `number` is over.
+    `leased` has their places in memory, if the scheduler knows them; they are valid until all workers have reported
+    the end of this load by its `number`.
     """
 
     number: int
@@ -35,14 +37,16 @@ class Load:
     timeout_s: float
     leased: LeasedBlocks | None
     num_tokens: int
-    """What they stand for."""
+    """The tokens of these blocks."""
+    stored_in: str = DISK
+    """The tier of the blocks that are not in the server's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep the blocks with these hashes. Without `slots` the worker finds room itself: it has all of each block.
+    """Store the blocks with these hashes. Without `slots` the worker reserves room itself: it has all of each block.
 
-    With a `number` the scheduler holds the pages until the worker says that this save is over.
+    With a `number` the scheduler holds the pages until the worker reports the end of this save.
     """
 
     request_id: str
@@ -53,7 +57,7 @@ class Save:
     number: int | None = None
 
     def parts(self, num_blocks: int) -> Iterator[Save]:
-        """The same by at most `num_blocks`, unless its slots are reserved already."""
+        """The save in parts of at most `num_blocks`; whole if its slots are already reserved."""
         if self.slots is not None or len(self.hashes) <= num_blocks:
             yield self
             return
@@ -63,10 +67,10 @@ class Save:
 
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
-    """`preempted` requests lose their pages in this step: what is being saved of them must be done before.
+    """`preempted` requests lose their pages in this step: copies of them must finish first.
 
-    Of `ended` requests nothing more comes to be saved: their pages go back as soon as what was asked for is done. In a
-    step that `is_idle`, nothing is computed.
+    `ended` requests have no further saves: their pages are freed when the requested ones are done. A step that
+    `is_idle` computes nothing.
     """
 
     number: int = 0
@@ -79,7 +83,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerNews(KVConnectorWorkerMetadata):
-    """What a worker has done since it last said so. Added over the ranks: counts are of those that are through."""
+    """A worker's progress since its last report, summed over ranks: counts are of ranks that have finished."""
 
     step: int = 0
     loaded: list[Loaded] = field(default_factory=list)

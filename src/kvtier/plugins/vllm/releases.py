@@ -1,4 +1,4 @@
-"""Which releases of vLLM the connector is for. Imports nothing of vLLM's."""
+"""The releases of vLLM that the connector supports. Imports nothing from vLLM."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 
 class Fit(enum.Enum):
-    """How a release of vLLM stands to those that the connector was tested with."""
+    """How a release of vLLM compares with those the connector is tested with."""
 
     TESTED = enum.auto()
     OLDER = enum.auto()
     NEWER = enum.auto()
-    """Or one that does not say which it is."""
+    """Or a build without a version number."""
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; what has none is newer than all."""
+    """The first two numbers of a version; a version without numbers counts as newer than all."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     is_unnamed = re.match(r"0\.[01]\.(dev|post)", version)  # built from sources without tags
     if numbers is None or is_unnamed:
@@ -37,10 +37,10 @@ def fit_of(version: str) -> Fit:
 
 
 def tried(version: str) -> str:
-    """What is said of a newer release that is tried."""
-    return f"kvtier was tested with {_RANGE}, and this is {version}: it is tried"
+    """The warning about a newer release that is tried."""
+    return f"kvtier is tested with {_RANGE}; trying vLLM {version}"
 
 
 def refused(version: str, why: str = "") -> str:
-    """What is said of a release that is not tried, or with which it does not work."""
-    return f"kvtier works with {_RANGE}, and this is {version}: nothing is cached{f' ({why})' if why else ''}"
+    """The warning about a release that is too old, or whose interface does not fit."""
+    return f"kvtier works with {_RANGE}, not {version}: nothing is cached{f' ({why})' if why else ''}"

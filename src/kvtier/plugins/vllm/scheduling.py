@@ -1,7 +1,7 @@
-"""The scheduler's side: what vLLM's scheduler asks and tells, for lookups of its prompts and stores of its steps.
+"""The scheduler's side: looks up prompts in the cache, and plans the loads and saves of each step.
 
-vLLM's scheduler calls everything, in one thread. What asks the server runs on threads, and is not waited for while
-vLLM has anything else to do. What vLLM has itself is not looked for.
+vLLM's scheduler calls everything, in one thread. Calls to the server run on other threads, and are not waited for
+while vLLM has other work. Tokens in vLLM's own cache are not looked up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
 from kvtier.client.client import CacheClient
 from kvtier.errors import KvtierError
-from kvtier.plugins.vllm.compat import CacheHitSource
+from kvtier.memory.lease import DISK
+from kvtier.plugins.vllm.compat import HIT_SOURCES, CacheHitSource
 from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.explaining import Explainer
 from kvtier.plugins.vllm.identity import Identity, RequestSalts
@@ -40,6 +41,7 @@ from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.speeds import Speeds
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
+from kvtier.transfer.hit_places import tokens_by_tier
 from kvtier.transfer.known_prefixes import KnownPrefixes
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.lookup import Described, Lookup, Lookups, Search, hashed_gently
@@ -49,13 +51,13 @@ logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
 _IDLE_WAIT_S = 0.01
-"""So long, in all, a step without work waits for answers. vLLM would ask again and again, and each time keep the
-interpreter from the threads that bring them."""
+"""Longest total wait for answers of a step without work. Without it, vLLM's polling keeps the GIL from the threads
+that fetch them."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """A request as far as the cache is concerned."""
+    """The cache's view of a request."""
 
     request: Request
     lookup: Lookup
@@ -64,13 +66,13 @@ class Tracked:
     num_saved: int = 0
     has_saves: bool = False
     explanation: Explanation | None = None
-    """What the server is told of it when it is over: that costs the scheduler's thread some of its time."""
+    """Reported to the server when the request ends, because reporting costs the scheduler's thread time."""
     may_load: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks to load or save: those with `hashes` lie in `pages`, the first of them at `first_block`."""
+    """Blocks to load or save: `pages` hold the blocks with these `hashes`, beginning at `first_block`."""
 
     pages: list[int]
     first_block: int
@@ -79,14 +81,14 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Loading:
-    """What a load comes from is held until all ranks are done with it."""
+    """A load: its blocks stay leased until all ranks have finished it."""
 
     lookup: Lookup
     num_ranks_left: int
 
 
 class SchedulerSide:
-    """Of one engine, whose layers all look back to the first token and are one group."""
+    """The scheduler's side of an engine with one group of full attention."""
 
     def __init__(
         self,
@@ -134,16 +136,16 @@ class SchedulerSide:
         self._explainer = Explainer(client, identity)
 
     def bind(self, pool: BlockPool) -> None:
-        """What vLLM's own prefix cache is."""
+        """Note the pool of vLLM's own prefix cache."""
         self._own.bind(pool)
 
     def bind_manager(self, manager: KVCacheManager) -> None:
-        """What vLLM asks itself for cached prefixes."""
+        """Note the manager that finds prefixes in vLLM's own cache."""
         self._own.bind_manager(manager)
 
     def on_new_request(self, request: Request) -> None:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return  # nothing that could be hashed
+            return  # embeddings cannot be hashed
         lookup = Lookup(functools.partial(self._describe, request))
         tracked = Tracked(request, lookup)
         self._tracked[request.request_id] = tracked
@@ -152,7 +154,7 @@ class SchedulerSide:
             self._look(tracked, num_own_tokens)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """How many tokens beyond those computed can be loaded; None while that is being found out."""
+        """How many tokens after the computed ones can be loaded; None while that is not known."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0
@@ -182,7 +184,7 @@ class SchedulerSide:
         return max(0, self._end_token(tracked) - num_computed_tokens)
 
     def note_allocated(self, request: Request, tables: Sequence[list[int]], num_external_tokens: int) -> None:
-        """The scheduler has pages for what was promised, in the tables of its groups, or takes none of it."""
+        """The scheduler has allocated pages for these tokens, in the tables of its groups; for 0 tokens, none."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (self._lookups.is_loading(tracked.lookup) and not num_external_tokens):
             return
@@ -207,6 +209,7 @@ class SchedulerSide:
                 timeout_s=timeout_s,
                 leased=leased,
                 num_tokens=num_external_tokens,
+                stored_in=DISK if lookup.lease is None else lookup.lease.stored_in,
             )
         )
         self._lookups.begin_load(lookup)
@@ -214,16 +217,16 @@ class SchedulerSide:
         self._waiting.add(request.request_id)
 
     def hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """By where the blocks were when they were matched."""
+        """Tokens by the tier in which their blocks were matched."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.lookup.lease is None or not num_external_tokens:
             return {}
         in_memory = self._in_memory(tracked, num_external_tokens)
-        counts = {CacheHitSource.HOST: in_memory, CacheHitSource.DISK: num_external_tokens - in_memory}
-        return {source: count for source, count in counts.items() if count}
+        counts = tokens_by_tier(in_memory, num_external_tokens, tracked.lookup.lease.stored_in)
+        return {HIT_SOURCES[tier]: count for tier, count in counts.items() if count}
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        """What the workers do with this step."""
+        """What the workers load and save in this step."""
         self._steps.number += 1
         preempted = set(output.preempted_req_ids or ())
         plan = StepPlan(self._steps.number, loads=self._loads, preempted=preempted)
@@ -258,7 +261,7 @@ class SchedulerSide:
         return plan
 
     def note_transfers(self, output: KVConnectorOutput) -> None:
-        """A step is over."""
+        """Take the workers' results after a step."""
         news = output.kv_connector_worker_meta
         failed: set[str] = set()
         if isinstance(news, WorkerNews):
@@ -274,7 +277,7 @@ class SchedulerSide:
         self._waiting -= output.finished_recving or set()
         for request_id in failed:
             tracked = self._tracked.get(request_id)
-            if tracked is not None:  # it would fail again: the rest is computed, and what the cache lacks saved anew
+            if tracked is not None:  # another load would fail too: compute the rest, and save what the cache lacks
                 tracked.may_load = False
                 tracked.num_saved = 0
                 local = tracked.num_local_tokens
@@ -283,7 +286,7 @@ class SchedulerSide:
                 )
 
     def _note_ended(self, number: int, num_ranks: int) -> None:
-        """So many more of the ranks are done with a load: what it came from need not be held when all are."""
+        """`num_ranks` more ranks have finished a load: its lease is released after the last."""
         loading = self._loading[number]
         loading.num_ranks_left -= num_ranks
         if loading.num_ranks_left <= 0:
@@ -291,10 +294,10 @@ class SchedulerSide:
             del self._loading[number]
 
     def _note_saved(self, numbers: Set[int]) -> None:
-        """Saves with these numbers are over."""
+        """These saves are finished."""
 
     def finish(self, request: Request) -> bool:
-        """The request is over. Whether its pages are still being saved."""
+        """Forget a finished request. True if its pages are still being saved."""
         tracked = self._tracked.pop(request.request_id, None)
         self._running.discard(request.request_id)
         if tracked is None:
@@ -303,18 +306,18 @@ class SchedulerSide:
             self._explainer.note(tracked.explanation)
         self._lookups.forget(tracked.lookup)
         if request.request_id in self._waiting:
-            return False  # vLLM keeps the pages until the load is over, and nothing of them is being saved
+            return False  # vLLM keeps the pages until the load ends, and none is being saved
         if tracked.has_saves:
             self._ending.add(request.request_id)
         return tracked.has_saves
 
     def reset(self) -> bool:
-        """Forget everything that is cached of this model, for all its engines. False when the server did not do it."""
+        """Drop all cached blocks of this model, for all of its engines. False if the server did not."""
         self._known.forget_stored()
         try:
             self._client.drop()
         except KvtierError as error:
-            logger.warning("the cache is not reset: %s", error)
+            logger.warning("cannot reset the cache: %s", error)
             return False
         return True
 
@@ -323,7 +326,7 @@ class SchedulerSide:
         return stats
 
     def take_events(self) -> list[KVCacheEvent]:
-        """For routers, with what vLLM tells them itself: that all is cleared when only its own cache was."""
+        """Events for routers. After a reset of its cache vLLM reports everything as cleared, so all is sent again."""
         if self._events is None:
             return []
         if self._own.take_reset():
@@ -343,7 +346,7 @@ class SchedulerSide:
     # --- matching -----------------------------------------------------------------------------------------------------
 
     def _describe(self, request: Request) -> Described:
-        """On a thread. Raises when the request cannot be told from others."""
+        """The request's root and hashes; runs on a thread. Raises if its inputs cannot be identified."""
         root = salted_root(self._namespace, self._salts.of(request))
         pages = self._own.hashes_of(request)
 
@@ -353,24 +356,24 @@ class SchedulerSide:
         return self._known.describe(root, pages, hash_rest)
 
     def _quick_root(self, request: Request) -> Namespace | None:
-        """As a thread finds it out; None where that takes looking at files."""
+        """The root of the request's hashes; None if that needs files to be read (adapters)."""
         if request.lora_request is not None:
             return None
         return salted_root(self._namespace, self._salts.of(request))
 
     def _can_load_from(self, request: Request, num_tokens: int) -> bool:
-        """There is a page behind so many tokens that could be loaded: the last token is always computed."""
+        """Whether a load could extend this many tokens: the last token is always computed."""
         return (request.num_tokens - 1) // self._unit_tokens * self._unit_tokens > num_tokens
 
     def _look(self, tracked: Tracked, num_own_tokens: int) -> None:
-        """Ask for what vLLM lacks; now and then for all of it, so that the cache keeps what vLLM has, too."""
+        """Look up what vLLM lacks; occasionally everything, so that the server keeps blocks that vLLM has, too."""
         request = tracked.request
         is_known = self._known_prefix(request, num_own_tokens) is not None
         self._lookups.begin(tracked.lookup, request.num_tokens, num_own_tokens // self._block_tokens if is_known else 0)
 
     def _known_prefix(self, request: Request, num_own_tokens: int) -> Described | None:
-        """Nearly all that vLLM has of a prompt, if the cache was lately known to have it too."""
-        if self._num_returns != self._client.num_returns:  # the server may be another one
+        """The prefix that vLLM has, if the server recently had nearly all of it."""
+        if self._num_returns != self._client.num_returns:  # the server may have been replaced
             self._num_returns = self._client.num_returns
             self._known.forget_stored()
         pages = self._own.hashes_of(request, num_own_tokens)
@@ -378,7 +381,7 @@ class SchedulerSide:
         return None if root is None else self._known.fresh(root, pages)
 
     def _take_while_idle(self, tracked: Tracked) -> bool:
-        """Nothing runs and nothing loads: the answer is waited for, a moment in each step."""
+        """If nothing runs or loads, wait a moment for the answer."""
         if self._running or self._loading or self._idle_wait_s <= 0:
             return False
         started_at = time.monotonic()
@@ -387,7 +390,7 @@ class SchedulerSide:
         return self._take_found(tracked)
 
     def _take_found(self, tracked: Tracked) -> bool:
-        """What the lookup has found, if it is over."""
+        """Take the lookup's result; False while it is running."""
         lookup, request = tracked.lookup, tracked.request
         if not self._lookups.take(lookup, tracked.num_local_tokens // self._block_tokens):
             return False
@@ -408,18 +411,18 @@ class SchedulerSide:
         self._known.note_stored(root, pages, tracked.num_saved, is_asked=is_asked)
 
     def _note_for_events(self, tracked: Tracked, first: int, end: int) -> None:
-        """The cache has these blocks, or gets them."""
+        """Report blocks that the server has, or is about to get."""
         if self._events is not None and first < end:
             pages = self._own.hashes_of(tracked.request)
             self._events.note(tracked.request, pages, tracked.lookup.hashes, first, end)
 
     def _end_token(self, tracked: Tracked) -> int:
-        """Where the load ends: at a page, and before the last token, which vLLM computes."""
+        """The end of the load: at a page boundary, before the last token, which vLLM computes."""
         end = min(tracked.lookup.end * self._block_tokens, tracked.request.num_tokens - 1)
         return end // self._unit_tokens * self._unit_tokens
 
     def _in_memory(self, tracked: Tracked, num_external_tokens: int) -> int:
-        """How many of the tokens to be loaded were in the cache's memory."""
+        """How many of the tokens to load were in the server's memory."""
         lookup = tracked.lookup
         assert lookup.lease is not None
         first = self._end_token(tracked) - num_external_tokens
@@ -440,9 +443,9 @@ class SchedulerSide:
                 tracked.pages += pages[0] if pages is not None else []
 
     def _plan_save(self, saves: list[Save], tracked: Tracked, num_tokens: int) -> None:
-        """Full blocks of known tokens that are there once this step is done."""
+        """Save the blocks that are full at the end of this step."""
         if not self._knows_what_is_stored(tracked):
-            return  # later, or never
+            return  # not yet, or not cacheable
         lookup, request = tracked.lookup, tracked.request
         num_known = request.num_prompt_tokens if self._settings.store == "prompt" else request.num_tokens
         end = min(num_tokens, num_known) // self._block_tokens
@@ -466,7 +469,7 @@ class SchedulerSide:
             self._note_stored(tracked, is_asked=False)
 
     def _knows_what_is_stored(self, tracked: Tracked) -> bool:
-        """From the answer to its lookup, or from other requests. If not, a lookup finds it out beside the steps."""
+        """Whether the stored prefix is known, from this request's lookup or from others; if not, start a lookup."""
         lookup, request = tracked.lookup, tracked.request
         if lookup.root is not None:
             return True
@@ -480,31 +483,31 @@ class SchedulerSide:
             return True
         if not self._take_found(tracked):
             return False
-        self._lookups.release(lookup)  # too late to load from: it says what need not be saved
+        self._lookups.release(lookup)  # too late to load, but it shows what is already stored
         return lookup.root is not None
 
     def _search_in(self, tier: Tier, identity: Identity) -> Search | None:
-        """How prompts are looked for, if not block by block."""
+        """The search for prompts; None for block by block."""
         return None
 
     def _wanted(self, tracked: Tracked, tables: Sequence[list[int]], first: int, end: int) -> Wanted:
-        """Blocks `first..end` and the pages that hold them."""
+        """Blocks `first..end` and their pages."""
         start = first * self._block_tokens // self._page_tokens
         stop = -(-end * self._block_tokens // self._page_tokens)
         first_block = first - start * self._page_tokens // self._block_tokens
         return Wanted(list(tables[0][start:stop]), first_block, tracked.lookup.hashes[first:end])
 
     def _leased(self, lookup: Lookup, wanted: Wanted, first: int, end: int) -> LeasedBlocks | None:
-        """Where these blocks lie in memory of this host, if all of them do."""
+        """Places of these blocks in the server's memory, if all are in it."""
         return lookup.leased(first, end)
 
     def _save_of(self, tracked: Tracked, first: int, end: int) -> Save | None:
-        """What to save of blocks `first..end`; None when that is not possible now."""
+        """The save of blocks `first..end`; None if it is not possible now."""
         wanted = self._wanted(tracked, (tracked.pages,), first, end)
         return Save(tracked.request.request_id, wanted.pages, wanted.first_block, wanted.hashes)
 
     def _drop_saves(self, request_id: str) -> None:
-        """Its pages are given away."""
+        """Drop the saves of a request that loses its pages."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
@@ -524,7 +527,7 @@ class SchedulerSide:
             reason, ended_at = (MatchEnd.ALL if has_all else MatchEnd.TIER_DOWN), local
         else:
             in_memory = self._in_memory(tracked, num_external_tokens)
-            counts = {"server": in_memory, "disk": num_external_tokens - in_memory}
+            counts = tokens_by_tier(in_memory, num_external_tokens, lookup.lease.stored_in)
             reason, ended_at = lookup.ended, lookup.found_end * self._block_tokens
             if lookup.end < lookup.found_end:
                 reason, ended_at = MatchEnd.SLOWER, lookup.end * self._block_tokens
@@ -532,5 +535,5 @@ class SchedulerSide:
 
 
 def _is_away(lookup: Lookup) -> bool:
-    """The cache did not say what it has."""
+    """The lookup did not see everything that the cache has."""
     return lookup.lease is None or lookup.ended in (MatchEnd.TIER_DOWN, MatchEnd.SLOWER, MatchEnd.LIMIT)

@@ -1,4 +1,4 @@
-"""The client of the cache server that the settings of a connector or a tier name, or have started."""
+"""The client of a connector's or tier's cache server: the one its settings name, or the embedded one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.plugins.vllm.settings import ServerSettings
 
 
 class Cached(Protocol):
-    """What is cached, whose it is, and what people call it."""
+    """The blocks' layout, their namespace and the model's name."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -26,7 +26,7 @@ class Cached(Protocol):
 
 
 def client_of(settings: ServerSettings, cached: Cached, server: EmbeddedServer | None) -> CacheClient:
-    """Of the server that the settings name, or else of `server`, which is started if it does not run."""
+    """A client of the server that the settings name, or else of `server`, which is started if it is not running."""
     if server is not None:
         server.ensure()
     address = settings.server if server is None else server.address
@@ -43,4 +43,5 @@ def client_of(settings: ServerSettings, cached: Cached, server: EmbeddedServer |
         key=settings.key,
         timeout_s=settings.timeout_s,
         must_answer=False,
+        takes_declines=True,
     )

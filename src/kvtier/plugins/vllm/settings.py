@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` and an entry of `secondary_tiers` may say, checked when the engine starts."""
+"""The settings in `kv_connector_extra_config` and in an entry of `secondary_tiers`, checked when the engine starts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,81 @@ import msgspec
 from kvtier.blocks.full_identity import IdentityKind
 from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
-from kvtier.plugins.embedded_server import EmbeddedServer
+from kvtier.plugins.embedded_server import EmbeddedCluster, EmbeddedServer
 from kvtier.sizes import format_size, parse_size
-from kvtier.transport.address import parse_address
+from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, ClusterConfig
+from kvtier.transport.address import parse_address, parse_host_port
 
 _DEFAULT_MEMORY = "4GiB"
 _LEAST_BLOCKS = 16
 _MAX_TIMEOUT_S = 3600.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _Settings = TypeVar("_Settings", bound="ServerSettings")
 
 
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Valkey cluster that hosts share: some of its nodes as `valkey`, and the credentials. See docs/cluster.md."""
+
+    valkey: tuple[str, ...]
+    user: str | None = None
+    password_file: str | None = None
+    ca_file: str | None = None
+    ttl: float = DEFAULT_TTL_S
+    segment: int = DEFAULT_SEGMENT
+    compute_once: bool = True
+    plaintext: bool = False
+    timeout_s: float | None = None
+    store_on: Literal["commit", "reuse", "worth"] = "commit"
+    write_rate: str | int | None = None
+
+    def __post_init__(self) -> None:
+        password = None if self.password_file is None else "it is read by the server"
+        ClusterConfig(
+            valkey=self.valkey,
+            user=self.user,
+            password=password,
+            ca_file=self.ca_file,
+            ttl_s=self.ttl,
+            segment=self.segment,
+            plaintext=self.plaintext,
+            timeout_s=DEFAULT_TIMEOUT_S if self.timeout_s is None else self.timeout_s,
+        )
+        if self.write_rate is not None:
+            parse_size(self.write_rate)
+
+    def embedded(self) -> EmbeddedCluster:
+        options = ["--cluster", ",".join(self.valkey), "--cluster-ttl", str(self.ttl)]
+        options += ["--cluster-segment", str(self.segment)]
+        if self.user is not None:
+            options += ["--cluster-user", self.user]
+        for name, file in (("--cluster-password-file", self.password_file), ("--cluster-ca-file", self.ca_file)):
+            if file is not None:
+                options += [name, str(Path(file).expanduser().resolve())]
+        if not self.compute_once:
+            options.append("--no-cluster-compute-once")
+        if self.plaintext:
+            options.append("--cluster-plaintext")
+        if self.timeout_s is not None:
+            options += ["--cluster-timeout", str(self.timeout_s)]
+        if self.store_on != "commit":
+            options += ["--cluster-store-on", self.store_on]
+        if self.write_rate is not None:
+            options += ["--cluster-write-rate", str(parse_size(self.write_rate))]
+        return EmbeddedCluster(self.valkey, tuple(options))
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`server` is where a cache server listens. For one over TCP are `token_file`, or `certificate` and `key`, by which
-    it knows the engine, and `ca_file`, which turns TLS on, or `secret_file`, which encrypts without.
+    """`server` is the address of a running cache server. Over TCP, it authenticates the engine by `token_file`, or by
+    `certificate` and `key`; `ca_file` turns on TLS, and `secret_file` encrypts without TLS.
 
-    Without `server`, one is started on demand, and shared by all engines of this user that say the same: with `memory`
-    for blocks (4GiB unless given), and over restarts in `folder`, at most `disk` of everything in it. Sizes are bytes,
-    or text such as 8GiB.
+    Without `server`, one is started on demand and shared by all engines of this user with the same settings. It has
+    `memory` for blocks (default: 4GiB), and keeps them across restarts in `folder`, which takes at most `disk`. Sizes
+    are bytes, or text such as 8GiB. A `cluster`, if given, is its next tier. It shows a page about itself on `page`,
+    a `host:port` of this host's loopback.
 
-    Prompts of engines with different `salt` share no blocks. `identity` "full" tells weights from others by all of
-    their bytes, which are read once, and not by samples.
+    Engines with different `salt` share no blocks. `identity` "full" identifies weights by all of their bytes, which
+    are read once, instead of by samples.
     """
 
     server: str | None = None
@@ -44,6 +98,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory: str | int | None = None
     folder: str | None = None
     disk: str | int | None = None
+    cluster: ClusterSettings | None = None
+    page: str | None = None
     salt: str = ""
     timeout_s: float = 1.0
     identity: IdentityKind = "sampled"
@@ -62,15 +118,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return _secret_in("secret", self.secret_file)
 
     def embedded_server(self) -> EmbeddedServer | None:
-        """The server to be started on demand; None where `server` names one."""
+        """The server to start on demand; None if `server` names one."""
         if self.server is not None:
             return None
         memory = parse_size(_DEFAULT_MEMORY if self.memory is None else self.memory)
         folder = None if self.folder is None else Path(self.folder)
-        return EmbeddedServer(memory, folder, None if self.disk is None else parse_size(self.disk))
+        disk = None if self.disk is None else parse_size(self.disk)
+        cluster = None if self.cluster is None else self.cluster.embedded()
+        return EmbeddedServer(memory, folder, disk, cluster=cluster, page=self.page)
 
     def check_room_for(self, layout: KvLayout) -> None:
-        """Raises `ConfigError` when the memory of the server to be started holds next to nothing of a model."""
+        """Raises `ConfigError` if the memory of the server to be started holds too few of a model's blocks."""
         memory = parse_size(_DEFAULT_MEMORY if self.memory is None else self.memory)
         if self.server is None and memory < _LEAST_BLOCKS * layout.slot_bytes:
             least = format_size(_LEAST_BLOCKS * layout.slot_bytes)
@@ -82,7 +140,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         assert self.server is not None
         with _named("server"):
             parse_address(self.server)
-        if given := self._given("memory", "folder", "disk"):
+        if given := self._given("memory", "folder", "disk", "cluster", "page"):
             raise ConfigError(f"{given} is for a server that vLLM starts: leave it out, or leave out server")
 
     def _check_budgets(self) -> None:
@@ -96,6 +154,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("folder needs disk, the most space for everything in it, such as 100GiB")
         if self.folder is None and self.disk is not None:
             raise ConfigError("disk needs folder, where blocks are kept")
+        if self.page is not None:
+            with _named("page"):
+                if parse_host_port(self.page).host not in _LOOPBACK:
+                    raise ConfigError(f"a page is shown on 127.0.0.1:PORT, and not on {self.page}")
         if self.folder == "":
             raise ConfigError("folder must name a folder")
 
@@ -108,9 +170,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ConnectorSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`store` says whether answers are kept too, or prompts only. A scheduler waits at most `match_timeout_s` for what
-    the server has of a prompt, and computes it then. With `always_load`, what is cached is loaded even where computing
-    it looks faster.
+    """`store`: prompts and answers ("all"), or prompts only. A scheduler waits at most `match_timeout_s` for a prompt's
+    match, and then computes it. With `always_load`, cached blocks are loaded even if computing them looks faster.
     """
 
     match_timeout_s: float = 0.25
@@ -137,7 +198,7 @@ def read_settings(extra_config: Mapping[str, object]) -> ConnectorSettings:
 
 
 def read_tier_settings(entry: Mapping[str, object]) -> ServerSettings:
-    """As `read_settings`, of what a secondary tier is given beside its `type` and `module_path`."""
+    """As `read_settings`, for the settings of a secondary tier beside its `type` and `module_path`."""
     return _read("secondary_tiers", entry, ServerSettings)
 
 

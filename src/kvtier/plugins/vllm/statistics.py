@@ -1,4 +1,4 @@
-"""What the connector counts, in the shapes that vLLM collects: logged with its own lines, and on its /metrics."""
+"""The connector's counters, as vLLM collects them for its log and its /metrics."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvtier.transfer.hit_places import Place
+
 _HELP = {
     "loaded_tokens_memory": "Prompt tokens loaded from the cache server's memory on this host",
     "loaded_tokens_disk": "Prompt tokens loaded from the cache server's disk",
+    "loaded_tokens_cluster": "Prompt tokens loaded from the cluster below the cache server",
     "loaded_tokens_tcp": "Prompt tokens loaded from a cache server over TCP",
     "loaded_bytes": "Bytes loaded by this engine's ranks",
-    "load_seconds": "Time that loads took, added up",
-    "failed_loads": "Loads that failed in part or whole: their requests were computed",
-    "stored_blocks": "Blocks that were given to the cache",
-    "refused_blocks": "Blocks that the cache did not take",
-    "late_matches": "Requests that were computed because the cache had not answered in time",
-    "slower_loads": "Requests of which something cached was computed, which was faster than loading it",
+    "load_seconds": "Total time of loads",
+    "failed_loads": "Loads that failed in part or entirely, and whose requests were computed",
+    "stored_blocks": "Blocks stored in the cache",
+    "refused_blocks": "Blocks that the cache refused",
+    "late_matches": "Requests computed because the cache did not answer in time",
+    "slower_loads": "Requests with cached tokens that were computed because that was faster than loading them",
 }
 
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counts since they were last taken."""
+    """Counts since the last `take_stats`."""
 
     loaded_tokens_memory: int = 0
     loaded_tokens_disk: int = 0
+    loaded_tokens_cluster: int = 0
     loaded_tokens_tcp: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
@@ -37,14 +41,18 @@ class CacheStats:
     late_matches: int = 0
     slower_loads: int = 0
 
+    def count_loaded(self, place: Place, num_tokens: int) -> None:
+        name = f"loaded_tokens_{place}"
+        setattr(self, name, getattr(self, name) + num_tokens)
+
     def to_vllm(self) -> KvtierStats | None:
-        """None when there is nothing to say."""
+        """None if all counts are zero."""
         counts = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
         return KvtierStats(data=counts) if counts else None
 
 
 class KvtierStats(KVConnectorStats):
-    """`data` has the counts of `CacheStats` that are not zero."""
+    """`data` has the non-zero counts of `CacheStats`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -62,7 +70,7 @@ class KvtierStats(KVConnectorStats):
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """`vllm:kvtier_..._total` for each count, by engine."""
+    """A counter `vllm:kvtier_..._total` for each count and engine."""
 
     def __init__(
         self,

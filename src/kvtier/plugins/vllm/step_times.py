@@ -1,4 +1,4 @@
-"""How long vLLM's steps take, from when each was planned and when the workers had done it."""
+"""Durations of vLLM's steps, from when each was planned to when the workers finished it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_STEPS_IN_FLIGHT = 64
 
 
 class StepTimes:
-    """The scheduler's thread owns it. `number` is that of the last step planned."""
+    """Owned by the scheduler's thread. `number` is the last planned step."""
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
@@ -20,11 +20,11 @@ class StepTimes:
         self._stepped_at = 0.0
 
     def note_planned(self, chunks: list[tuple[int, int]]) -> None:
-        """The step with the last number computes `(tokens before, tokens)` of each request."""
+        """The last step computes `(tokens before, tokens)` of each request."""
         self._steps.append((self.number, time.monotonic(), chunks))
 
     def note_done(self, number: int) -> None:
-        """A step is over now."""
+        """The workers have just finished this step."""
         now = time.monotonic()
         while self._steps and self._steps[0][0] <= number:
             of_step, began_at, chunks = self._steps.popleft()

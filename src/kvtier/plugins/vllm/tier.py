@@ -1,7 +1,7 @@
 """`KvtierTier`: a cache server below vLLM's own offloading, as one of its `secondary_tiers`.
 
-vLLM keeps pages in host memory and asks the tiers below for what it lacks there; everything is called by its
-scheduler's thread and returns at once. What the tier cannot keep for sure it says in one sentence, and keeps nothing.
+vLLM keeps pages in host memory and asks the tiers below for those it lacks. Its scheduler's thread makes all calls, and
+all return at once. If the tier cannot identify pages with certainty, it logs one sentence and keeps nothing.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from kvtier.transfer.page_jobs import EndedJob, PageJob, PageJobs
 from kvtier.transfer.page_lookups import PageLookups
 
 logger = logging.getLogger("vllm.kvtier")
-"""Under vLLM's own, which is the one that is shown."""
+"""A child of vLLM's logger: other loggers are not shown."""
 
 _YIELD_S = 5e-5
 _HELD_PART = 4
 _PATIENCE = 2.0
-"""A request waits as many time-outs of a server for what it has: one call finds pages, another one leases them."""
+"""A request waits for this many of the server's time-outs: one call finds pages, another leases them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The engine's pages and the server's."""
+    """The parts that move pages between the engine and the server."""
 
     client: CacheClient
     jobs: PageJobs
@@ -65,7 +65,7 @@ class _Pages:
 
 
 class KvtierTier(SecondaryTierManager):
-    """One engine's. `settings` are what its entry in `secondary_tiers` says beside `type` and `module_path`."""
+    """The tier of one engine. `settings` are the rest of its entry in `secondary_tiers`."""
 
     medium = TIER_MEDIUM
 
@@ -109,7 +109,7 @@ class KvtierTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any = None) -> None:
-        """While something is awaited, the threads that bring it get the interpreter: vLLM asks again and again."""
+        """Send the step's lookups. While answers or loads are awaited, give the GIL to their threads: vLLM polls."""
         pages = self._pages
         if pages is None:
             return
@@ -131,7 +131,7 @@ class KvtierTier(SecondaryTierManager):
             self._pages.jobs.store(job)
 
     def submit_load(self, job_metadata: Any) -> None:
-        assert self._pages is not None, "what keeps nothing is asked for nothing"
+        assert self._pages is not None, "a tier without pages never has a hit"
         self._pages.jobs.load(_job_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -140,7 +140,7 @@ class KvtierTier(SecondaryTierManager):
             ended = self._pages.jobs.take_ended()
             for one in ended:
                 if one.is_load:
-                    self._pages.lookups.note_loaded(one.job.owner, one.missing_keys)
+                    self._pages.lookups.note_loaded(one.job.owner, one.job.keys, one.missing_keys)
         return [self._result_of(one) for one in ended]
 
     def drain_jobs(self) -> None:
@@ -174,7 +174,7 @@ def _job_of(metadata: Any) -> PageJob:
 
 
 def _identity_of(spec: Any, memory: memoryview, settings: ServerSettings) -> PageIdentity:
-    """Whose the pages are. Raises `ConfigError` when that is not sure."""
+    """The identity of the engine's pages. Raises `ConfigError` if it is not certain."""
     fit = fit_of(vllm.__version__)
     if fit is Fit.OLDER:
         raise ConfigError(refused(vllm.__version__))
@@ -182,12 +182,14 @@ def _identity_of(spec: Any, memory: memoryview, settings: ServerSettings) -> Pag
         logger.warning("%s", tried(vllm.__version__))
     configs = configs_of(spec)
     if configs is None:
-        raise ConfigError(refused(vllm.__version__, "a tier is not told whose pages it keeps"))
+        raise ConfigError(refused(vllm.__version__, "a tier does not receive the engine's config"))
     vllm_config, kv_cache_config = configs
     if reason := why_no_pages(vllm_config):
         raise ConfigError(reason)
     if not has_stable_hashes():
-        logger.warning("kvtier: set PYTHONHASHSEED, to 0 say: this vLLM's hashes are others after each start without")
+        logger.warning(
+            "kvtier: set PYTHONHASHSEED, for example to 0: without it, the hashes of this vLLM change with each start"
+        )
     _, page_bytes = _size_of(memory)
     return page_identity(
         vllm_config, kv_cache_config, page_bytes, blocks_per_page(spec), settings.salt, settings.identity
@@ -211,7 +213,7 @@ def _open(settings: ServerSettings, identity: PageIdentity, view: memoryview) ->
 
 
 def _most_held(client: CacheClient, num_pages: int) -> int:
-    """Pages that may be leased between their lookup and their load. A client may hold half of a server's memory."""
+    """Limit on pages leased between lookup and load. A client may hold half of a server's memory."""
     memory_bytes = client.info().get("memory_bytes")
     if not isinstance(memory_bytes, int):
         return 0
@@ -219,7 +221,7 @@ def _most_held(client: CacheClient, num_pages: int) -> int:
 
 
 def _size_of(view: memoryview) -> tuple[int, int]:
-    """The number of pages in vLLM's host memory, and their bytes."""
+    """The number of pages in vLLM's host memory, and the size of one."""
     assert view.shape is not None
     assert len(view.shape) == 2
     return view.shape[0], view.shape[1]

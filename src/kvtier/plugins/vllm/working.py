@@ -1,7 +1,7 @@
-"""A worker's side: what vLLM tells a worker, for the transfer between its pages and the cache server.
+"""A worker's side: turns vLLM's calls into transfers between its pages and the cache server.
 
-Pages that are being saved are not freed: the scheduler waits until the worker says that a finished request is saved.
-When a request is preempted its pages go at once: what is being copied is waited for, what has not begun is dropped.
+Pages that are being saved are not freed: the scheduler waits for the worker's report that a finished request is saved.
+A preempted request loses its pages at once: copies under way are awaited, all others dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvtier.transfer.copier import Copier, Copies
 from kvtier.transfer.copiers.opaque_pages import OpaquePages
 from kvtier.transfer.copiers.own_threads import made_apart
 from kvtier.transfer.copiers.page_copier import opaque_copier, page_copier
+from kvtier.transfer.hit_places import named_parts, place_of
 from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.places import places_of
 from kvtier.transfer.shared_stores import ShareWriter, Slots
@@ -31,13 +32,13 @@ from kvtier.transfer.worker_transfer import WorkerTransfer
 _STAGING_PIECES = 3
 _MIN_STAGING_BLOCKS = 16
 _IDLE_WAIT_S = 0.002
-"""So long a step without work waits for a load: vLLM would ask again and again, and keep the interpreter from it."""
+"""Longest wait for a load in a step without work. Without it, vLLM's polling keeps the GIL from the load."""
 _ARRIVING_S = 0.05
-"""So long a step that computes waits, at most, to hear that what it is behind has come: ten milliseconds or so."""
+"""Longest wait of a computing step for the load that precedes it on the device; usually about 10 ms."""
 
 
 class WorkerSide:
-    """Of one rank of an engine."""
+    """The worker's side of one rank of an engine."""
 
     def __init__(self, client: CacheClient, identity: Identity, rank: int) -> None:
         self._client = client
@@ -49,7 +50,7 @@ class WorkerSide:
         self._coming: set[str] = set()
         self._arriving: list[Copies] = []
         self._ended: set[str] = set()
-        self._saving: dict[str, Save] = {}
+        self._saving: dict[int, Save] = {}
         self._is_one_full = identity.block_groups.is_one_full
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
@@ -59,13 +60,13 @@ class WorkerSide:
         self._plan = StepPlan()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises `ConfigError` when the tensors are not what the engine said they would be."""
+        """Start transfers to and from these tensors. Raises `ConfigError` if they do not match the engine's config."""
         self._transfer = made_apart(functools.partial(self._open, kv_caches))
 
     def _open(self, kv_caches: dict[str, torch.Tensor]) -> WorkerTransfer:
         identity, client = self._identity, self._client
         copier = self._new_copier([kv_caches[name] for name in identity.layer_names])
-        assert identity.num_ranks > 1 or copier.is_whole, "a block must not be shown without its heads"
+        assert identity.num_ranks > 1 or copier.is_whole, "a block must not be published without all of its heads"
         tier: Tier = RemoteTier(client, "server" if client.is_local else "tcp")
         if not client.is_local:
             slot_bytes = identity.layout.slot_bytes
@@ -87,11 +88,11 @@ class WorkerSide:
 
     @property
     def _opened(self) -> WorkerTransfer:
-        assert self._transfer is not None, "vLLM registers its pages first"
+        assert self._transfer is not None, "vLLM registers its pages before any step"
         return self._transfer
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before anything of the step is handed to the device: it comes after the ends of loads that were told of."""
+        """Before the step is queued on the device: order it after the loads that were reported as arrived."""
         self._plan = plan
         if self._transfer is not None:
             self._transfer.note_idle(is_idle=plan.is_idle)
@@ -113,7 +114,7 @@ class WorkerSide:
             self._opened.load(key, load.hashes, places, load.timeout_s, load.leased)
 
     def save(self, plan: StepPlan) -> None:
-        """Begin this step's saves; the forward pass is with the device."""
+        """Begin this step's saves, after its forward pass was queued on the device."""
         if not plan.saves:
             return
         self._opened.note_step()
@@ -127,12 +128,12 @@ class WorkerSide:
         self._opened.send()
 
     def drop_saves(self, preempted: set[str]) -> None:
-        """Return when nothing of these requests is being copied, or will be."""
+        """Return when no page of these requests is being copied, or will be."""
         if preempted:
             self._opened.drop(preempted)
 
     def results(self) -> KVConnectorTransferResults:
-        """What is over since the last call."""
+        """Loads and saves that ended since the last call."""
         sent: set[str] = set()
         received: set[str] = set()
         if self._transfer is not None:
@@ -168,32 +169,30 @@ class WorkerSide:
         return stats
 
     def close(self) -> None:
-        """What was to be saved is saved first."""
+        """Finish pending saves, then disconnect."""
         if self._transfer is not None:
             self._transfer.close()
         else:
             self._client.close()
 
-    def _key_of(self, save: Save) -> str:
-        """What the save is called here: its own number if its pages are held for it, else its request."""
+    def _key_of(self, save: Save) -> int | str:
+        """The save's number if its pages are held for it, else its request: no request id equals a number."""
         if save.number is None:
             return save.request_id
-        key = str(save.number)
-        self._saving[key] = save
-        return key
+        self._saving[save.number] = save
+        return save.number
 
     def _note_saved(self, storing: Set[object]) -> set[str]:
-        """Requests that have ended, and of which nothing is being saved any more."""
-        for key in self._saving.keys() - storing:
-            number = self._saving.pop(key).number
-            assert number is not None
+        """Finished requests with no save in flight."""
+        for number in self._saving.keys() - storing:
+            del self._saving[number]
             self._news.saved.add(number)
         sent = self._ended - storing - {save.request_id for save in self._saving.values()}
         self._ended -= sent
         return sent
 
     def _wait_for_loads(self, loads: LoadNews) -> None:
-        """A moment, where the step has to wait for what is arriving, or computes nothing."""
+        """Wait a moment if the step needs what is arriving, or computes nothing."""
         if not self._plan.is_idle and self._arriving:
             loads.wait_for_ends(_ARRIVING_S)
         elif self._plan.is_idle and self._coming:
@@ -212,7 +211,7 @@ class WorkerSide:
             self._note_lost(load, ended.num_loaded)
 
     def _note_lost(self, load: Load, num_loaded: int) -> None:
-        """What was loaded before is kept where layers look back to the first token; else all of it is computed."""
+        """Full attention keeps the blocks before the lost one; other models compute the whole prompt."""
         if self._is_one_full:
             first_bad = (load.first_block + num_loaded) * self._block_tokens // self._identity.page_tokens
             self._bad_pages.update(load.pages[first_bad:])
@@ -222,8 +221,9 @@ class WorkerSide:
     def _note_over(self, ended: EndedLoad) -> None:
         load = self._loading.pop(ended.key)
         self._news.ended_loads[load.number] += 1
-        self._news.loaded += ended.parts
-        for part in ended.parts:
+        parts = named_parts(ended.parts, load.stored_in)
+        self._news.loaded += parts
+        for part in parts:
             self._count_loaded(load, part)
 
     def _note_share(self, slots: Slots, *, is_written: bool) -> None:
@@ -240,9 +240,4 @@ class WorkerSide:
         stats.load_seconds += part.seconds
         if self._rank:
             return  # the first rank counts the tokens
-        if part.tier == "server":
-            stats.loaded_tokens_memory += num_tokens
-        elif part.tier == "disk":
-            stats.loaded_tokens_disk += num_tokens
-        else:
-            stats.loaded_tokens_tcp += num_tokens
+        stats.count_loaded(place_of(part.tier), num_tokens)

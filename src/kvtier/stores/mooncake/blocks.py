@@ -1,8 +1,8 @@
 """Blocks of one namespace in a Mooncake pool, under ``kvt1:<namespace>:<hash>``. Thread-safe.
 
-A value is the payload, a magic number and an XXH3 over key and payload. Every value passes through a slot of memory
-that Mooncake has registered, in both directions: a call that is late may still write to a slot, so the slot stays taken
-until the call is over, and no buffer of a caller's is ever within Mooncake's reach.
+A value is the payload, a magic number and an XXH3 over key and payload. In both directions, every value passes through
+a slot of memory that Mooncake has registered: a late call may still write to a slot, so the slot stays taken until the
+call is over, and no caller's buffer is ever within Mooncake's reach.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CLOSE_S = 10.0
 
 _NOT_FOUND = -704
 _TOO_SMALL = -600
-"""What is under the key is longer than a value of ours."""
+"""The value under the key is longer than one of ours."""
 _FULL = -200
 
 
@@ -53,7 +53,7 @@ def value_bytes(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks from `first` on of what was asked for, and where they pass through."""
+    """The requested blocks from `first` on, and the slots that they pass through."""
 
     first: int
     hashes: Sequence[BlockHash]
@@ -62,7 +62,7 @@ class _Batch:
 
 
 class MooncakeBlocks:
-    """Owns `client` and `arena`. `on_loss` hears of what was lost: of which kind, and how many blocks."""
+    """Owns `client` and `arena`. `on_loss` is called with the kind of each loss and its number of blocks."""
 
     def __init__(
         self,
@@ -87,20 +87,20 @@ class MooncakeBlocks:
 
     @property
     def num_busy_slots(self) -> int:
-        """Those of transfers under way, and of late ones that are not over yet."""
+        """Slots of transfers in flight, and of late ones that are not over yet."""
         return self._slots.count - self._slots.num_free
 
     def key_of(self, block_hash: BlockHash) -> str:
         return f"kvt1:{self._namespace.hex()}:{block_hash.hex()}"
 
     def has_failed(self, block_hash: BlockHash) -> bool:
-        """The pool failed at it a moment ago, so it is not asked for it."""
+        """Whether the pool failed for this block a moment ago, so it is not asked again."""
         return self._failed.has(block_hash)
 
     def find(self, hashes: Sequence[BlockHash], deadline: float, *, prefix_only: bool = False) -> list[bool]:
-        """Which blocks are there; what has failed a moment ago counts as absent. Raises a `TierError`.
+        """Which blocks are present; those that failed a moment ago count as absent. Raises a `TierError`.
 
-        With `prefix_only`, those behind the first that is absent may all be reported as absent.
+        With `prefix_only`, all blocks behind the first absent one may be reported as absent.
         """
         found = [False] * len(hashes)
         for first in range(0, len(hashes), _LOOK_KEYS):
@@ -117,7 +117,7 @@ class MooncakeBlocks:
         return found
 
     def get(self, hashes: Sequence[BlockHash], into: Sequence[memoryview], deadline: float) -> list[bool]:
-        """Which blocks came whole. Stops soon after the first that did not."""
+        """Which blocks arrived whole. Stops soon after the first that did not."""
         arrived = [False] * len(hashes)
 
         def begin(first: int, offsets: list[int]) -> Call:
@@ -163,7 +163,7 @@ class MooncakeBlocks:
         return written
 
     def drop(self, hashes: Sequence[BlockHash] | None, deadline: float) -> int:
-        """Remove these, or all of the namespace. Returns how many were there. Raises a `TierError`."""
+        """Remove these, or all of the namespace. Returns how many existed. Raises a `TierError`."""
         self._failed.discard(hashes)
         if hashes is None:
             (count,) = self._call("remove_all", [f"^kvt1:{self._namespace.hex()}:"], deadline)
@@ -173,7 +173,7 @@ class MooncakeBlocks:
         return self._call("remove", [self.key_of(block_hash) for block_hash in hashes], deadline).count(0)
 
     def close(self) -> None:
-        """Calls under way end, and with them what waits for them."""
+        """Ends calls in flight, and with them everything that waits for them."""
         self.client.close()
         self._arena.stop_use(_CLOSE_S)
         self._arena.close()
@@ -198,16 +198,16 @@ class MooncakeBlocks:
         finish: Callable[[_Batch, list[int]], bool],
         deadline: float,
     ) -> None:
-        """Batches in order, the next one begun before the last is finished. Ends early when one is not whole.
+        """Run batches in order, beginning the next before finishing the last. Ends early after an incomplete batch.
 
-        A batch's slots are given back when its call is over, however late that is.
+        A batch's slots are given back when its call is over, however late.
         """
         under_way: list[_Batch] = []
         first = 0
         try:
             while first < len(hashes) or under_way:
                 while first < len(hashes) and len(under_way) < _AHEAD:
-                    # Only the first batch waits for slots: threads that hold some must not wait for each other's.
+                    # Only the first batch waits for slots: threads that hold some must not wait for each other.
                     offsets = self._taken(len(hashes) - first, deadline, may_wait=not under_way)
                     if not offsets:
                         break
@@ -254,8 +254,8 @@ class MooncakeBlocks:
         self._log.warning(kind, "mooncake: %d blocks: %s", len(hashes), why)
 
     def _discard_damaged(self, hashes: Sequence[BlockHash], deadline: float) -> None:
-        """Remove them, so that they can be written anew."""
-        self._fail("corrupt", hashes, "they are not what was written, and are removed")
+        """Remove them, so that they can be written again."""
+        self._fail("corrupt", hashes, "they are damaged, and are removed")
         try:
             self._call("remove", [self.key_of(block_hash) for block_hash in hashes], deadline)
         except TierError as error:
@@ -268,7 +268,7 @@ class MooncakeBlocks:
             _TRAILER.pack_into(slot, self._block_bytes, _MAGIC, checksum)
 
     def _copy_out(self, block_hash: BlockHash, offset: int, into: memoryview) -> bool:
-        """False if the value is not what was written. What is compared is the copy: that is out of Mooncake's reach."""
+        """False if the value is not intact. The comparison uses the copy, which is out of Mooncake's reach."""
         with self._slot(offset) as slot:
             magic, checksum = _TRAILER.unpack_from(slot, self._block_bytes)
             copy_blocks([address_of(into)], [self._arena.address + offset], self._block_bytes)

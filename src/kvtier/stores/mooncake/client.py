@@ -1,7 +1,7 @@
 """The engine's end of its Mooncake process: calls with deadlines. Thread-safe.
 
-A call that is late goes on, and so do its writes to the shared memory: whoever made it is told when it is over, or when
-the process has ended, and keeps its memory until then. A process that ends is started again.
+A late call continues, and so do its writes to the shared memory. Its caller is notified when it is over, or when the
+process has ended, and keeps its memory until then. A process that ends is restarted.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _CLOSE_S = 5.0
 _SEND_S = 2
 _STARTING = "it is starting"
 _MAX_LATE = 4
-"""With so many late calls under way, further ones would be late, too."""
+"""With this many late calls in flight, further ones would be late, too."""
 
 
 class Call:
-    """A call under way."""
+    """A call in flight."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._is_over = False
         self.is_late = False
-        """Nobody waits for it any more."""
+        """Its caller has stopped waiting."""
         self._codes: list[int] | None = None
         self._then: list[Callable[[], None]] = []
 
     def wait(self, deadline: float) -> list[int]:
-        """What it returned. Raises `TierTimeout` at the deadline, `TierUnavailable` when its process has ended."""
+        """Its result. Raises `TierTimeout` at the deadline, and `TierUnavailable` if its process has ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_over, max(0.0, deadline - time.monotonic())):
                 self.is_late = True
@@ -54,7 +54,7 @@ class Call:
             return self._codes
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Have `then` called once nothing of this call touches memory any more: now, or by another thread."""
+        """Have `then` called once this call no longer touches memory: now, or by another thread."""
         with self._changed:
             if not self._is_over:
                 self._then.append(then)
@@ -72,7 +72,7 @@ class Call:
 
 
 class MooncakeClient:
-    """Starts the process and keeps it. `arena` is shared with it, and must outlive this."""
+    """Starts the process and keeps it running. `arena` is shared with it, and must outlive this."""
 
     def __init__(self, setup: Setup, arena: MappedArena, *, restart_s: float = _RESTART_S) -> None:
         self._setup = setup
@@ -99,9 +99,9 @@ class MooncakeClient:
         return None if process is None else process.pid
 
     def wait_until_ready(self, timeout_s: float, *, first_word_only: bool = False) -> bool:
-        """Whether calls can be made; waits for that. Raises `ConfigError` if Mooncake cannot be loaded at all.
+        """Wait until calls can be made; False on timeout. Raises `ConfigError` if Mooncake cannot be loaded at all.
 
-        With `first_word_only`, the first reason why they cannot ends the wait.
+        With `first_word_only`, the first reason why they cannot be made ends the wait.
         """
 
         def is_known() -> bool:
@@ -115,12 +115,12 @@ class MooncakeClient:
 
     @property
     def why_not(self) -> str:
-        """In words, if calls cannot be made."""
+        """The reason, in words, if calls cannot be made."""
         with self._changed:
             return "" if self._is_ready else self._why_not
 
     def begin(self, act: Act, keys: Sequence[str], offsets: Sequence[int] = (), nbytes: int = 0) -> Call:
-        """Raises `TierUnavailable` at once if the process is not ready, or has too many calls under way or late."""
+        """Raises `TierUnavailable` at once if the process is not ready, or has too many calls in flight or late."""
         call = Call()
         with self._changed:
             if not self._is_ready:
@@ -128,7 +128,7 @@ class MooncakeClient:
             if sum(other.is_late for other in self._calls.values()) >= _MAX_LATE:
                 raise TierUnavailable("Mooncake has not answered several calls yet")
             if len(self._calls) >= NUM_THREADS:
-                raise TierUnavailable(f"Mooncake has {len(self._calls)} calls under way already")
+                raise TierUnavailable(f"Mooncake has {len(self._calls)} calls in flight already")
             self._last_number += 1
             number = self._last_number
             self._calls[number] = call
@@ -139,12 +139,12 @@ class MooncakeClient:
             with self._sending:
                 send(stream, Ask(number, act, list(keys), list(offsets), nbytes))
         except OSError:
-            process.kill()  # half a message may have gone: the keeper starts another
-            raise TierUnavailable("the Mooncake process does not listen") from None
+            process.kill()  # half a message may have been sent: the keeper starts another process
+            raise TierUnavailable("the Mooncake process does not read its messages") from None
         return call
 
     def close(self) -> None:
-        """Calls under way end. Nothing touches the arena afterwards."""
+        """Ends calls in flight. Nothing touches the arena afterwards."""
         self._is_closed.set()
         stream, process = self._stream, self._process
         if stream is not None:
@@ -168,7 +168,7 @@ class MooncakeClient:
             self._is_closed.wait(self._restart_s)
 
     def _run(self) -> None:
-        """One process, from its start to its end."""
+        """Run one process, from its start to its end."""
         stream, theirs = socket.socketpair()
         try:
             with theirs:
@@ -193,12 +193,12 @@ class MooncakeClient:
     def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         shared = (theirs.fileno(), self._arena.fd)
         return subprocess.Popen(
-            # -P: no module of the working folder is run
+            # -P: run no module of the working folder
             [sys.executable, "-P", "-m", "kvtier.stores.mooncake.client_process", *map(str, shared)],
             pass_fds=shared,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # Mooncake says every second that its master is gone
+            stderr=subprocess.DEVNULL,  # Mooncake reports every second that its master is gone
         )
 
     def _listen(self, stream: socket.socket) -> None:
@@ -227,7 +227,7 @@ class MooncakeClient:
             self._log.warning("setup", "Mooncake is not ready: %s", news.sentence)
 
     def _end(self, stream: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        """Nothing of the process is left afterwards, so its calls are over."""
+        """Nothing of the process remains afterwards, so its calls are over."""
         if self._is_closed.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_CLOSE_S)
@@ -244,4 +244,4 @@ class MooncakeClient:
         for call in calls:
             call.end(None)
         if not self._is_closed.is_set() and not self._is_hopeless:
-            self._log.warning("ended", "the Mooncake process has ended with %d, and is started again", status)
+            self._log.warning("ended", "the Mooncake process has ended with status %d, and is restarted", status)

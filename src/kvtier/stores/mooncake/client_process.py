@@ -1,7 +1,7 @@
-"""The process in which Mooncake's library runs: sets it up, makes the calls that the engine asks for, ends with it.
+"""The process in which Mooncake's library runs: sets it up, makes the engine's calls, and ends with the engine.
 
-A thread makes each call; what it returns goes back when it does, however late. One end of a pair of sockets and the
-memory for blocks are descriptors that the engine has passed on.
+Each call has a thread; its result is sent back whenever it comes, however late. One end of a pair of sockets and the
+memory for blocks are descriptors inherited from the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.stores.mooncake.messages import Answer, Ask, News, Setup, receive, send
 
 NUM_THREADS = 24
-"""Calls under way at once."""
+"""Limit on calls in flight."""
 
 _QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR", "MC_YLT_LOG_LEVEL": "error"}
 _OWN_BUFFER_BYTES = 16 << 20
@@ -45,7 +45,7 @@ class ClientProcess:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kvtier-mooncake-call")
 
     def run(self) -> None:
-        """Until the engine closes its end."""
+        """Run until the engine closes its end."""
         threading.Thread(target=self._set_up, name="kvtier-mooncake-setup", daemon=True).start()
         while isinstance(message := receive(self._stream), Ask):
             with self._lock:
@@ -53,11 +53,11 @@ class ClientProcess:
             self._threads.submit(self._call, message)
         with self._lock:
             is_idle = self._is_set_up and not self._num_calls
-        if is_idle:  # else it would crash
+        if is_idle:  # otherwise it would crash
             self._store.close()
 
     def _set_up(self) -> None:
-        """Try until it works. The master is looked for first: without one, Mooncake waits for a minute and a half."""
+        """Try until it works. First look for the master: without one, Mooncake waits for a minute and a half."""
         setup = self._setup
         master = f"[{setup.host}]:{setup.port}" if ":" in setup.host else f"{setup.host}:{setup.port}"
         while True:
@@ -124,7 +124,7 @@ def main() -> None:
     stream = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(stream)
     if not isinstance(setup, Setup):
-        raise RemoteProtocolError("the first message must say where Mooncake is")
+        raise RemoteProtocolError("the first message must be the setup")
     arena = MappedArena.attach(int(sys.argv[2]), setup.buffer_bytes)
     os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
     try:

@@ -29,9 +29,9 @@ Protocol = Literal["tcp", "rdma"]
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`master` is `host:port` of the pool's master. `memory` is how many bytes an engine lends to the pool.
 
-    `metadata` is where hosts find each other's memory, by asking each other unless told. `device` names RDMA devices,
-    `host` is what others call this host: its address towards the master unless told. `buffer` is how many bytes of
-    blocks may be on their way. Mooncake knows no users: `trusted_network` says that only friends can reach it.
+    `metadata` is where hosts find each other's memory; by default they ask each other. `device` names RDMA devices.
+    `host` is this host's name for others; by default its address towards the master. `buffer` limits the bytes of
+    blocks in flight. Mooncake has no authentication: `trusted_network` declares that only trusted hosts can reach it.
     """
 
     master: str
@@ -51,7 +51,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_text("host", self.host)
         if self.trusted_network is not True:
             raise ConfigError(
-                "Mooncake has no authentication, so whoever reaches its ports can read and alter blocks: "
+                "Mooncake has no authentication, so any client that can reach its ports can read and alter blocks: "
                 "write trusted_network: true if only hosts that you trust can"
             )
         self.master_address()
@@ -60,7 +60,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.protocol not in get_args(Protocol):
             raise ConfigError(f"protocol must be tcp or rdma, not {self.protocol!r}")
         if self.device and self.protocol != "rdma":
-            raise ConfigError("device is about RDMA: write protocol: rdma, too")
+            raise ConfigError("device is only for RDMA: add protocol: rdma")
         for name in ("memory", "buffer"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_BYTES:
@@ -78,7 +78,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check_is_installed() -> None:
-    """Raises `ConfigError` without Mooncake. It is not loaded here."""
+    """Raises `ConfigError` without Mooncake. Does not load it."""
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError("a Mooncake tier needs mooncake-transfer-engine: pip install 'kvtier[mooncake]'")
 
@@ -117,7 +117,7 @@ def open_blocks(config: MooncakeConfig, namespace: Namespace, block_bytes: int, 
 
 
 def _own_address(host: str, port: int) -> str:
-    """This host's address on the way to the master; its name where there is no way yet. Nothing is sent."""
+    """This host's address on the way to the master; its name if there is no route yet. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

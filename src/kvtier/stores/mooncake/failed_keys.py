@@ -1,4 +1,4 @@
-"""Blocks that a pool has failed at a moment ago, and is not asked for again until a little later. Thread-safe."""
+"""Blocks for which a pool failed a moment ago, so that it is not asked for them until later. Thread-safe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FailedKeys:
             return False
 
     def discard(self, hashes: Iterable[BlockHash] | None) -> None:
-        """These, or all."""
+        """Forget these, or all."""
         with self._lock:
             if hashes is None:
                 self._until.clear()

@@ -1,4 +1,4 @@
-"""What an engine and its Mooncake process tell each other, over a pair of sockets: a length, then msgpack."""
+"""The messages between an engine and its Mooncake process, over a pair of sockets: a length, then msgpack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BYTES = 64 << 20
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """The first message to the process: where the pool is, and what this host adds to it.
 
-    `buffer_bytes` are the size of the memory that both processes have mapped. `device` names RDMA devices.
+    `buffer_bytes` is the size of the memory that both processes have mapped. `device` names RDMA devices.
     """
 
     host: str
@@ -33,7 +33,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A call of Mooncake's. `offsets` are places in the shared memory, one for each key, of `nbytes` each."""
+    """A call to Mooncake. `offsets` are places in the shared memory, one for each key, of `nbytes` each."""
 
     number: int
     act: Act
@@ -43,7 +43,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """What the call returned: one number for each key. Nothing of it touches the shared memory any more."""
+    """The result of a call: one number for each key. The call no longer touches the shared memory."""
 
     number: int
     codes: list[int]
@@ -55,7 +55,7 @@ class News(msgspec.Struct, frozen=True, tag="news"):
     is_ready: bool
     sentence: str = ""
     is_final: bool = False
-    """The library cannot be loaded: trying again is no use."""
+    """The library cannot be loaded: retrying is useless."""
 
 
 Message: TypeAlias = Setup | Ask | Answer | News
@@ -71,7 +71,7 @@ def send(stream: socket.socket, message: Message) -> None:
 
 
 def receive(stream: socket.socket) -> Message | None:
-    """The next message; None at the end. Raises `OSError`, and `RemoteProtocolError` for what is none."""
+    """The next message; None at the end. Raises `OSError`, and `RemoteProtocolError` if it is invalid."""
     header = _read(stream, _LENGTH.size)
     if header is None:
         return None

@@ -9,7 +9,7 @@ _ALIGN = 64
 
 
 class Slots:
-    """As many places of `value_bytes` as `nbytes` hold. One that is taken is nobody else's until it is given back."""
+    """As many places of `value_bytes` as `nbytes` hold. A taken place is exclusive until it is given back."""
 
     def __init__(self, nbytes: int, value_bytes: int) -> None:
         stride = -(-value_bytes // _ALIGN) * _ALIGN
@@ -23,7 +23,7 @@ class Slots:
             return len(self._free)
 
     def take(self, count: int, deadline: float) -> list[int]:
-        """Offsets of `count` places, or of fewer; waits for one at least, and has none if none is free in time."""
+        """Offsets of up to `count` places; waits until at least one is free. Empty on timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._free, max(0.0, deadline - time.monotonic()))
             taken = self._free[-count:]

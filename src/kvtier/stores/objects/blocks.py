@@ -1,8 +1,8 @@
 """Blocks of one namespace in an object store: whole segments under ``kvt1/<namespace>/<segment>``. Thread-safe.
 
-Nothing is ever listed to find a block: an object's name follows from the prompt. An object that was found once is
-taken to be there still, until reading it shows otherwise; one that was not there is not looked for again for a while.
-Writing happens behind whoever offers, a segment at a time, and what cannot be written soon is lost.
+Finding a block lists nothing: an object's name follows from the prompt. An object that was found once is assumed to
+exist until reading it fails; one that was absent is not looked for again for a while. Segments are written in the
+background, one at a time, and those that cannot be written soon are lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Upload(NamedTuple):
 
 
 class ObjectBlocks:
-    """Owns `bucket`. `on_loss` hears of what was lost: of which kind, and how many blocks."""
+    """Owns `bucket`. `on_loss` is called with the kind of each loss and its number of blocks."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ObjectBlocks:
         self._clock = clock
         self._log = LogLimit(logger)
         self._putting = threading.Lock()
-        """One at a time: what a segment lacks is not taken for another one meanwhile."""
+        """One `put` at a time: blocks that a segment still lacks must not go to another segment meanwhile."""
         self._lock = threading.Condition(threading.Lock())
         self._known: dict[BlockHash, Index] = {}
         self._absent: dict[BlockHash, float] = {}
@@ -88,11 +88,11 @@ class ObjectBlocks:
         self._book.learn(hashes)
 
     def find(self, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
-        """Which blocks are there. Looks no further than the first segment that is not."""
+        """Which blocks are present. Looks no further than the first absent segment."""
         return [place is not None for place in self.places(hashes, deadline)]
 
     def places(self, hashes: Sequence[BlockHash], deadline: float) -> list[Place | None]:
-        """As `find`: where each block is that is there."""
+        """Like `find`, with the place of each present block."""
         found = self._look(hashes, self._book.places(hashes), deadline)
         return [None if one is None else one.place for one in found]
 
@@ -103,9 +103,9 @@ class ObjectBlocks:
         deadline: float,
         places: Sequence[Place | None] | None = None,
     ) -> list[bool]:
-        """Which blocks came whole: a store that fails brings fewer. An object with a damaged one is deleted.
+        """Which blocks arrived whole: fewer if the store fails. An object with a damaged block is deleted.
 
-        They are read from `places`, where these are known.
+        They are read from `places`, if given.
         """
         arrived = [False] * len(hashes)
         places = self._book.places(hashes) if places is None else places
@@ -115,11 +115,11 @@ class ObjectBlocks:
             self._on_loss(error.kind, 1)
             self._log.warning(error.kind, "objects: %s", str(error))
             for segment in _segments_of(places):
-                self._forget(segment)  # whoever looks for it next finds out how the store is
+                self._forget(segment)  # the next lookup finds out whether the store works
         return arrived
 
     def put(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> int:
-        """Take blocks in; those whose segment is whole then are written behind. Returns how many were taken."""
+        """Take blocks; those whose segment is now whole are written in the background. Returns how many were taken."""
         num_taken = 0
         with self._putting:
             places = self._book.places(hashes)
@@ -132,11 +132,11 @@ class ObjectBlocks:
         return num_taken
 
     def has_segments(self, names: Sequence[BlockHash]) -> list[bool | None]:
-        """Whether each is there or being written; False for one that was absent or lost a while ago. Never waits."""
+        """Whether each is present or being written; False if it was absent or lost a while ago. Never waits."""
         return [self._has(name) for name in names]
 
     def drop(self, hashes: Sequence[BlockHash], deadline: float) -> int:
-        """The segments that have one of these, as far as they are known. Returns how many of `hashes` went."""
+        """Drop the known segments that contain one of these. Returns how many of `hashes` were dropped."""
         self._collector.discard(hashes)
         self.flush(max(0.0, deadline - time.monotonic()))
         found = self.places(hashes, deadline)
@@ -152,12 +152,12 @@ class ObjectBlocks:
         return len(names) * self.segment_blocks
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was taken in and is whole is written, or lost; False when that takes longer."""
+        """Wait until all whole segments taken so far are written, or lost; False on timeout."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._uploading, timeout_s)
 
     def close(self) -> None:
-        """What is being written has a few seconds."""
+        """Segments being written get a few seconds."""
         deadline = time.monotonic() + _CLOSE_S
         for _ in self._threads:
             self._uploads.put(None)
@@ -175,7 +175,7 @@ class ObjectBlocks:
         return f"{self._prefix}/{segment.hex()}"
 
     def _indices(self, segments: Sequence[BlockHash], deadline: float) -> list[Index | None]:
-        """None for a segment that is not there. Raises a `TierError`."""
+        """None for a segment that does not exist. Raises a `TierError`."""
         now = self._clock()
         with self._lock:
             asked = [
@@ -198,7 +198,7 @@ class ObjectBlocks:
             return None if self._absent.get(segment, float("inf")) > self._clock() - _ABSENT_S else False
 
     def _note(self, segment: BlockHash, encoded: bytes | None) -> None:
-        """What was read where an object's index should be."""
+        """Note the bytes read where an object's index should be."""
         index = None
         if encoded is not None:
             try:
@@ -230,7 +230,7 @@ class ObjectBlocks:
     def _look(
         self, hashes: Sequence[BlockHash], places: Sequence[Place | None], deadline: float
     ) -> list[_Found | None]:
-        """Where each block is, and its object's index; None for those that are not there."""
+        """The place of each block, and its object's index; None for absent blocks."""
         indices: dict[BlockHash, Index | None] = {}
         for names in _rounds(places):
             indices.update(zip(names, self._indices(names, deadline), strict=True))
@@ -256,7 +256,7 @@ class ObjectBlocks:
             wanted = [(self._name(run.segment), *run.range_of(self._block_bytes)) for run in some]
             for run, payloads in zip(some, self._bucket.read_all(wanted, deadline), strict=True):
                 if payloads is None:
-                    self._forget(run.segment)  # deleted, by the bucket's own rules perhaps
+                    self._forget(run.segment)  # deleted, perhaps by the bucket's own rules
                 elif not self._copy(run, payloads, into, arrived):
                     damaged.add(run.segment)
         if damaged:
@@ -265,7 +265,7 @@ class ObjectBlocks:
             self._delete(damaged, deadline)
 
     def _copy(self, run: _Run, payloads: bytes, into: Sequence[memoryview], arrived: list[bool]) -> bool:
-        """Copy the blocks of `run` that are what was written. False unless all of them are."""
+        """Copy the intact blocks of `run`. False unless all of them are intact."""
         index = run.contents
         if len(payloads) != run.num_blocks * self._block_bytes:
             return False
@@ -287,7 +287,7 @@ class ObjectBlocks:
     # --- private: writing ------------------------------------------------------------------------------------------
 
     def _write_behind(self, segment: BlockHash) -> None:
-        """Have a segment written if all of its blocks are here and not many wait already."""
+        """Queue a segment for writing if all of its blocks are here and the queue is not too long."""
         hashes = self._book.blocks_of(segment)
         if not self._collector.has(hashes):
             return
@@ -297,7 +297,7 @@ class ObjectBlocks:
                 self._on_loss("busy", len(hashes))
                 return
         payloads = self._collector.take(hashes, self._book.shared(segment))
-        if payloads is None:  # it was dropped just now
+        if payloads is None:  # it was just dropped
             return
         with self._lock:
             self._uploading.add(segment)
@@ -311,7 +311,7 @@ class ObjectBlocks:
                 self._on_loss(error.kind, len(upload.hashes))
                 self._log.warning(error.kind, "objects: a segment was not written: %s", str(error))
             except Exception:
-                logger.exception("writing a segment failed")  # the thread goes on
+                logger.exception("writing a segment failed")  # the thread continues
             finally:
                 with self._lock:
                     if upload.segment not in self._known:
@@ -320,7 +320,7 @@ class ObjectBlocks:
                     self._lock.notify_all()
 
     def _upload(self, upload: _Upload) -> None:
-        """Unless another host has written it."""
+        """Write it unless another host has written it."""
         checksums = [
             checksum_of(self._namespace, block_hash, memoryview(payload))
             for block_hash, payload in zip(upload.hashes, upload.payloads, strict=True)
@@ -338,14 +338,14 @@ class ObjectBlocks:
 
 
 class _Found(NamedTuple):
-    """Where a block is."""
+    """The location of a block."""
 
     place: Place
     contents: Index
 
 
 class _Run(NamedTuple):
-    """`num_blocks` blocks from `number` on in an object, which are the blocks from `first` on of what was asked."""
+    """`num_blocks` blocks from `number` on in an object; among the requested blocks, they begin at `first`."""
 
     segment: BlockHash
     contents: Index
@@ -358,14 +358,14 @@ class _Run(NamedTuple):
 
 
 def _segments_of(places: Sequence[Place | None]) -> list[BlockHash]:
-    """Each once, in order."""
+    """Each segment once, in order."""
     return list(dict.fromkeys(place.segment for place in places if place is not None))
 
 
 def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:
     """The segments of these places in order, up to the first block without one: one alone, then many at once.
 
-    Most prompts are not there at all, which the first one tells.
+    Most prompts are absent altogether, as the first segment shows.
     """
     names: dict[BlockHash, None] = {}
     for place in places:
@@ -379,7 +379,7 @@ def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:
 
 
 def _runs(found: Sequence[_Found | None]) -> Iterator[_Run]:
-    """What can be read at once: blocks that follow each other here and in their object."""
+    """Runs that can be read at once: blocks that are consecutive both here and in their object."""
     run: _Run | None = None
     for position, one in enumerate(found):
         if run is not None and one is not None and one.place == Place(run.segment, run.number + run.num_blocks):

@@ -1,7 +1,7 @@
-"""An object store with deadlines: `obstore` on threads of ours, so that nobody waits longer than was said. Thread-safe.
+"""An object store with deadlines: `obstore` on threads of ours, so no caller waits beyond its deadline. Thread-safe.
 
-A call that is given up goes on until the store's own limit; what it brings then is thrown away. Nothing of a caller's
-is handed to it: bytes are copied by who asked, after looking at them.
+An abandoned call goes on until the store's own limit; its result is thrown away. No buffer of a caller is handed to it:
+the caller copies the bytes after checking them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Bucket:
     """The objects below `url`. Raises `ConfigError` for a URL or settings that `obstore` does not know."""
 
     def __init__(self, url: str, settings: Mapping[str, str], *, limit_s: float, allow_http: bool) -> None:
-        """`limit_s` is how long the store itself tries; `settings` are obstore's, beside those in the environment."""
+        """`limit_s` is how long the store itself tries; `settings` are obstore's, in addition to the environment's."""
         try:
             import obstore  # noqa: PLC0415  # of the extra `objects`
             from obstore.exceptions import (  # noqa: PLC0415
@@ -50,43 +50,43 @@ class Bucket:
         except self._failures as error:
             raise ConfigError(f"object store {url}: {_first_line(error)}") from error
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of obstore, for settings that it did not expect there
+            if type(error).__name__ != "PanicException":  # raised by obstore for settings that it did not expect there
                 raise
             raise ConfigError(f"object store {url}: obstore cannot use these settings") from error
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_THREADS, "kvtier-objects")
 
     def read(self, name: str, start: int, end: int) -> bytes | None:
-        """Those bytes of an object; None without it, and no bytes if it ends before. Waits for the store's limit."""
+        """These bytes of an object; None if there is none, empty if it ends before. Waits up to the store's limit."""
         began_at = time.monotonic()
         try:
             return self._do(lambda store: self._obstore.get_range(store, name, start=start, end=end))
         except TierUnavailable:
-            if time.monotonic() - began_at < self._limit_s / 2:  # else it hangs, and would again
+            if time.monotonic() - began_at < self._limit_s / 2:  # otherwise it hangs, and would again
                 meta = self._do(lambda store: self._obstore.head(store, name))
                 if meta is not None and meta["size"] < end:
                     return b""
             raise
 
     def read_all(self, wanted: Sequence[tuple[str, int, int]], deadline: float) -> list[bytes | None]:
-        """Several as `read`, at once. Raises what the first that failed raises, or `TierTimeout`."""
+        """Several `read` calls at once. Raises the error of the first that failed, or `TierTimeout`."""
         return self._wait([self._submit(self.read, *one) for one in wanted], deadline)
 
     def write(self, name: str, parts: Sequence[bytes]) -> None:
-        """All of an object at once, or nothing of it."""
+        """Write an object as a whole or not at all."""
         self._do(lambda store: self._obstore.put(store, name, parts, use_multipart=False))
 
     def delete(self, names: Sequence[str], deadline: float) -> None:
-        """Those that are not there count as deleted."""
+        """Delete objects; missing ones count as deleted."""
         self._wait([self._submit(self._delete, name) for name in names], deadline)
 
     def list_names(self, prefix: str) -> list[str]:
-        """Takes as long as it takes: for people who ask, not for requests."""
+        """Has no deadline: meant for commands, not for requests."""
         listed = self._do(lambda store: self._obstore.list(store, prefix).collect())
         return [meta["path"] for meta in listed or []]
 
     def close(self) -> None:
-        """Calls under way end by themselves, at the store's limit. Connections go with the last of them."""
+        """Calls in flight end by themselves, at the store's limit. Connections are closed with the last of them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store = None
 
@@ -127,7 +127,7 @@ class Bucket:
 
 
 class _Failure(NamedTuple):
-    """Of a call on another thread, in words: an exception would keep the frames of whoever waited, and their views."""
+    """A call's failure on another thread, in words: an exception would keep the caller's frames, and views, alive."""
 
     kind: type[TierError]
     sentence: str
@@ -141,5 +141,5 @@ def _told(act: Callable[..., _Answer], *arguments: object) -> _Answer | _Failure
 
 
 def _first_line(error: Exception) -> str:
-    """Of a message that goes on for many, with all that was sent."""
+    """The first line of an error that may go on for many, including all that was sent."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]

@@ -1,6 +1,6 @@
 """Blocks that wait until their segment is whole. Thread-safe.
 
-They are copied: whoever offers a block wants its buffer back. What waits longest goes when there are too many.
+They are copied, since the caller wants its buffer back. If there are too many, those waiting longest are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Collector:
         self._payloads: dict[BlockHash, bytes] = {}
 
     def add(self, block_hash: BlockHash, payload: memoryview) -> bool:
-        """False for one that is here, which has not waited long then, or if there is room for none."""
+        """False if it is here already, and then counts as new, or if there is no room."""
         with self._lock:
             held = self._payloads.pop(block_hash, None)
             if held is None and not self._max_blocks:
@@ -31,12 +31,12 @@ class Collector:
         return held is None
 
     def has(self, segment: Sequence[BlockHash]) -> bool:
-        """All of these blocks are here."""
+        """Whether all of these blocks are here."""
         with self._lock:
             return bool(segment) and all(block_hash in self._payloads for block_hash in segment)
 
     def take(self, segment: Sequence[BlockHash], shared: Collection[BlockHash] = ()) -> list[bytes] | None:
-        """The payloads of all these blocks, which wait no longer, but for `shared`; None while one is missing."""
+        """Take the payloads of all these blocks, but keep those in `shared`; None if one is missing."""
         with self._lock:
             if not segment or any(block_hash not in self._payloads for block_hash in segment):
                 return None
@@ -47,7 +47,7 @@ class Collector:
             return payloads
 
     def discard(self, hashes: Sequence[BlockHash]) -> None:
-        """They wait no longer."""
+        """Drop these blocks."""
         with self._lock:
             for block_hash in hashes:
                 self._payloads.pop(block_hash, None)

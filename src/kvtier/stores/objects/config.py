@@ -1,4 +1,4 @@
-"""Where an object store is and how much of a prompt is one object. Checked once."""
+"""The address of an object store, and how much of a prompt is one object. Checked once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ENDPOINTS = frozenset(
     for after in ("endpoint", "endpoint_url")
 ) | {"base_url", "google_base_url", "aws_endpoint_url_s3"}
 _BYTES_PER_S = 20e6
-"""What a limit assumes of the slowest store worth using."""
+"""Assumed for limits: the speed of the slowest store worth using."""
 
 
 class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`url` is `s3://bucket/folder`, `gs://`, `az://` or `file:///folder`; `settings` are those of `obstore`, such as
-    `endpoint` and `region`. Keys are best left to the environment, where every such store looks for them.
+    `endpoint` and `region`. Keys are best left in the environment, where every such store looks for them.
 
-    `segment` is how many blocks are one object, 32 MiB of them unless told, and must be the same for all who share it;
-    `buffer` is how many bytes of blocks may wait for the rest of theirs, or to be written.
+    `segment` is how many blocks form one object, by default 32 MiB of them, and must be the same for all that share the
+    store; `buffer` limits the bytes of blocks that wait for the rest of their segment, or to be written.
     """
 
     url: str
@@ -69,7 +69,7 @@ class ObjectsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def _endpoint(self) -> str:
-        """Lower case, so that nobody evades what is asked of `http://`."""
+        """In lower case, so that `HTTP://` gets the same checks as `http://`."""
         names = (name for name in self.settings if name.lower() in _ENDPOINTS)
         return next((self.settings[name].lower() for name in names), "")
 

@@ -1,7 +1,7 @@
 """The end of an object: the hashes of its blocks and a checksum of each, in order, and a checksum of all that.
 
-An object is its blocks' payloads, one after the other, and this index. Both have a size that follows from the number
-of blocks, so that a reader knows where each is without asking.
+An object consists of its blocks' payloads, one after another, and this index. The sizes of both follow from the number
+of blocks, so a reader knows where each part is without asking.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAGIC = b"kvt1"
 
 
 class Index(NamedTuple):
-    """Of one object: its blocks and their checksums (`checksum_of`)."""
+    """The index of one object: its blocks and their checksums (`checksum_of`)."""
 
     hashes: tuple[BlockHash, ...]
     checksums: tuple[int, ...]
@@ -41,7 +41,7 @@ def encode_index(
 
 
 def decode_index(namespace: Namespace, block_bytes: int, num_blocks: int, encoded: bytes) -> Index:
-    """Raises `RemoteProtocolError` for anything but the index of `num_blocks` such blocks of this namespace."""
+    """Raises `RemoteProtocolError` unless `encoded` is the index of `num_blocks` such blocks of this namespace."""
     if len(encoded) != index_bytes(num_blocks):
         raise RemoteProtocolError(f"an index of {len(encoded)} bytes for {num_blocks} blocks")
     entries = encoded[: -_END.size]

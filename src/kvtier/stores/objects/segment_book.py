@@ -1,9 +1,9 @@
-"""Which segment a block is in, for prompts that were seen lately. Thread-safe.
+"""The segment of each block, for prompts that were seen lately. Thread-safe.
 
-A segment is a fixed number of blocks that follow each other in a prompt, counted from its beginning, and is named by
-its last block: that hash covers all before it, so one name stands for the same bytes for ever. Prompts that part within
-a segment have a segment each, with the same blocks at its beginning. Which one is meant follows from the last block, if
-that is among those that are asked for; else it is the one that was seen last.
+A segment is a fixed number of consecutive blocks of a prompt, counted from its beginning, and is named by its last
+block: that hash covers all blocks before it, so a name stands for the same bytes forever. Prompts that diverge within a
+segment have a segment each, with the same blocks at its beginning. The last block tells them apart, if it is among
+those requested; otherwise the most recently seen segment is used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MAX_BLOCKS = 1 << 17
 
 
 class Place(NamedTuple):
-    """Of a block: its segment's name, and its number in it."""
+    """A block's place: its segment's name, and its number in the segment."""
 
     segment: BlockHash
     number: int
 
 
 class SegmentBook:
-    """Of segments of `segment_blocks`; what a prompt has behind its last whole one has no place."""
+    """A book of segments of `segment_blocks`. Blocks behind a prompt's last whole segment have no place."""
 
     def __init__(self, segment_blocks: int, max_blocks: int = _MAX_BLOCKS) -> None:
         self._segment_blocks = segment_blocks
@@ -42,11 +42,11 @@ class SegmentBook:
             for first in range(0, len(hashes) - size + 1, size):
                 name = hashes[first + size - 1]
                 place = self._places.get(hashes[first])
-                if place is None or place.segment != name:  # whoever was seen last has all of its blocks
+                if place is None or place.segment != name:  # the prompt seen last has all of its blocks
                     self._add(name, tuple(hashes[first : first + size]))
 
     def places(self, hashes: Sequence[BlockHash]) -> list[Place | None]:
-        """Of blocks that follow each other in a prompt."""
+        """The places of consecutive blocks of a prompt."""
         with self._lock:
             places = [self._places.get(block_hash) for block_hash in hashes]
             for last, name in enumerate(hashes):
@@ -59,14 +59,14 @@ class SegmentBook:
             return places
 
     def shared(self, segment: BlockHash) -> set[BlockHash]:
-        """Blocks of a segment that are in another one, too, which was seen since."""
+        """Blocks of a segment that are also in another one, which was seen since."""
         with self._lock:
             blocks = self._segments.get(segment, ())
             places = map(self._places.get, blocks)
             return {block for block, place in zip(blocks, places, strict=True) if place and place.segment != segment}
 
     def blocks_of(self, segment: BlockHash) -> Sequence[BlockHash]:
-        """Empty when the segment is not known any more."""
+        """Empty if the segment is no longer known."""
         with self._lock:
             return self._segments.get(segment, ())
 

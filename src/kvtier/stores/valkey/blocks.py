@@ -10,6 +10,8 @@ be gone when it is fetched.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,26 +19,30 @@ from typing import TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
-from kvtier.errors import RemoteProtocolError, TierFull, TierRefused
+from kvtier.errors import ProtocolError, RemoteProtocolError, TierError, TierFull, TierRefused
 from kvtier.memory.checksum import checksum_of
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.valkey.cluster import Cluster, NodeFailure, Share
 from kvtier.stores.valkey.node import NodeAddress, NodeConnection, is_refusal
 from kvtier.stores.valkey.resp import Reply, ReplyError, command, command_around
 from kvtier.stores.valkey.segments import Segments
-from kvtier.stores.valkey.shard import CONNECTIONS_PER_SHARD
 from kvtier.stores.valkey.slots import slot_of
+from kvtier.stores.valkey.window import paced
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"kvt1"
+_COMPUTING = b":computing"
+_WHO = b"%b:%d" % (socket.gethostname().encode()[:64], os.getpid())
+"""For operators: who computes a block."""
 _TRAILER = struct.Struct("<4sQ")
-_IN_FLIGHT_BYTES = 64 << 20
-_MAX_IN_FLIGHT = 16
 _MANY_KEYS = 512
 _SPLIT_BLOCKS = 8
 _POSITION_MS = 1
 _SCAN_KEYS = 1000
+_RENEWAL_S = 60.0
+"""How often at most what is used from a host's own memory is renewed in the cluster."""
+_RENEWALS_PER_LIFE = 4
 _TRIES_OVER = ("TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY")
 """Codes of a cluster that is just changing: the block is a miss now."""
 
@@ -44,7 +50,7 @@ OnLoss: TypeAlias = Callable[[str, int], None]
 
 
 class ClusterBlocks:
-    """The blocks of one namespace. Owns `cluster`."""
+    """The blocks of one namespace. `close` closes the cluster, unless that is others' too."""
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class ClusterBlocks:
         ttl_s: float,
         segment_blocks: int,
         on_loss: OnLoss = lambda kind, count: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_loss` hears of what was lost: of which kind, and how often."""
         self._cluster = cluster
@@ -62,7 +69,9 @@ class ClusterBlocks:
         self._space = namespace.hex()
         self._block_bytes = block_bytes
         self._ttl_ms = int(ttl_s * 1000)
-        self._segments = Segments(segment_blocks)
+        self._clock = clock
+        renewal_s = min(_RENEWAL_S, ttl_s / _RENEWALS_PER_LIFE)
+        self._segments = Segments(segment_blocks, clock=clock, renewal_s=renewal_s)
         self._log = LogLimit(logger)
         self._on_loss = on_loss
 
@@ -74,23 +83,65 @@ class ClusterBlocks:
         """All of a prompt's hashes so far, from its first block on; see `Segments`."""
         self._segments.learn(hashes)
 
+    @property
+    def places(self) -> Segments:
+        """What is known of where blocks stand."""
+        return self._segments
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._namespace
+
     def ask(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
-        """Which blocks are there; they live on from now. None where nobody could say."""
-        self._segments.ask(hashes)
-        return self.touch(hashes, timeout_s)
+        """Which blocks are there; they live on from when they were asked for. None where nobody could say."""
+        return self._live_on(hashes, (), timeout_s)
 
     def touch(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
-        """As `ask`, but they live on from when their prompt was asked for."""
+        """As `ask`, of blocks that another host may have asked for since: none lives shorter for it."""
+        deadline = time.monotonic() + timeout_s
+        found = self._live_on(hashes, (b"GT",), timeout_s)
+        unsure = [position for position, has_grown in enumerate(found) if has_grown is False]
+        if unsure:
+            answers = self.contains([hashes[position] for position in unsure], max(0.0, deadline - time.monotonic()))
+            for position, is_there in zip(unsure, answers, strict=True):
+                found[position] = is_there
+        return found
+
+    def renew(self, hashes: Sequence[BlockHash], timeout_s: float) -> None:
+        """As `touch`, of blocks that need not be there."""
+        self._live_on(hashes, (b"GT",), timeout_s)
+
+    def _live_on(self, hashes: Sequence[BlockHash], how: Sequence[bytes], timeout_s: float) -> list[bool | None]:
         names, slots = self.keys_of(hashes)
         expiries = self._expiries_ms(hashes)
         return self._ask_each(
-            slots, lambda position: command(b"PEXPIREAT", names[position], expiries[position]), timeout_s
+            slots, lambda position: command(b"PEXPIREAT", names[position], expiries[position], *how), timeout_s
         )
 
     def contains(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
-        """As `touch`, but nothing lives longer for it."""
+        """As `ask`, but nothing lives longer for it."""
         names, slots = self.keys_of(hashes)
         return self._ask_each(slots, lambda position: command(b"EXISTS", names[position]), timeout_s)
+
+    def announce(self, hashes: Sequence[BlockHash], life_s: float, timeout_s: float) -> None:
+        """Tell other hosts for `life_s` that these are being computed (`announcements`)."""
+        names, slots = self.keys_of(hashes)
+        life_ms = b"%d" % (life_s * 1000)
+        self._ask_each(
+            slots,
+            lambda position: command(b"SET", names[position] + _COMPUTING, _WHO, b"PX", life_ms),
+            timeout_s,
+        )
+
+    def withdraw(self, hashes: Sequence[BlockHash], timeout_s: float) -> None:
+        """Nobody need wait for these."""
+        names, slots = self.keys_of(hashes)
+        self._ask_each(slots, lambda position: command(b"UNLINK", names[position] + _COMPUTING), timeout_s)
+
+    def is_announced(self, block_hash: BlockHash, timeout_s: float) -> bool:
+        """A host has said that it is computing this block."""
+        (name,), slots = self.keys_of([block_hash])
+        return self._ask_each(slots, lambda position: command(b"EXISTS", name + _COMPUTING), timeout_s) == [True]
 
     def drop(self, hashes: Sequence[BlockHash], timeout_s: float) -> int:
         names, slots = self.keys_of(hashes)
@@ -98,17 +149,27 @@ class ClusterBlocks:
         return sum(map(bool, gone))
 
     def drop_all(self, timeout_s: float) -> int:
-        """Of this namespace. Raises what the first node that fails does."""
+        """Of this namespace. Raises what the last node that failed did, once all others have dropped theirs."""
         deadline = time.monotonic() + timeout_s
         num_gone = 0
+        failure: TierError | ProtocolError | None = None
         for address in self._cluster.nodes():
-            cursor = b"0"
-            while True:
-                cursor, names = self._scan(address, cursor, deadline)
-                num_gone += sum(map(bool, self._unlink(names, deadline)))
-                if cursor == b"0":
-                    break
+            try:
+                num_gone += self._drop_all_of(address, deadline)
+            except (TierError, ProtocolError) as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return num_gone
+
+    def _drop_all_of(self, address: NodeAddress, deadline: float) -> int:
+        num_gone = 0
+        cursor = b"0"
+        while True:
+            cursor, names = self._scan(address, cursor, deadline)
+            num_gone += sum(map(bool, self._unlink(names, deadline)))
+            if cursor == b"0":
+                return num_gone
 
     def _scan(self, address: NodeAddress, cursor: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
         """Some keys of this namespace that a node has, and where to go on."""
@@ -154,8 +215,17 @@ class ClusterBlocks:
             self.drop([hashes[position] for position in damaged], timeout_s)
         return arrived
 
-    def put(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], timeout_s: float) -> list[bool]:
-        """Which blocks were written. Raises `TierFull` if none was, for want of room."""
+    def put(
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[memoryview],
+        timeout_s: float,
+        checksums: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Which blocks were written. Raises `TierFull` if none was, for want of room.
+
+        With `checksums` from when they were committed, what was altered since is a miss to whoever reads it.
+        """
         names, slots = self.keys_of(hashes)
         expiries = self._expiries_ms(hashes)
         written = [False] * len(hashes)
@@ -164,7 +234,11 @@ class ClusterBlocks:
 
         def parts(position: int) -> list[bytes | memoryview]:
             payload = blocks[position]
-            trailer = _TRAILER.pack(_MAGIC, checksum_of(self._namespace, hashes[position], payload))
+            if checksums is None:
+                checksum = checksum_of(self._namespace, hashes[position], payload)
+            else:
+                checksum = checksums[position]
+            trailer = _TRAILER.pack(_MAGIC, checksum)
             before, after = command_around(
                 (b"SET", names[position]), len(payload) + len(trailer), (b"PXAT", expiries[position])
             )
@@ -201,7 +275,7 @@ class ClusterBlocks:
         return self._ask_slots(slots, request, time.monotonic() + timeout_s)
 
     def _ask_slots(self, slots: Sequence[int], request: Callable[[int], bytes], deadline: float) -> list[bool | None]:
-        """A short command for each slot, whose answer is a number: whether it is not 0."""
+        """A short command for each slot, whose answer is OK or a number: whether it is not 0; None without one."""
         answers: list[bool | None] = [None] * len(slots)
 
         def act(node: NodeConnection, share: Share) -> None:
@@ -211,8 +285,9 @@ class ClusterBlocks:
                 for position in some:
                     reply = share.read(node, deadline)
                     if isinstance(reply, ReplyError):
-                        self._refused(share, position, reply, node)
-                    elif isinstance(reply, int):
+                        if reply.code != "OOM":  # no room for an announcement: others compute as well
+                            self._refused(share, position, reply, node)
+                    elif isinstance(reply, int) or reply == b"OK":
                         answers[position] = reply != 0
                     else:
                         raise RemoteProtocolError("the cluster answered a number with something else")
@@ -221,19 +296,7 @@ class ClusterBlocks:
         return answers
 
     def _paced(self, count: int) -> Iterator[int]:
-        """For each reply, how many more commands to send before it is read.
-
-        As many are under way as the bound of a host allows, and at most 16: they are sent when half of them are done.
-        """
-        connections = CONNECTIONS_PER_SHARD * self._cluster.num_nodes
-        most = max(1, min(_MAX_IN_FLIGHT, _IN_FLIGHT_BYTES // (self._block_bytes * connections)))
-        num_sent = 0
-        for num_read in range(count):
-            num_more = 0
-            if num_sent - num_read <= most // 2:
-                num_more = min(count, num_read + most) - num_sent
-                num_sent += num_more
-            yield num_more
+        return paced(count, self._block_bytes, lambda: self._cluster.num_busy)
 
     def _refused(self, share: Share, position: int, error: ReplyError, node: NodeConnection) -> None:
         """A node refused a command: it sends elsewhere, is just changing, or does not know this user."""
@@ -252,7 +315,7 @@ class ClusterBlocks:
 
     def _expiries_ms(self, hashes: Sequence[BlockHash]) -> list[bytes]:
         """When each block goes, in milliseconds since 1970; not before half of its time is over."""
-        soonest_ms = int(time.time() * 1000) + self._ttl_ms // 2
+        soonest_ms = int(self._clock() * 1000) + self._ttl_ms // 2
         return [
             b"%d" % max(soonest_ms, place.asked_ms + self._ttl_ms - _POSITION_MS * place.position)
             for place in self._segments.places(hashes)

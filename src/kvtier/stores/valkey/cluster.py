@@ -5,10 +5,11 @@ A keeper thread asks who has the slots when a node says that one has moved, when
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -30,6 +31,8 @@ _MAX_THREADS = 16
 _KEEPER_S = 0.5
 _REFRESH_S = 30.0
 _PROBE_S = 1.0
+_MAX_ANSWERS = 8
+"""Of nodes that do not name an owner of each slot: after so many nobody else is asked."""
 _SLOTS = command(b"CLUSTER", b"SLOTS")
 _ASKING = command(b"ASKING")
 
@@ -92,6 +95,8 @@ class Cluster:
         self._is_closed = False
         self._is_stale = True
         self.num_refreshes = 0
+        self.num_busy = 0
+        """Connections that are in use for somebody's blocks."""
         self._keeper = threading.Thread(target=self._run_keeper, name="kvtier-cluster-keeper", daemon=True)
         self._is_ready = threading.Event()
         self._keeper.start()
@@ -99,11 +104,6 @@ class Cluster:
     def wait_until_known(self, timeout_s: float) -> bool:
         """Whether the cluster has said who has its slots; waits for that at most so long."""
         return self._is_ready.wait(timeout_s)
-
-    @property
-    def num_nodes(self) -> int:
-        """How many have slots."""
-        return max(1, len(self._shards))
 
     @property
     def num_down(self) -> int:
@@ -126,8 +126,9 @@ class Cluster:
             owner = self._owners[slot]
             if owner is not None:
                 groups.setdefault((owner, False), []).append(position)
-        if not groups and slots:
+        if sum(map(len, groups.values())) < len(slots):
             self._note_stale()
+        if not groups and slots:
             return [NodeFailure(TierUnavailable.kind, "the cluster has not said who has its slots")]
         for _ in range(_MAX_REDIRECTIONS):
             works = [
@@ -174,7 +175,7 @@ class Cluster:
         def one(work: tuple[NodeAddress, Share]) -> NodeFailure | None:
             address, share = work
             try:
-                with self._shard(address).connection(deadline) as connection:
+                with self._shard(address).connection(deadline) as connection, self._busy():
                     act(connection, share)
             except (TierError, ProtocolError) as error:
                 self._note_stale()
@@ -183,6 +184,16 @@ class Cluster:
 
         outcomes = [one(work) for work in works] if len(works) == 1 else self._workers.map(one, works)
         return [outcome for outcome in outcomes if outcome is not None]
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        with self._lock:
+            self.num_busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.num_busy -= 1
 
     def _shard(self, address: NodeAddress) -> Shard:
         with self._lock:
@@ -229,24 +240,38 @@ class Cluster:
         return not all(found)
 
     def _refresh(self) -> bool:
-        """Ask the first node that answers who has the slots; False if none does."""
+        """Ask nodes who has the slots, until one names a node for each; else the one that names most is believed.
+
+        One that was restarted without its file knows of none. False if nobody could say.
+        """
         known = [address for address, shard in list(self._shards.items()) if not shard.is_down]
+        best: list[NodeAddress | None] = []
+        most = num_answers = 0
         for address in dict.fromkeys([*known, *self._seeds]):
             if self._is_closed:
                 return False
-            deadline = time.monotonic() + _PROBE_S
-            try:
-                connection = NodeConnection(address, self._access, deadline)
-                try:
-                    owners = read_slots(connection.ask(_SLOTS, deadline), address)
-                finally:
-                    connection.close()
-            except (TierError, ProtocolError) as error:
-                self._log.warning("seed", "cluster: %s", str(error))
-                continue
-            self._adopt(owners)
-            return True
-        return False
+            owners = self._owners_as_told_by(address)
+            num_owned = NUM_SLOTS - owners.count(None) if owners else 0
+            if num_owned > most:
+                best, most = owners, num_owned
+            num_answers += bool(owners)
+            if most == NUM_SLOTS or num_answers == _MAX_ANSWERS:
+                break
+        if most:
+            self._adopt(best)
+        elif num_answers:
+            self._log.warning("no slots", "cluster: no node that answers knows who has its slots")
+        return most > 0
+
+    def _owners_as_told_by(self, address: NodeAddress) -> list[NodeAddress | None]:
+        """Empty if the node does not answer."""
+        deadline = time.monotonic() + _PROBE_S
+        try:
+            with contextlib.closing(NodeConnection(address, self._access, deadline)) as connection:
+                return read_slots(connection.ask(_SLOTS, deadline), address)
+        except (TierError, ProtocolError) as error:
+            self._log.warning("seed", "cluster: %s", str(error))
+            return []
 
     def _adopt(self, owners: list[NodeAddress | None]) -> None:
         nodes = nodes_of(owners)

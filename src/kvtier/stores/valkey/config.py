@@ -15,6 +15,7 @@ from kvtier.stores.valkey.node import Access, NodeAddress, is_loopback
 
 DEFAULT_TTL_S = 7 * 86400.0
 DEFAULT_SEGMENT = 128
+DEFAULT_TIMEOUT_S = 1.0
 _MIN_TTL_S, _MAX_TTL_S = 60.0, 10 * 365 * 86400.0
 _MAX_SEGMENT = 1 << 16
 _MAX_SEEDS = 64
@@ -22,7 +23,10 @@ _MAX_TIMEOUT_S = 600.0
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`valkey` are some of its nodes, `tls://host:port` or `tcp://host:port`: the cluster names the others."""
+    """`valkey` are some of its nodes, `tls://host:port` or `tcp://host:port`: the cluster names the others.
+
+    With `compute_once`, hosts announce there what they are computing, and wait for what others are.
+    """
 
     valkey: tuple[str, ...]
     user: str | None = None
@@ -30,8 +34,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ca_file: str | None = None
     ttl_s: float = DEFAULT_TTL_S
     segment: int = DEFAULT_SEGMENT
-    timeout_s: float = 1.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
     plaintext: bool = False
+    compute_once: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.valkey) <= _MAX_SEEDS:

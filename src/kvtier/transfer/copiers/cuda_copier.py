@@ -1,9 +1,9 @@
 """The copier of a CUDA device: blocks by DMA, in batches, on streams beside compute.
 
-Loads and stores have a stream each. Where a block lies on the device as a few long runs, the device copies those
-itself; a large load goes in groups of layers, so that a step may begin on the first while the rest arrives. Else blocks
-are brought together first (see `staging`). Any thread may copy; a thread of the copier's own gives back what copies
-hold, whether or not somebody waits for them.
+Loads and stores have a stream each. If a block is a few long runs on the device, the device copies those itself; a
+large load goes in groups of layers, so that a step may begin on the first while the rest arrives. Otherwise, blocks are
+gathered first (see `staging`). Any thread may copy; a thread of the copier's own releases what copies hold, whether or
+not a caller waits for them.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from kvtier.transfer.copiers.staging import Staging
 
 NUM_GROUPS = 4
-"""A step begins after a quarter of the load; the whole of it takes 0 to 2% longer than in one group."""
+"""A step can begin after a quarter of the load. The whole load takes 0 to 2% longer than in one group."""
 
 MIN_GROUPED_BYTES = 96 << 20
-"""Less than this is here in two milliseconds, in one group: each costs its thread some turns with the interpreter. More
-than a unit from disk."""
+"""A smaller load arrives within two milliseconds, so it goes in one group: with each group, its thread has to wait a
+few times for the GIL. Larger than a unit from disk."""
 
 _MIN_PART_BYTES = 128 << 10
-"""Copies of less than this leave the bus idle."""
+"""Smaller copies leave the bus idle."""
 _FIRST_CALL_BLOCKS = 64
 _MAX_CALL_BLOCKS = 1024
-"""Blocks handed over in a call: a microsecond each, and only then does the device begin on them. So few at first, and
-twice as many each time, since a thread that has to wait for the interpreter between two calls may wait long."""
+"""Blocks handed over in one call. Each takes a microsecond, and the device begins only after the call. So there are few
+at first, and twice as many each time, since a thread that has to wait for the GIL between two calls may wait long."""
 
 _SWITCH_INTERVAL_S = 0.0005
-"""By default a thread that computes keeps the interpreter for ten times as long from those that hand copies over."""
+"""By default, a thread that computes keeps the GIL ten times as long, while threads with copies to hand over wait."""
 
 _CHUNK_BYTES = 16 << 20
 
 
 class Way(enum.Enum):
-    """How blocks go: as the runs that they are on the device, or brought together first."""
+    """How blocks are copied: run by run as they lie on the device, or gathered first."""
 
     DIRECT = enum.auto()
     STAGED = enum.auto()
@@ -62,7 +62,7 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a block that are copied together: `nbytes` from byte `first_byte` of it, as `runs` on the device."""
+    """Layers of a block that are copied together: `nbytes` from its byte `first_byte` on, as `runs` on the device."""
 
     first_layer: int
     num_layers: int
@@ -72,7 +72,7 @@ class LayerGroup:
 
 
 def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGroup]:
-    """All layers, in order, in `num_groups` groups that differ by a layer at most; in fewer where those were small."""
+    """All layers, in order, in `num_groups` groups that differ by a layer at most; fewer if groups would be small."""
     num_groups = max(1, min(num_groups, layout.layers, layout.block_bytes // _MIN_PART_BYTES))
     layer_bytes = layout.block_bytes // layout.layers
     bounds = [layout.layers * number // num_groups for number in range(num_groups + 1)]
@@ -83,10 +83,10 @@ def layer_groups(layout: KvLayout, num_groups: int = NUM_GROUPS) -> list[LayerGr
 
 
 class _CudaCopies:
-    """Copies under way. Their arena stays mapped until somebody sees that they are done; the copier's thread does."""
+    """Copies in flight. Their arena stays mapped until a thread sees them done, at the latest the copier's own."""
 
     def __init__(self, arena: MappedArena, groups: Sequence[LayerGroup], num_blocks: int, device: torch.device) -> None:
-        """Raises `LeaseError` when the arena is closed."""
+        """Raises `LeaseError` if the arena is closed."""
         self.groups = groups
         self._num_blocks = num_blocks
         self._device = device
@@ -114,7 +114,7 @@ class _CudaCopies:
 
     @property
     def num_bytes_left(self) -> int:
-        """Groups count as a whole."""
+        """A group counts until all of it has arrived."""
         if self.is_done:
             return 0
         pairs = zip(self.groups, self._arrivals, strict=True)
@@ -122,7 +122,7 @@ class _CudaCopies:
 
     def wait(self) -> None:
         try:
-            if not self._arrivals[-1].query():  # which keeps the interpreter
+            if not self._arrivals[-1].query():  # `query` keeps the GIL
                 self._arrivals[-1].synchronize()
                 give_way()
         except RuntimeError as error:
@@ -141,14 +141,14 @@ class _CudaCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: its stream of copies, and the staging through which blocks go, unless they go directly."""
+    """One direction: its stream of copies, and the staging that blocks pass through unless they go directly."""
 
     direction: Direction
     stream: torch.cuda.Stream
     staging: Staging | None
 
     def settle(self) -> None:
-        """What was handed over still uses the memory."""
+        """Wait for work handed over so far: it still uses the memory."""
         with contextlib.suppress(RuntimeError):
             self.stream.synchronize()
             if self.staging is not None:
@@ -156,7 +156,7 @@ class _Lane:
 
 
 class CudaCopier:
-    """A `Copier` for KV on a GPU, in rows. Closed after all who copy, and before the arenas that it adopted."""
+    """A `Copier` for KV on a GPU, in rows. Closed after all of its callers, and before the arenas that it adopted."""
 
     def __init__(
         self,
@@ -170,12 +170,12 @@ class CudaCopier:
         switch_interval_s: float | None = _SWITCH_INTERVAL_S,
         let_pass: Callable[[], None] | None = None,
     ) -> None:
-        """Raises `TierUnavailable` when torch's CUDA runtime cannot be found, and `ConfigError` when the tensors of
-        layers have different strides, or when blocks have to be brought together and Triton is missing.
+        """Raises `TierUnavailable` if torch's CUDA runtime cannot be found, and `ConfigError` if the layers' tensors
+        have different strides, or if blocks have to be gathered and Triton is missing.
 
-        `way` is chosen from how the blocks lie, unless given. No engine may use the device's KV meanwhile.
-        Threads of this process take turns at least every `switch_interval_s` from now on. The copier's own does
-        `let_pass` where it can.
+        By default, `way` depends on how the blocks lie. No engine may use the device's KV meanwhile. From now on,
+        threads of this process take turns at least every `switch_interval_s`. The copier's own thread calls `let_pass`
+        at safe points.
         """
         if not geometry.can_run:
             raise ConfigError("the KV tensors of layers have different strides")
@@ -199,7 +199,7 @@ class CudaCopier:
         self._to_end: queue.SimpleQueue[_CudaCopies | Registration | None] = queue.SimpleQueue()
         self._arenas = RegisteredArenas(cudart, self._device.index, layout.slot_bytes, self._to_end.put, piece_bytes)
         with torch.cuda.device(self._device):
-            # A request waits for loads; for stores nobody does.
+            # Requests wait for loads, but never for stores.
             self._loads = self._new_lane(Direction.TO_DEVICE, -1, chunk_bytes)
             self._stores = self._new_lane(Direction.TO_HOST, 0, chunk_bytes)
         if switch_interval_s is not None:
@@ -225,18 +225,18 @@ class CudaCopier:
         return self._begin(self._stores, self._whole, arena, offsets, places, after)
 
     def adopt(self, arena: MappedArena) -> None:
-        """Register it in the background. Until then, and if that fails, copies are right but slow: their call waits.
+        """Register it in the background. Until then, and if that fails, copies are correct but slow: their call waits.
 
-        It stays registered, and mapped, until this copier closes or nobody else has a reference to it.
+        It stays registered, and mapped, until this copier closes or holds the last reference to it.
         """
         self._arenas.adopt(arena)
 
     def registration(self, arena: MappedArena) -> Registration | None:
-        """What `adopt` has begun."""
+        """The registration that `adopt` began."""
         return self._arenas.registration(arena)
 
     def close(self) -> None:
-        """Wait for all copies, and unregister. Copies asked for from now on raise `TierUnavailable`."""
+        """Wait for all copies, and unregister. Later copies raise `TierUnavailable`."""
         with self._condition:
             self._is_closed = True
             self._condition.wait_for(lambda: not self._num_submitting)
@@ -285,7 +285,7 @@ class CudaCopier:
         offsets: Sequence[int],
         places: Sequence[int],
     ) -> None:
-        """Hand over one group of layers after the other."""
+        """Hand over one group of layers after another."""
         geometry, parts, num_blocks = self._geometry, self._geometry.parts_per_block, _FIRST_CALL_BLOCKS
         for group in copies.groups:
             first = 0
@@ -317,7 +317,7 @@ class CudaCopier:
         if self.way is Way.DIRECT:
             return _Lane(direction, stream, None)
         assert isinstance(self._geometry, Geometry), "opaque pages go directly"
-        # Not above: it needs Triton, which machines may lack whose blocks go directly.
+        # Not imported above: it needs Triton, which may be missing where blocks go directly.
         try:
             module = importlib.import_module("kvtier.transfer.copiers.staging")
         except ModuleNotFoundError as error:
@@ -334,5 +334,5 @@ class CudaCopier:
                 if isinstance(ending, Registration):
                     self._arenas.end(ending)
                 else:
-                    with contextlib.suppress(TierUnavailable):  # told to whoever waits for it
+                    with contextlib.suppress(TierUnavailable):  # reported to the thread that waits for it
                         ending.wait()

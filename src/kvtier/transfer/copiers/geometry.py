@@ -1,10 +1,11 @@
 """Where blocks lie in a device's KV memory: one description for our own arena and for the pages of other engines.
 
-A page is an engine's unit: the KV of `page_tokens` tokens of one layer. A block may be part of a page, or span some;
-what lies in one page is a part of the block, and has a place (see `transfer/places`). An arena is pages of one block
-each, whose layers lie side by side: a block is one run of bytes.
-The engine's heads may be some of the block's: a tensor-parallel rank reads and writes only its own, so what ranks of
-one engine have written together is one block that an engine with another number of ranks reads.
+A page is an engine's unit: the KV of `page_tokens` tokens of one layer. A block may be part of a page, or span several;
+the section of a block in one page is a part of the block, and has a place (see `transfer/places`). An arena consists of
+pages of one block each, whose layers lie side by side: a block is one run of bytes.
+
+The engine may have only some of a block's heads: a tensor-parallel rank reads and writes only its own. So the ranks of
+an engine together write whole blocks, which an engine with another number of ranks can read.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from kvtier.errors import ConfigError
 from kvtier.memory.mapped import MappedArena
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By size. Numbers are copied as their bits: some kinds of them cannot be copied otherwise."""
+"""Integer types by element size. Elements are copied as integers, since torch cannot copy some types otherwise."""
 
 
 class PageOrder(enum.Enum):
     """How a page lies in memory, for each of its heads.
 
     ROWS: a row of K and then V for each token. TRANSPOSED_K: all of K with its dimensions as rows, then all of V with
-    its tokens as rows, as vLLM's attention on CPUs wants it.
+    its tokens as rows, as vLLM's attention on CPUs expects it.
     """
 
     ROWS = enum.auto()
@@ -38,10 +39,11 @@ class PageOrder(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`nbytes` that are side by side on the device, from `device_bytes` after where a part of a block begins in the
-    first layer, and in the block, from `block_bytes` after where that part begins.
+    """`nbytes` that are contiguous on the device and in the block.
 
-    In opaque pages, `device_bytes` is the address in page 0, and the next page is `stride_bytes` further.
+    They begin `device_bytes` after the start of a block's part in the first layer, and `block_bytes` after the start of
+    that part in the block. In opaque pages, `device_bytes` is the address in page 0, and each next page is
+    `stride_bytes` further.
     """
 
     device_bytes: int
@@ -51,7 +53,7 @@ class Run:
 
 
 class Pages(Protocol):
-    """Blocks in KV memory, as far as runs of bytes are copied."""
+    """Blocks in KV memory, as far as copying runs of bytes needs it."""
 
     layout: KvLayout
     parts_per_block: int
@@ -61,17 +63,17 @@ class Pages(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """The pages have all that a block has."""
+        """Whether the pages have all heads of a block."""
         ...
 
     @property
     def can_run(self) -> bool:
-        """The places of parts say where all of their runs lie."""
+        """Whether the places of parts determine where all of their runs lie."""
         ...
 
     @property
     def plain_runs(self) -> list[Run] | None:
-        """What a block consists of, where a host copies it as it is; None where its numbers lie in another order."""
+        """The runs of a block, if a host can copy it as it is; None if its numbers lie in another order."""
         ...
 
     def runs(self, layers: range) -> list[Run]: ...
@@ -98,12 +100,12 @@ class Geometry:
         *,
         first_head: int = 0,
     ) -> None:
-        """`layout` is that of whole blocks, of which the tensors hold the heads from `first_head` on.
+        """`layout` is that of whole blocks. The tensors hold the heads from `first_head` on.
 
-        Raises `ConfigError` when the tensors cannot be those of such blocks.
+        Raises `ConfigError` if the tensors cannot be those of such blocks.
         """
         _check(tensors, layout, order, first_head)
-        self.tensors = tensors  # keeps the memory
+        self.tensors = tensors  # keeps the memory alive
         self.layout = layout
         self.order = order
         self.first_head = first_head
@@ -115,7 +117,7 @@ class Geometry:
         self._page_bytes = tensors[0].stride(0) * layout.itemsize
         self._part_bytes = tensors[0].stride(2) * layout.itemsize * self.part_tokens
         self.is_one_run = self.can_run and self.runs(range(layout.layers)) == [Run(0, 0, layout.block_bytes)]
-        """A block is as on the host: one run of bytes."""
+        """A block lies as on the host: one run of bytes."""
 
     @property
     def device(self) -> torch.device:
@@ -123,12 +125,12 @@ class Geometry:
 
     @property
     def is_whole(self) -> bool:
-        """Its heads are all that a block has."""
+        """Whether its heads are all heads of a block."""
         return bool(self.num_heads == self.layout.kv_heads)
 
     @property
     def can_run(self) -> bool:
-        """The places of parts say where all their layers lie, in rows."""
+        """Whether the places of parts determine where all their layers lie, in rows."""
         first = self.tensors[0]
         return self.order is PageOrder.ROWS and all(tensor.stride() == first.stride() for tensor in self.tensors)
 
@@ -137,7 +139,7 @@ class Geometry:
         return [Run(0, 0, self.layout.block_bytes)] if self.is_one_run else None
 
     def runs(self, layers: range) -> list[Run]:
-        """What a part has of `layers`, in the order of the block. Requires `can_run`."""
+        """A part's runs in `layers`, in the order of the block. Requires `can_run`."""
         layout, first = self.layout, self.tensors[0]
         _, head_stride, token_stride, dim_stride = first.stride()
         if dim_stride != 1:
@@ -162,14 +164,14 @@ class Geometry:
         return _stacked(keys), _stacked(values)
 
     def check(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int]) -> None:
-        """Our own callers know what lies where: a copy that left its pages or the arena would ruin other memory."""
+        """Assert that a copy stays within its pages and the arena: a mistake of ours would corrupt other memory."""
         assert len(places) == len(offsets) * self.parts_per_block
         if places:
             assert 0 <= min(places) <= max(places) < self.num_pages * self.parts_per_page, "no such page"
             assert 0 <= min(offsets) <= max(offsets) <= arena.nbytes - self.layout.block_bytes, "outside the arena"
 
     def addresses(self, places: Sequence[int], first_byte: int = 0) -> list[int]:
-        """Of byte `first_byte` after where each part begins in the first layer. Requires `can_run`."""
+        """The address of `first_byte` after each part's start in the first layer. Requires `can_run`."""
         start, page_bytes, parts = self.address + first_byte, self._page_bytes, self.parts_per_page
         if parts == 1:
             return [start + place * page_bytes for place in places]
@@ -185,7 +187,7 @@ class Geometry:
         return self.part_offsets(offsets, run.block_bytes)
 
     def part_offsets(self, offsets: Sequence[int], first_byte: int = 0) -> list[int]:
-        """Of byte `first_byte` after where each part begins in the blocks at `offsets`."""
+        """The offset of `first_byte` after each part's start in the blocks at `offsets`."""
         if self.parts_per_block == 1:
             return [offset + first_byte for offset in offsets]
         part_bytes = self.part_tokens * 2 * self.layout.head_dim * self.layout.itemsize
@@ -204,7 +206,7 @@ def _halves(tensor: torch.Tensor, order: PageOrder, head_dim: int) -> tuple[torc
 
 
 def _stacked(layers: Sequence[torch.Tensor]) -> Stack:
-    """All layers as one tensor where they lie evenly spaced in one storage: a copy of a block is then one call."""
+    """All layers as one tensor if they are evenly spaced in one storage: then copying a block is one call."""
     first = layers[0]
     step = layers[1].storage_offset() - first.storage_offset() if len(layers) > 1 else 0
     is_even = step >= 0 and all(

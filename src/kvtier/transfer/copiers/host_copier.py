@@ -1,7 +1,7 @@
-"""The copier of a device that is the host itself: a copy is a move, over when its call returns.
+"""The copier of a device that is the host itself: a copy is over when its call returns.
 
-Where a block is runs of bytes, the thread that asks for a copy moves it. Pages of another order or size are copied by
-threads of the copier's own.
+If a block is runs of bytes, the calling thread copies it. Pages of another order or size are copied by the copier's own
+threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.transfer.copiers.own_threads import cores, own_threads
 
 _MAX_THREADS = 4
 _RUN_BYTES = 4 << 20
-"""What one thread copies with one call; a smaller load or store is not worth a second thread."""
+"""Bytes that one thread copies per call. A smaller load or store is not worth a second thread."""
 
 
 class _Done:
@@ -99,8 +99,8 @@ class HostCopier:
 class _StridedCopies:
     """Copies of pages that hold a block's numbers in another order, by threads.
 
-    A call holds the GIL while it works out what lies where, and then never until it is done: beside an engine that
-    holds it most of the time, a loop of small copies would wait for it after each.
+    A call holds the GIL while it works out the addresses, then not again until it is done. In a loop of small copies,
+    each would wait for the GIL, which an engine holds most of the time.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -115,7 +115,7 @@ class _StridedCopies:
         self._threads = own_threads(self._num_threads, "kvtier-pages")
 
     def copy(self, places: Sequence[int], arena: MappedArena, offsets: Sequence[int], *, is_load: bool) -> None:
-        """Raises `TierUnavailable` when this is closed."""
+        """Raises `TierUnavailable` if this is closed."""
         layout = self._geometry.layout
         self._geometry.check(places, arena, offsets)
         assert not any(offset % layout.itemsize for offset in offsets), "numbers begin at multiples of their size"
@@ -147,7 +147,7 @@ class _StridedCopies:
                 for layers, tensor in stack:
                     in_pages.append(self._in_pages(run, tensor))
                     in_arena.append(self._in_arena(run, numbers, layers, half))
-        with torch.inference_mode():  # an engine may have made its tensors so, and they allow no writes elsewhere
+        with torch.inference_mode():  # an engine's tensors may be from this mode, which forbids writes outside it
             torch._foreach_copy_(*((in_pages, in_arena) if is_load else (in_arena, in_pages)))
 
     def _parts(self, places: Sequence[int], offsets: Sequence[int]) -> Iterator[_Part]:
@@ -182,7 +182,7 @@ class _StridedCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What lies in one page of one block: from token `inside` of `page` on, and from number `at` of the arena."""
+    """The section of one block in one page: from token `inside` of `page` on, and from number `at` of the arena."""
 
     page: int
     inside: int
@@ -193,7 +193,7 @@ class _Part:
 
     @property
     def is_step(self) -> bool:
-        """Parts may follow each other at this distance in one view: torch has no negative strides."""
+        """Whether parts may be at this distance in one view: torch has no negative strides."""
         return self.page >= 0 and self.inside >= 0 and self.at > 0
 
 
@@ -210,7 +210,7 @@ _NOWHERE = _Part(0, 0, 0)
 
 
 def _runs(parts: Iterable[_Part], max_parts: int) -> Iterator[_Run]:
-    """All parts, in as few runs of at most `max_parts` as a walk through them finds."""
+    """All parts, in as few runs of at most `max_parts` as one pass over them finds."""
     first = last = step = _NOWHERE
     count = 0
     for part in parts:
@@ -227,7 +227,7 @@ def _runs(parts: Iterable[_Part], max_parts: int) -> Iterator[_Run]:
 
 
 def neighbours(offsets: Sequence[int], slot_bytes: int, arena_bytes: int) -> Iterator[tuple[int, int]]:
-    """The slots at `offsets` as (offset, size) of ranges, one for each row of them that lie side by side."""
+    """The slots at `offsets` as (offset, size) of ranges, one for each row of adjacent slots."""
     start = end = 0
     for offset in sorted(offsets):
         if offset != end and end > start:

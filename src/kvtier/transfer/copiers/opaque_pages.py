@@ -1,7 +1,7 @@
-"""Where the pages of another engine lie whose inside is not known: runs of bytes at a distance from page to page.
+"""Where the opaque pages of another engine lie: runs of bytes at a fixed distance from page to page.
 
-A block is one page of all layers, its runs one after the other. Groups of layers may share memory: a page belongs to
-one group at a time, so that its bytes are the same runs for all of them.
+A block is one page of all layers, its runs one after another. Groups of layers may share memory: a page belongs to one
+group at a time, so its bytes are the same runs for all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.transfer.copiers.geometry import Run
 
 _MAX_RUNS = 4096
-"""More than these would be copied by the row: the engine should lay out its pages in another order."""
+"""With more runs than this, copies would go row by row: the engine should lay out its pages in another order."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PageRun:
-    """`nbytes` of each page: those of page 0 at `address`, those of the next `stride_bytes` further."""
+    """`nbytes` of each page: for page 0 at `address`, for each next page `stride_bytes` further."""
 
     stride_bytes: int
     address: int
@@ -32,10 +32,10 @@ class PageRun:
 
 
 def page_runs(tensors: Iterable[torch.Tensor], num_pages: int) -> list[PageRun]:
-    """All bytes that `tensors` have of a page, in the order of memory, each once.
+    """All bytes that `tensors` have of a page, in memory order, each once.
 
-    The first dimension counts pages, or equal parts of them. Raises `ConfigError` when that is not so, or when a page
-    lies in too many pieces.
+    The first dimension counts pages, or equal parts of them. Raises `ConfigError` if that is not so, or if a page is in
+    too many pieces.
     """
     merged = merged_runs({run for tensor in tensors for run in _runs_of(tensor, num_pages)})
     if len(merged) > _MAX_RUNS:
@@ -44,7 +44,7 @@ def page_runs(tensors: Iterable[torch.Tensor], num_pages: int) -> list[PageRun]:
 
 
 def merged_runs(runs: Iterable[PageRun]) -> list[PageRun]:
-    """In the order of memory, each byte once. Raises `ConfigError` when pages lie across each other."""
+    """The runs in memory order, each byte once. Raises `ConfigError` if pages overlap."""
     merged: list[PageRun] = []
     for run in sorted(runs):
         last = merged[-1] if merged else None
@@ -60,7 +60,7 @@ def merged_runs(runs: Iterable[PageRun]) -> list[PageRun]:
 
 
 def _runs_of(tensor: torch.Tensor, num_pages: int) -> list[PageRun]:
-    """What one tensor has of each page."""
+    """One tensor's runs of each page."""
     if not tensor.ndim or tensor.shape[0] % num_pages or not tensor.numel():
         raise ConfigError(f"a KV tensor has the shape {list(tensor.shape)}, but there are {num_pages} pages")
     itemsize = tensor.element_size()
@@ -91,8 +91,8 @@ class OpaquePages:
     def __init__(
         self, tensors: Sequence[torch.Tensor], num_pages: int, layout: KvLayout, *, part: int = 0, num_parts: int = 1
     ) -> None:
-        """Raises `ConfigError` when the tensors cannot be those of such blocks."""
-        self.tensors = tensors  # keeps the memory
+        """Raises `ConfigError` if the tensors cannot be those of such blocks."""
+        self.tensors = tensors  # keeps the memory alive
         self.layout = layout
         self._num_pages = num_pages
         self._num_parts = num_parts
@@ -122,7 +122,7 @@ class OpaquePages:
         return self.runs(range(1))
 
     def runs(self, layers: range) -> list[Run]:
-        """All of them: a block of these has one layer."""
+        """All runs: such a block has one layer."""
         return [
             Run(run.address, self._first_byte + start, run.nbytes, run.stride_bytes)
             for run, start in zip(self._page_runs, self._starts, strict=False)

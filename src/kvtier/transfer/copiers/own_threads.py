@@ -1,7 +1,7 @@
 """Threads of ours in the process of an engine, which may have bound its own threads to cores.
 
-A thread begins where the one that made it is bound: all of ours would share a core with the engine's main thread.
-And where every call of torch wants all cores for itself, it waits until the engine's own threads have let go of them.
+A thread inherits the core binding of its creator: all of ours would share a core with the engine's main thread. And if
+every call of torch wanted all cores, it would wait until the engine's own threads let go of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MadeT = TypeVar("MadeT")
 
 
 def own_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """`count` threads, free to use any core that this process uses; in each, torch computes with that thread alone."""
+    """`count` threads, free to use any core of this process; in each, torch computes with that thread alone."""
     return ThreadPoolExecutor(count, name, initializer=_set_apart)
 
 
 def made_apart(make: Callable[[], MadeT]) -> MadeT:
-    """What `make` returns; the threads that it starts are free to use any core that this process uses."""
+    """What `make` returns; the threads that it starts are free to use any core of this process."""
     with own_threads(1, "kvtier-start") as threads:
         return threads.submit(make).result()
 
 
 def cores() -> set[int]:
-    """Those that some thread of this process may use."""
+    """The cores that any thread of this process may use."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
@@ -43,15 +43,15 @@ def cores() -> set[int]:
 def _set_apart() -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, cores())
-    torch.get_num_threads()  # sets up this thread, with as many as the others have
+    torch.get_num_threads()  # sets up this thread, with as many threads as the others have
     for path in _openmp_libraries():
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).omp_set_num_threads(1)  # torch's own call would set it for threads to come, too
+            ctypes.CDLL(path).omp_set_num_threads(1)  # torch's own call would also set it for later threads
 
 
 @functools.cache
 def _openmp_libraries() -> list[str]:
-    """Those in this process: torch brings one of its own, which may not be the one that other names lead to."""
+    """The OpenMP libraries in this process: torch's own copy may differ from the one that a plain name would load."""
     with open("/proc/self/maps") as maps:
         paths = {line.rstrip("\n").partition("/")[2] for line in maps}
     return sorted(f"/{path}" for path in paths if re.match(r"lib(gomp|i?omp5?)\b", path.rpartition("/")[2]))

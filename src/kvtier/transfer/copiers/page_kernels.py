@@ -1,6 +1,6 @@
-"""Brings blocks together from an engine's pages on a GPU, and spreads them again.
+"""Gathers blocks from an engine's pages on a GPU, and scatters them again.
 
-The other side of a copy is *staging*: the blocks side by side in the block format, of the heads that the pages have.
+The other side is *staging*: blocks side by side in the block format, with the heads that the pages have.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
@@ -20,11 +20,11 @@ from kvtier.transfer.copiers.geometry import INTEGERS, Geometry
 _TILE_TOKENS = 16
 _NUM_WARPS = 4
 _MAX_UNIT = 16
-"""Numbers of two bytes that begin at multiples of this are read as widely as a GPU can."""
+"""Two-byte numbers that begin at multiples of this are read with a GPU's widest loads."""
 
 
 class PageMoves:
-    """The kernels for one engine's tensors. Calls wait for nothing, and run in the order of the current stream."""
+    """The kernels for one engine's tensors. Calls never wait, and run in the order of the current stream."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Requires `can_run` of `geometry`."""
@@ -50,11 +50,11 @@ class PageMoves:
         return table.to(self._pages.device, non_blocking=True)
 
     def gather(self, table: torch.Tensor, staging: torch.Tensor) -> None:
-        """Fill as many blocks of `staging`, which is dense, as `table` has, with what lies in the pages."""
+        """Fill the blocks of the dense `staging`, one for each in `table`, from the pages."""
         self._move(table, staging, is_scatter=False)
 
     def scatter(self, table: torch.Tensor, staging: torch.Tensor) -> None:
-        """The other way round."""
+        """The reverse of `gather`."""
         self._move(table, staging, is_scatter=True)
 
     def _move(self, table: torch.Tensor, staging: torch.Tensor, *, is_scatter: bool) -> None:
@@ -85,7 +85,7 @@ class PageMoves:
             UNIT=self._unit,
             IS_SCATTER=is_scatter,
             num_warps=_NUM_WARPS,
-            enable_fp_fusion=False,  # newer Tritons warn when it is left to them
+            enable_fp_fusion=False,  # newer Tritons warn if it is left to them
         )
 
 
@@ -108,7 +108,7 @@ def _move_kernel(
     UNIT: tl.constexpr,
     IS_SCATTER: tl.constexpr,
 ):
-    """One program per head of a layer of a block, and tile of its tokens. Every address is summed in 64 bits."""
+    """One program per tile of tokens, head, layer and block. Every address is computed in 64 bits."""
     layer = tl.program_id(0) // HEADS
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)

@@ -1,6 +1,6 @@
-"""Blocks that lie in pages as many short runs: kernels bring them together in a little memory of the device.
+"""Copies blocks that lie in pages as many short runs: kernels gather them in a small memory of the device.
 
-Whole blocks are copied from and to that memory: chunk after chunk, so that while one is copied the kernel works on the
+Whole blocks are copied from and to that memory, chunk by chunk: while one chunk is copied, the kernel works on the
 next. Needs Triton.
 """
 
@@ -23,7 +23,7 @@ _NUM_CHUNKS = 2
 
 
 class _Chunk:
-    """Memory of the device for some blocks, and when it was last filled and let go."""
+    """Device memory for some blocks, and when it was last filled and freed."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -32,12 +32,12 @@ class _Chunk:
 
 
 class Staging:
-    """Of one direction: a stream of copies, one of kernels, and chunks, used in turns by the thread that has `lock`."""
+    """One direction: a stream for copies, one for kernels, and chunks, used in turn by the thread that has `lock`."""
 
     def __init__(
         self, geometry: Geometry, arenas: RegisteredArenas, copies: torch.cuda.Stream, priority: int, chunk_bytes: int
     ) -> None:
-        """Compiles the kernels: the first pages go to staging and come back as they were."""
+        """Compiles the kernels: the first pages go to staging and back, unchanged."""
         layout = geometry.layout
         head_bytes = layout.block_bytes // (layout.layers * layout.kv_heads)
         self._geometry = geometry
@@ -74,7 +74,7 @@ class Staging:
     def store(
         self, arena: MappedArena, offsets: Sequence[int], places: Sequence[int], after: Mark
     ) -> torch.cuda.Stream:
-        """As `load`."""
+        """Like `load`."""
         with torch.cuda.stream(self.kernels):
             self.kernels.wait_event(after)
             for chunk, some_offsets, some_places in self._cut(offsets, places):

@@ -121,15 +121,15 @@ def test_errors_are_response_errors_with_their_status(client: ollama.Client) -> 
         with pytest.raises(ollama.ResponseError, match="model 'big' not found") as caught:
             list(client.chat("big", messages=[USER], stream=stream))
         assert caught.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="tools is not supported") as caught:
-        client.chat(MODEL, messages=[USER], tools=[ollama.Tool()])
+    with pytest.raises(ollama.ResponseError, match="tools are not supported by tiny") as caught:
+        client.chat(MODEL, messages=[USER], tools=[ollama.Tool(function=ollama.Tool.Function(name="f"))])
     assert caught.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="format is not supported") as caught:
-        client.generate(MODEL, "hi", format="json")
+    with pytest.raises(ollama.ResponseError, match="think is not supported by tiny") as caught:
+        client.generate(MODEL, "hi", think=True)
     assert caught.value.status_code == 400
     with pytest.raises(ollama.ResponseError, match="embeddings are not computed") as caught:
         client.embed(MODEL, "hi")
-    assert caught.value.status_code == 501
+    assert caught.value.status_code == 400
     with pytest.raises(ollama.ResponseError, match="cannot be pulled") as caught:
         list(client.pull("llama3", stream=True))
     assert caught.value.status_code == 501

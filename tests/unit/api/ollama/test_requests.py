@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody
 from kvtier.api.ollama.options import sampling_params
 from kvtier.api.ollama.requests import MAX_DURATION_CHARACTERS, LoadModel, find_model, read_chat, read_generate
+from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, Hello, TextPrompt
 from kvtier.errors import EngineAway
 from tests.support.fake_engine import HELLO, MODEL
@@ -175,6 +178,15 @@ def test_a_model_whose_engines_are_away_is_not_asked_nor_loaded(fields: dict[str
         generate(hello=None, **fields)
 
 
+def test_a_suffix_asks_for_what_stands_between_and_has_no_template() -> None:
+    asked = generate(prompt="def f(", suffix="return x")
+
+    assert isinstance(asked, GenerationRequest)
+    assert asked.prompts == [TextPrompt("def f(", suffix="return x")]
+    with pytest.raises(HttpError, match="suffix does not go with system"):
+        generate(prompt="def f(", suffix="return x", system="be brief")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,15 +197,33 @@ def test_what_clients_send_empty_is_not_asked_for() -> None:
     assert isinstance(chat(messages=[USER], tools=[], format="", think=None), GenerationRequest)
 
 
+def test_the_form_of_an_answer_is_a_grammar() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    objects, between, person, free = (
+        generate(prompt="hi", format="json"),
+        generate(prompt="def f(", suffix="return x", format="json"),
+        chat(messages=[USER], format=schema),
+        chat(messages=[USER], format={}),
+    )
+
+    assert isinstance(objects, GenerationRequest)
+    assert isinstance(between, GenerationRequest)
+    assert isinstance(person, GenerationRequest)
+    assert isinstance(free, GenerationRequest)
+    assert objects.params.grammar == between.params.grammar == JSON_OBJECT
+    assert person.params.grammar == Grammar("json_schema", json.dumps(schema))
+    assert free.params.grammar is None
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("suffix", "end"),
+        ("suffix", 5),
         ("template", "{{ .Prompt }}"),
         ("context", [1, 2]),
         ("images", ["aGk="]),
-        ("format", "json"),
-        ("format", {"type": "object"}),
+        ("format", "xml"),
+        ("format", ["json"]),
         ("think", True),
         ("think", "high"),
         ("truncate", True),
@@ -222,14 +252,30 @@ def test_a_field_that_ollama_does_not_know_is_passed_over() -> None:
     assert generated.params == chatted.params == sampling_params(JsonBody({}), {}, logprobs=None)
 
 
+def test_a_field_of_a_message_that_ollama_does_not_know_is_passed_over() -> None:
+    more = {"provider_specific_fields": {"a": 1}, "reasoning_content": "x", "unheard_of": [1]}
+    messages = [{**USER, **more}, {"role": "assistant", "content": "hello", **more}, USER]
+
+    asked = prompt_of(chat(messages=messages))
+
+    assert asked == ChatPrompt(
+        [ChatMessage("user", "hi"), ChatMessage("assistant", "hello"), ChatMessage("user", "hi")]
+    )
+
+
 def test_raw_does_not_go_with_a_system_text() -> None:
     with pytest.raises(HttpError, match="raw does not go with system"):
         generate(prompt="hi", raw=True, system="be brief")
 
 
-def test_tools_are_refused() -> None:
-    with pytest.raises(HttpError, match="tools is not supported"):
-        chat(messages=[USER], tools=[{"type": "function"}])
+def test_tools_are_refused_for_a_template_that_does_not_know_them() -> None:
+    with pytest.raises(HttpError, match="tools are not supported by tiny"):
+        chat(messages=[USER], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(HttpError, match="tools must have names that differ"):
+        chat(messages=[USER], tools=[{"type": "function", "function": {"name": "f"}}] * 2)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +283,11 @@ def test_tools_are_refused() -> None:
     [
         ("hi", "messages[0] must be an object"),
         ({"content": "hi"}, "messages[0].role is missing"),
-        ({"role": "tool", "content": "4"}, "messages[0].role must be system, user or assistant"),
+        ({"role": "ipython", "content": "4"}, "messages[0].role must be system, user, assistant or tool"),
         ({"role": "user", "content": ["hi"]}, "messages[0].content must be text"),
         ({"role": "user", "content": "hi", "images": ["aGk="]}, "messages[0].images"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls"),
-        ({"role": "assistant", "content": "", "thinking": "hm"}, "messages[0].thinking"),
-        ({"role": "user", "content": "hi", "colour": "red"}, "messages[0].colour"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "content": "", "thinking": 1}, "messages[0].thinking"),
     ],
 )
 def test_a_message_that_is_not_served_is_refused_by_its_place(message: object, words: str) -> None:

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier import __version__
 from kvtier.api.config import ApiKey
 from kvtier.api.limits import INLINE_BODY_BYTES
+from kvtier.api.ollama.routes import OLLAMA_VERSION
 from kvtier.engine.process.messages import FAILED, INVALID, STOPPED, TOO_LONG, Refused, Submit
 from tests.support.examples import examples
 from tests.support.fake_engine import (
@@ -241,7 +241,15 @@ def test_the_example_of_ollamas_documentation_works_with_curl(server: Running) -
 def test_ollama_is_running(http: httpx.Client) -> None:
     assert http.get("/").text == "Ollama is running"
     assert http.head("/").status_code == 200
-    assert http.get("/api/version").json() == {"version": __version__}
+
+
+def test_the_version_is_that_of_an_ollama_whose_api_this_is(http: httpx.Client) -> None:
+    version = http.get("/api/version").json()["version"]
+
+    assert version == OLLAMA_VERSION
+    # Editors parse three numbers, and ask for the first version with `capabilities` in /api/show.
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)
+    assert "completion" in http.post("/api/show", json={"model": MODEL}).json()["capabilities"]
 
 
 def test_tags_list_every_name_with_what_is_behind_it(http: httpx.Client) -> None:
@@ -389,12 +397,18 @@ def test_a_prompt_the_engine_refuses_is_a_plain_error(
         ("/api/copy", "POST"),
         ("/api/delete", "DELETE"),
         ("/api/blobs/sha256:00", "POST"),
-        ("/api/embed", "POST"),
-        ("/api/embeddings", "POST"),
     ],
 )
 def test_what_ollama_does_besides_is_not_implemented(http: httpx.Client, path: str, method: str) -> None:
     assert " here" in error_of(http.request(method, path, json={"model": MODEL}), 501)
+
+
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings", "/v1/embeddings"])
+def test_embeddings_are_refused_with_a_sentence(http: httpx.Client, path: str) -> None:
+    reply = http.post(path, json={"model": MODEL, "input": "hi"})
+
+    assert reply.status_code == 400
+    assert "embeddings are not computed here" in reply.text
 
 
 def test_unknown_paths_and_methods_are_told_in_ollamas_shape(http: httpx.Client) -> None:

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.api.openai.requests import MAX_ANSWERS, MAX_PROMPTS, MAX_TEMPLATE_DEPTH
+from kvtier.api.limits import (
+    INLINE_BODY_BYTES,
+    MAX_ANSWERS,
+    MAX_OUTPUT_CHOICES,
+    MAX_PROMPTS,
+    MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_VALUES,
+    MAX_TEMPLATE_DEPTH,
+)
+from kvtier.engine.grammar import JSON_OBJECT, MAX_GRAMMAR_CHARACTERS, Grammar
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from kvtier.engine.sampling_params import SamplingParams
 from tests.support.examples import examples
@@ -25,10 +34,18 @@ from tests.support.openai_asking import (
     completion_body,
     error_of,
 )
+from tests.support.waiting import FOR_EVER_S
 
 _MAX_BODY_BYTES = 1 << 20
 _CHAT_DEFAULTS = SamplingParams(max_tokens=None)
 _COMPLETION_DEFAULTS = SamplingParams()
+
+
+def deep_schema(depth: int) -> Document:
+    schema: Document = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
 
 
 class Asking:
@@ -59,7 +76,9 @@ class Asking:
 def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
     with fake_engine(tmp_path_factory.mktemp("requests")) as engine:
         with running("openai", config_of(engine, max_body_bytes=_MAX_BODY_BYTES)) as server:
+            server.service.large_bodies.idle_s = FOR_EVER_S  # one process reads the large bodies of all tests
             with http_client(server) as client:
+                client.post(COMPLETIONS, json=completion_body(prompt="x" * (INLINE_BODY_BYTES + 1)))
                 yield Asking(engine, client)
 
 
@@ -90,10 +109,15 @@ SAMPLING: list[tuple[Document, Document]] = [
     ({"ignore_eos": True}, {"ignore_eos": True}),
     ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
     ({"user": "somebody", "logit_bias": {}, "stream": False}, {}),
+    ({"logit_bias": {"50256": -100, "7": 1.5, "0": 100}}, {"logit_bias": {50256: -100.0, 7: 1.5, 0: 100.0}}),
+    ({"prompt_logprobs": 0}, {"prompt_logprobs": 0}),
+    ({"prompt_logprobs": 5, "max_tokens": 0}, {"prompt_logprobs": 5, "max_tokens": 0}),
     ({"prompt_cache_key": "a", "safety_identifier": "b", "metadata": {"a": "b"}}, {}),
     ({"stream": True}, {}),
     ({"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, {}),
     ({"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}, {}),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, {}),
+    ({"service_tier": "flex", "guided_decoding_backend": "xgrammar"}, {}),
     ({"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "echo": False, "priority": 0}, {}),
     ({"detokenize": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True}, {}),
     ({"store": False, "service_tier": "auto", "bad_words": [], "truncate_prompt_tokens": None}, {}),
@@ -122,6 +146,7 @@ CHAT_FIELDS: list[tuple[Document, Document]] = [
     ({"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": [], "function_call": "auto"}, {}),
     ({"response_format": {"type": "text"}, "modalities": ["text"], "store": False, "metadata": {}}, {}),
     ({"service_tier": "auto", "verbosity": "medium", "audio": None, "prediction": None}, {}),
+    ({"prediction": {"type": "content", "content": "x"}}, {}),
     ({"service_tier": "default", "reasoning_effort": None, "web_search_options": None}, {}),
     ({"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}, {}),
     ({"reasoning_effort": "none", "echo": False, "best_of": 1, "documents": [], "chat_template": None}, {}),
@@ -139,6 +164,10 @@ COMPLETION_FIELDS: list[tuple[Document, Document]] = [
     ({"logprobs": 0}, {"logprobs": 0}),
     ({"logprobs": 5}, {"logprobs": 5}),
     ({"echo": False, "suffix": "", "best_of": 1}, {}),
+    ({"echo": True, "stream": True}, {}),
+    ({"echo": True, "max_tokens": 0}, {"max_tokens": 0, "prompt_logprobs": 0}),
+    ({"echo": True, "logprobs": 1, "prompt_logprobs": 3}, {"logprobs": 1, "prompt_logprobs": 3}),
+    ({"echo": True, "prompt_logprobs": 3}, {"prompt_logprobs": 3}),
     ({"best_of": 2, "n": 2}, {"n": 2}),
 ]
 
@@ -190,7 +219,8 @@ WRONG: list[tuple[Document, str]] = [
     ({"stream": True, "stream_options": 1}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"include_obfuscation": "x"}}, "stream_options.include_obfuscation"),
+    ({"guided_decoding_backend": 1}, "guided_decoding_backend"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 1}, "cache_salt"),
     ({"user": 1}, "user"),
@@ -198,9 +228,51 @@ WRONG: list[tuple[Document, str]] = [
     ({"safety_identifier": ["a"]}, "safety_identifier"),
     ({"metadata": "a"}, "metadata"),
     ({"metadata": {"a": 1}}, "metadata"),
-    ({"logit_bias": {"50256": -100}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": "5"}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"²": 1}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"2147483648": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": {}}}, "logit_bias"),
+    ({"logit_bias": {"5": 10**400}}, "logit_bias"),
+    ({"logit_bias": {str(number): 1 for number in range(301)}}, "logit_bias"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": "1"}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"temprature": 1}, "temprature"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[]"}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": ["a"]}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_choice": ["a"] * (MAX_OUTPUT_CHOICES + 1)}, "guided_choice"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_grammar": {}}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}, "guided_regex"),
+    ({"guided_json": deep_schema(MAX_SCHEMA_DEPTH + 1)}, "guided_json"),
+    ({"guided_json": {"enum": list(range(MAX_SCHEMA_VALUES))}}, "guided_json"),
+    ({"structured_outputs": "json"}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"json_schema": {"schema": 1}, "type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "text", "color": 1}}, "response_format.color"),
     ({"model": 5}, "model"),
     ({"model": None}, "model"),
 ]
@@ -215,9 +287,48 @@ def test_a_field_that_cannot_be_served_is_named(asking: Asking, path: str, field
     assert parameter.rpartition(".")[2] in error["message"]
 
 
+GRAMMARS: list[tuple[Document, Grammar | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "guided_regex": None}, None),
+    ({"response_format": {"type": "json_object"}}, JSON_OBJECT),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "description": "y", "strict": True, "schema": {"b": 1, "a": [2.5]}},
+            }
+        },
+        Grammar("json_schema", '{"b": 1, "a": [2.5]}'),
+    ),
+    ({"guided_json": {"type": "null"}}, Grammar("json_schema", '{"type": "null"}')),
+    ({"guided_json": '{"type":"null"}'}, Grammar("json_schema", '{"type": "null"}')),
+    ({"guided_json": deep_schema(MAX_SCHEMA_DEPTH)}, Grammar("json_schema", str(deep_schema(64)).replace("'", '"'))),
+    ({"guided_regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+    ({"guided_choice": ["a", 'b"']}, Grammar("lark", r'''start: "a" | "b\""''')),
+    ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+    ({"structured_outputs": {"regex": "a"}}, Grammar("regex", "a")),
+    ({"structured_outputs": {"choice": ["a"]}}, Grammar("lark", 'start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, JSON_OBJECT),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": None}}, Grammar("json_schema", "{}")),
+    ({"response_format": {"type": "text"}, "guided_regex": "a"}, Grammar("regex", "a")),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("fields", "grammar"), GRAMMARS, ids=lambda one: repr(one)[:60])
+def test_the_form_of_an_answer_is_a_grammar(
+    asking: Asking, path: str, fields: Document, grammar: Grammar | None
+) -> None:
+    assert asking.accepted(path, body_for(path, **fields)).params.grammar == grammar
+
+
+_TOOL = {"type": "function", "function": {"name": "f"}}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"echo": True}, "echo"),
     ({"max_completion_tokens": []}, "max_completion_tokens"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
@@ -225,22 +336,30 @@ WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [1]}, "tools[0]"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+    ({"tools": [_TOOL, _TOOL]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [_TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"store": True}, "store"),
     ({"store": 0}, "store"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"service_tier": "batch"}, "service_tier"),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
+    ({"include_reasoning": "no"}, "include_reasoning"),
     ({"add_generation_prompt": False}, "add_generation_prompt"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"best_of": 2}, "best_of"),
-    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"prediction": "x"}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"verbosity": "high"}, "verbosity"),
     ({"prompt": "x"}, "prompt"),
@@ -251,15 +370,20 @@ WRONG_IN_CHAT: list[tuple[Document, str]] = [
     ({"messages": "hello"}, "messages"),
     ({"messages": ["hello"]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [_CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": []}]}, "messages[0].reasoning"),
     ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name"),
     ({"messages": [{"role": "user", "content": "x", "color": "red"}]}, "messages[0].color"),
+    ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+    ({"messages": [{"role": "assistant", "content": "x", "thinking_blocks": "x"}]}, "messages[0].thinking_blocks"),
+    ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio"),
     (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[1].tool_calls",
+        "messages[1].tool_calls[0].function",
     ),
     ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages[0].refusal"),
     (
@@ -284,8 +408,13 @@ def test_a_field_of_chat_that_cannot_be_served_is_named(asking: Asking, fields: 
 
 
 WRONG_IN_COMPLETIONS: list[tuple[Document, str]] = [
-    ({"echo": True}, "echo"),
-    ({"suffix": "end"}, "suffix"),
+    ({"echo": 1}, "echo"),
+    ({"echo": True, "suffix": "end"}, "echo"),
+    ({"suffix": 1}, "suffix"),
+    ({"suffix": "end", "prompt": [1, 2]}, "suffix"),
+    ({"suffix": "end", "prompt": [[1], [2]]}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 2}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
@@ -343,6 +472,41 @@ def test_a_conversation_reaches_the_engine(asking: Asking) -> None:
         ],
         {"thinking": False},
     )
+
+
+SENT_BACK: list[tuple[Document, ChatMessage]] = [
+    ({"provider_specific_fields": {"citations": None, "x": 1}}, ChatMessage("assistant", "hi")),
+    ({"parsed": {"town": "Oslo"}, "refusal": "", "function_call": None}, ChatMessage("assistant", "hi")),
+    ({"images": [], "audio": None, "annotations": [{"type": "url_citation"}]}, ChatMessage("assistant", "hi")),
+    ({"id": "msg_1", "unheard_of": {"of": "it"}}, ChatMessage("assistant", "hi")),
+    ({"thinking_blocks": []}, ChatMessage("assistant", "hi")),
+    (
+        {
+            "thinking_blocks": [
+                {"type": "thinking", "thinking": "One. ", "signature": "abc"},
+                {"type": "redacted_thinking", "data": "xyz"},
+                {"type": "thinking", "thinking": "Two.", "signature": "abc"},
+            ]
+        },
+        ChatMessage("assistant", "hi", reasoning="One. Two."),
+    ),
+    (
+        {"thinking_blocks": [{"type": "thinking", "thinking": "One."}], "reasoning_content": "Other."},
+        ChatMessage("assistant", "hi", reasoning="Other."),
+    ),
+    ({"content": [{"type": "text", "text": "hi", "provider_specific_fields": {}}]}, ChatMessage("assistant", "hi")),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), SENT_BACK, ids=lambda one: repr(one)[:60])
+def test_what_clients_send_back_with_an_answer_is_taken(asking: Asking, fields: Document, expected: object) -> None:
+    answer = {"role": "assistant", "content": "hi", **fields}
+    more = {"provider_specific_fields": {"a": 1}, "images": [], "metadata": {}, "id": "1"}
+    messages = [{"role": "user", "content": "x", **more}, answer, {"role": "user", "content": "y"}]
+
+    prompt = asking.accepted(CHAT, {**chat_body(), "messages": messages}).prompt
+
+    assert prompt.messages == [ChatMessage("user", "x"), expected, ChatMessage("user", "y")]
 
 
 @pytest.mark.parametrize(
@@ -471,6 +635,7 @@ _FIELDS = (
     *("presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "stream", "stream_options", "user", "echo"),
     *("cache_salt", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "best_of"),
     *("skip_special_tokens", "chat_template_kwargs", "logit_bias", "tools", "response_format", "metadata", "suffix"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
 )
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

@@ -90,9 +90,7 @@ def test_an_unknown_model_is_404(server: Running) -> None:
             assert "tiny" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/embeddings", "/v1/completions/", "/v1/chat/completions/x", "/api/tags"]
-)
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/completions/", "/v1/chat/completions/x", "/api/tags"])
 def test_an_unknown_path_is_404_in_openais_shape(server: Running, path: str) -> None:
     with http_client(server) as client:
         response = client.post(path, json=chat_body())

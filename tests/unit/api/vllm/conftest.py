@@ -13,7 +13,10 @@ from kvtier.api.engine_connection import Patience
 from tests.support.fake_engine import Running, running
 from tests.support.vllm_serving import FakeVllm, config_of_vllm, fake_vllms
 
-PATIENCE = Patience(ask_every_s=0.1, hung_after_s=2.0)
+PATIENCE = Patience(ask_every_s=0.1, hung_after_s=120.0)
+"""Engines of a busy machine say nothing for seconds."""
+IMPATIENCE = Patience(ask_every_s=0.1, hung_after_s=3.0)
+"""For tests of engines that hang."""
 Serve = Callable[..., Running]
 
 
@@ -28,8 +31,8 @@ def serve() -> Iterator[Serve]:
     """Start a server of an API over a configuration."""
     with ExitStack() as stack:
 
-        def start(api: str, config: ApiConfig) -> Running:
-            return stack.enter_context(running(api, config, PATIENCE))
+        def start(api: str, config: ApiConfig, patience: Patience = PATIENCE) -> Running:
+            return stack.enter_context(running(api, config, patience))
 
         yield start
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
+from kvtier.api.vllm.engine import VllmEngine
+from kvtier.api.vllm.exchange import Exchange
+from kvtier.api.vllm.model import UpstreamAnswer
+from kvtier.errors import EngineAway
 from tests.support.fake_engine import Running, http_client
 from tests.support.vllm_serving import FakeVllm, chat, config_of_vllm
 from tests.support.waiting import wait_until
-from tests.unit.api.vllm.conftest import Serve
+from tests.unit.api.vllm.conftest import IMPATIENCE, Serve
 
 CHAT = "/v1/chat/completions"
 
@@ -157,7 +163,7 @@ def test_an_error_of_an_engine_that_dies_is_not_passed_on(server: Running, engin
 
 
 def test_the_only_engine_may_hang_for_a_while(serve: Serve, engines: list[FakeVllm], pool: ThreadPoolExecutor) -> None:
-    server = serve("openai", config_of_vllm(engines[0]))
+    server = serve("openai", config_of_vllm(engines[0]), IMPATIENCE)
     answer = pool.submit(ask, server, chat("x", fake={"delay_s": 0.5}))
     wait_until_asked(engines)
     engines[0].freeze()
@@ -171,8 +177,9 @@ def test_the_only_engine_may_hang_for_a_while(serve: Serve, engines: list[FakeVl
 
 
 def test_a_hung_engine_loses_what_it_has_not_begun(
-    server: Running, engines: list[FakeVllm], pool: ThreadPoolExecutor
+    serve: Serve, engines: list[FakeVllm], pool: ThreadPoolExecutor
 ) -> None:
+    server = serve("openai", config_of_vllm(*engines), IMPATIENCE)
     body = chat("x", fake={"delay_s": 0.5})
     engines[0].freeze()
     try:
@@ -185,3 +192,32 @@ def test_a_hung_engine_loses_what_it_has_not_begun(
     finally:
         engines[0].thaw()
     wait_until(lambda: all(one.is_there for one in server.service.vllm.engines))
+
+
+def test_an_answer_that_the_server_breaks_off_says_so(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def read() -> bytes:
+        is_over = asyncio.Event()
+
+        async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(head + b"6\r\ndata: \r\n")
+            while await reader.read(100):  # until the other side closes it
+                pass
+            writer.close()
+            is_over.set()
+
+        path = str(tmp_path / "vllm.sock")
+        async with await asyncio.start_unix_server(begin, path):
+            exchange = await Exchange.send(path, "POST", "/", ())
+            await exchange.head()
+            answer = UpstreamAnswer(VllmEngine("vllm", path), exchange)
+            assert await answer.read() == b"data: "
+            answer.break_off("the server stopped")
+            try:
+                return await answer.read()
+            finally:
+                await is_over.wait()
+
+    with pytest.raises(EngineAway, match="the server stopped"):
+        asyncio.run(read())

@@ -61,6 +61,18 @@ def test_every_path_below_v1_is_served(server: Running, engines: list[FakeVllm],
     assert [target for target, _ in asked_of(engines)] == [path]
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_tokens_of_a_model_that_vllm_runs_are_asked_of_vllm(serve: Serve, engines: list[FakeVllm], path: str) -> None:
+    server = serve("openai", config_of_vllm(*engines, keys=(ALICE,)))
+    with http_client(server, key=ALICE.key) as client:
+        response = client.post(path, json={"model": MODEL, "prompt": "a b", "unknown": 1})
+    with http_client(server) as client:
+        without_key = client.post(path, json={"model": MODEL, "prompt": "a b"})
+
+    assert (response.status_code, without_key.status_code) == (200, 401)
+    assert [target for target, _ in asked_of(engines)] == [path]
+
+
 def test_a_body_without_a_model_is_for_the_only_one(server: Running, engines: list[FakeVllm]) -> None:
     with http_client(server) as client:
         assert client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}).status_code == 200

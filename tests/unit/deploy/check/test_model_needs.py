@@ -94,10 +94,37 @@ def test_a_missing_tokenizer_or_chat_template_is_noted(folder: Path, tmp_path: P
 
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert note() == "it has no tokenizer: only prompts of token ids are answered"
-    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     assert note() == "it has no chat template: chat requests are refused, completions work"
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert note() == ""
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "chat_template.jinja").touch()
     assert note() == ""
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }} {{ messages }}")
+    assert note() == "its chat template writes the current date (strftime_now): prompts part when that changes"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ strftime_now(\'%d\') }}"}')
+    assert "writes the current date" in note()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('only for poets') }}", "only for poets"),
+        ("{% for message in messages %}{{ message.content }}", "Unexpected end of template"),
+        ("{{ messages[0].content / 2 }}", "unsupported operand"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_rendered_is_noted(
+    folder: Path, tmp_path: Path, template: str, reason: str
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text(template)
+
+    facts = read_model_facts(EngineConfig(model=str(tmp_path), load_format="dummy"))
+
+    assert facts is not None
+    assert facts.note.startswith("its chat template cannot be rendered for a user's message: such chats are refused (")
+    assert reason in facts.note

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from kvtier import LLM
 from kvtier.cli.main import main
 from kvtier.deploy.check.machine import Filesystem, Gpu, Machine, this_machine
 from kvtier.deploy.check.report import CheckReport, check_plan
 from kvtier.deploy.plan.parts import DeploymentPlan
+from kvtier.errors import ConfigError
+from kvtier.stores.folder import take_folder
 from kvtier.testing.tiny_models import save_tiny_model
+from kvtier.transport.address import UnixAddress
+from kvtier.transport.listening import UnixListener
 
 Deploy = Callable[[str], DeploymentPlan]
 RUNTIME = Path("/run/kvtier")
@@ -37,6 +44,7 @@ def machine(**changes: Any) -> Machine:
         "gpus": (Gpu("large", 80 * GIB, True), Gpu("small", 8 * GIB, False)),
         "filesystem_of": lambda path: Filesystem(1, 1024 * GIB),
         "port_problem": lambda host, port: "",
+        "hub_problem": lambda model, revision: "",
     }
     return Machine(**(settings | changes))
 
@@ -89,7 +97,7 @@ def test_engines_of_vllm_bring_what_they_need(deploy: Deploy) -> None:
     (engine,) = report.engines
     assert (engine.device, engine.architecture, engine.weights_bytes) == ("cuda:0,1", "vLLM", None)
     (problem,) = check_plan(plan, machine(gpus=()), RUNTIME).problems
-    assert problem == "owner-model: the device cuda:0,1 is not there: torch finds 0 GPUs"
+    assert problem == "owner-model: there is no device cuda:0,1: torch finds 0 GPUs"
 
 
 def test_a_model_of_the_hub_is_noted(deploy: Deploy) -> None:
@@ -98,6 +106,111 @@ def test_a_model_of_the_hub_is_noted(deploy: Deploy) -> None:
     assert report.problems == ()
     assert report.notes == ("owner/no-such-model is not on this machine: it will be downloaded",)
     assert report.engines[0].weights_bytes is None
+
+
+def test_what_the_hub_says_of_a_model_is_a_problem(deploy: Deploy) -> None:
+    asked = []
+
+    def problem(model: str, revision: str | None) -> str:
+        asked.append((model, revision))
+        return "there is no such model"
+
+    plan = deploy("models: [{model: owner/none, devices: [cuda:0, cuda:1], cache_dir: hub, revision: v1}]")
+    report = check_plan(plan, machine(hub_problem=problem), RUNTIME)
+
+    assert report.problems == ("there is no such model",)
+    assert report.notes == ()
+    assert asked == [("owner/none", "v1")]
+
+
+@pytest.fixture
+def broken(here: Path, tiny: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return shutil.copytree(tiny, here / "broken")
+
+
+def _cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+
+
+def _lose_shard(folder: Path) -> None:
+    save_tiny_model(folder, "qwen2", max_shard_size=100_000)
+    (folder / "model.safetensors").unlink()
+    max(folder.glob("*.safetensors")).unlink()
+
+
+def _spoil_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "none"}}')
+
+
+def _leave_pointer(name: str) -> Callable[[Path], None]:
+    def leave(folder: Path) -> None:
+        (folder / name).write_text(
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+        )
+
+    return leave
+
+
+def _leave_gguf(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "tiny-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (_cut_weights, r"broken/model\.safetensors cannot be read as safetensors: it should hold \d+ bytes"),
+        (_lose_shard, r"index\.json names model-\d+-of-\d+\.safetensors, which is not in the folder"),
+        (_spoil_tokenizer, r"the tokenizer in \S*broken cannot be loaded: "),
+        (
+            _leave_pointer("model.safetensors"),
+            r"model\.safetensors is a pointer of Git LFS, not the file itself: run git",
+        ),
+        (_leave_pointer("tokenizer.json"), r"tokenizer\.json is a pointer of Git LFS, not the file itself: run git"),
+        (_leave_pointer("config.json"), r"config\.json is a pointer of Git LFS, not the file itself: run git"),
+        (_leave_gguf, r"broken is GGUF, which is not read here: give the folder, or the name on the hub, of the same"),
+    ],
+    ids=["cut", "shard", "tokenizer", "lfs weights", "lfs tokenizer", "lfs config", "gguf"],
+)
+def test_a_checkpoint_that_could_not_be_loaded_is_a_problem(
+    deploy: Deploy, broken: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    damage(broken)
+
+    report = check_plan(deploy("models: [{model: broken, devices: [cpu, cpu]}]"), machine(), RUNTIME)
+
+    (sentence,) = report.problems
+    assert re.search(problem, sentence)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        LLM(str(broken), device="cpu", kv_cache_space=1 << 20)
+
+
+def test_a_start_reads_the_tokenizer_before_the_weights(broken: Path) -> None:
+    _spoil_tokenizer(broken)
+    _cut_weights(broken)
+
+    with pytest.raises(ConfigError, match="the tokenizer in"):
+        LLM(str(broken), device="cpu", kv_cache_space=1 << 20)
+
+
+def test_a_cache_folder_and_a_socket_in_use_are_problems(deploy: Deploy, here: Path, tiny: Path) -> None:
+    plan = deploy(f"models: [{{model: {tiny}}}]\ncache: {{memory: 1MiB, disk: 64MiB, folder: kv, socket: kv.sock}}")
+    lock = take_folder(here / "kv")
+    listener = UnixListener(UnixAddress(str(here / "kv.sock")))
+    try:
+        in_use = check_plan(plan, machine(), RUNTIME)
+    finally:
+        os.close(lock)
+        listener.close()
+
+    assert in_use.problems == (
+        f"the folder {here}/kv of cache is in use by another process",
+        f"the socket {here}/kv.sock of cache is in use by another cache server",
+    )
+    assert check_plan(plan, machine(), RUNTIME).problems == ()
 
 
 def test_a_folder_without_a_model_is_a_problem(deploy: Deploy, here: Path) -> None:
@@ -119,7 +232,7 @@ def test_a_folder_without_a_model_is_a_problem(deploy: Deploy, here: Path) -> No
         (
             "[{model: TINY, device: cuda:2}]",
             {},
-            "tiny: the device cuda:2 is not there: torch finds 2 GPUs",
+            "tiny: there is no device cuda:2: torch finds 2 GPUs",
         ),
         (
             "[{model: TINY, device: cuda:0}, {model: TINY, name: other, device: cuda}]",
@@ -179,12 +292,12 @@ def test_a_folder_without_a_model_is_a_problem(deploy: Deploy, here: Path) -> No
         (
             "[{model: TINY}]\ncache: {memory: 1MiB, socket: /nowhere/at/all.sock}",
             {},
-            "the folder of the socket /nowhere/at/all.sock of cache is not there",
+            "the folder of the socket /nowhere/at/all.sock of cache does not exist",
         ),
         (
             "[{model: TINY}]\ncache: {memory: 1MiB, socket: deploy.yml}",
             {},
-            "the socket HERE/deploy.yml of cache cannot be made: there is a file of that name",
+            "the socket HERE/deploy.yml of cache cannot be made: a file of that name exists",
         ),
     ],
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from kvtier.api.chat.tool_formats import TOOL_FORMATS
 from kvtier.api.config import ApiKey, EngineAddress
 from kvtier.cacheserver.config import CacheServerConfig
-from kvtier.deploy.file.native import EngineOptions
+from kvtier.deploy.file.native import EngineOptions, ToolFormatName
 from kvtier.deploy.plan.deployment import load_plan
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener, decode_part, encode_part
 from kvtier.engine.config import EngineConfig
@@ -73,6 +75,7 @@ def test_everything_that_can_be_said_arrives(deploy: Deploy, here: Path) -> None
           tls_key: key.pem
           metrics: 127.0.0.1:9400
           store_on: reuse
+          disk_writes_per_day: 200GiB
           fsync: true
           disk_optional: true
           max_leased: 16MiB
@@ -112,6 +115,7 @@ def test_everything_that_can_be_said_arrives(deploy: Deploy, here: Path) -> None
                 file_bytes=1 << 30,
                 fsync=True,
                 stores_on="reuse",
+                disk_writes_per_day=200 << 30,
                 needs_disk=False,
                 touches_memory=True,
             ),
@@ -159,6 +163,41 @@ def test_parts_reach_their_processes_as_they_are(deploy: Deploy, here: Path) -> 
     assert decode_part(encode_part(plan.caches[0]), CachePart) == plan.caches[0]
     assert decode_part(encode_part(plan.engines[0]), EnginePart) == plan.engines[0]
     assert decode_part(encode_part(plan.http), HttpPart) == plan.http
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("", ()),
+        ("allow_origins: '*'", ("*",)),
+        ("allow_origins: https://a.example", ("https://a.example",)),
+        ("allow_origins: ['https://a.example', 'http://localhost:*', 'app://*', 'http://[::1]:80']", None),
+    ],
+)
+def test_pages_that_may_ask_are_none_one_all_or_a_list(
+    deploy: Deploy, given: str, found: tuple[str, ...] | None
+) -> None:
+    plan = deploy(f"models: [{{model: o/a}}]\nhttp: {{{given}}}")
+
+    listed = ("https://a.example", "http://localhost:*", "app://*", "http://[::1]:80")
+    assert plan.http.api.allow_origins == (listed if found is None else found)
+
+
+@pytest.mark.parametrize("origin", ["https://a.example*", "http://localhost*", "a.example", "https://a.example/path"])
+def test_a_star_behind_a_part_of_a_name_is_no_origin(refuse: Refuse, origin: str) -> None:
+    (sentence,) = refuse(f"models: [{{model: o/a}}]\nhttp: {{allow_origins: ['{origin}']}}")
+
+    assert f"each of allow_origins must be SCHEME://HOST, SCHEME://HOST:PORT or *, not '{origin}'" in sentence
+
+
+def test_how_a_model_writes_calls_and_thoughts_reaches_the_http_server(deploy: Deploy) -> None:
+    plan = deploy("models: [{model: owner/model, tool_format: glm45, reasoning_format: none}, {model: owner/other}]")
+
+    assert [(model.tool_format, model.reasoning_format) for model in plan.http.api.models] == [
+        ("glm45", "none"),
+        ("auto", "auto"),
+    ]
+    assert {*get_args(ToolFormatName)} == {"auto", *TOOL_FORMATS}
 
 
 def test_default_options_reach_the_http_server_as_they_are(deploy: Deploy) -> None:
@@ -416,7 +455,7 @@ def test_an_api_can_be_left_out(deploy: Deploy) -> None:
         ),
         (
             "http:\n  api_keys:\n    - name: a\n      key_file: binary\n",
-            "5: key_file {here}/binary is no text in UTF-8",
+            "5: key_file {here}/binary is not text in UTF-8",
         ),
         (
             "http:\n  api_keys:\n    - {name: a, key: x}\n    - name: a\n      key: y\n",
@@ -436,7 +475,7 @@ def test_an_api_can_be_left_out(deploy: Deploy) -> None:
         ),
         (
             "cache:\n  tcp: 0.0.0.0:7700\n  token_file: token\n  tls_cert: nowhere\n",
-            "5: tls_cert {here}/nowhere is not there",
+            "5: tls_cert {here}/nowhere does not exist",
         ),
         (
             "cache:\n  tcp: 0.0.0.0:7700\n  token_file: token\n  tls_cert: token\n",
@@ -482,15 +521,33 @@ class TestCluster:
             self.MODELS
             + """
 cache:
-  cluster: {valkey: ["tls://a:6379"], user: kvtier, password_file: password, ttl: 3600, segment: 64, timeout_s: 0.5}
+  cluster: {valkey: ["tls://a:6379"], user: kvtier, password_file: password, ttl: 3600, segment: 64, timeout_s: 0.5,
+            store_on: worth, write_rate: 1MiB, compute_once: false}
 """
         )
 
         expected = ClusterConfig(
-            valkey=("tls://a:6379",), user="kvtier", password="a secret", ttl_s=3600.0, segment=64, timeout_s=0.5
+            valkey=("tls://a:6379",),
+            user="kvtier",
+            password="a secret",
+            ttl_s=3600.0,
+            segment=64,
+            timeout_s=0.5,
+            compute_once=False,
         )
         (cache,), (engine,) = plan.caches, plan.engines
-        assert cache.cluster == engine.engine.cluster == expected
+        assert cache.server.cluster == expected
+        assert (cache.server.shares_on, cache.server.share_bytes_per_s) == ("worth", 1 << 20)
+        assert cache.cluster is engine.engine.cluster is None
+        assert engine.engine.cache_server == str(cache.server.unix)
+        assert decode_part(encode_part(cache), CachePart) == cache
+
+    def test_below_engines_it_is_a_tier_of_each_beside_the_server(self, deploy: Deploy) -> None:
+        plan = deploy(self.MODELS + 'cache: {cluster: {valkey: ["tls://a:6379"], below: engine}}\n')
+
+        (cache,), (engine,) = plan.caches, plan.engines
+        assert cache.cluster == engine.engine.cluster == ClusterConfig(valkey=("tls://a:6379",))
+        assert cache.server.cluster is None
         assert engine.engine.cache_server == str(cache.server.unix)
         assert decode_part(encode_part(engine), EnginePart) == engine
 
@@ -502,6 +559,7 @@ cache:
             ('{valkey: ["tls://a:1"], ttl: 5}', "3: ttl must be from 60 s to ten years, not 5 s"),
             ('{valkey: ["tls://a:1"], ca_file: nowhere}', "3: ca_file "),
             ('{valkey: ["tls://a:1"], password_file: nowhere}', "3: password_file "),
+            ('{valkey: ["tls://a:1"], below: engine, write_rate: 1MiB}', "3: store_on and write_rate are for"),
             ('{valkey: ["tls://a:1"], segmnt: 5}', "3: cluster.segmnt is unknown; did you mean segment?"),
         ],
     )
@@ -510,11 +568,13 @@ cache:
 
         assert problem.removeprefix("deploy.yml:").replace("cache.", "").startswith(sentence), problem
 
-    def test_vllm_cannot_use_it_yet(self, refuse: Refuse) -> None:
+    def test_vllm_uses_it_below_its_server_alone(self, deploy: Deploy, refuse: Refuse) -> None:
         models = "models:\n  - {model: owner/model, engine: vllm}\n"
-        (problem,) = refuse(models + 'cache: {cluster: {valkey: ["tls://a:1"]}}\n')
+        plan = deploy(models + 'cache: {cluster: {valkey: ["tls://a:1"]}}\n')
+        assert plan.caches[0].server.cluster is not None
 
-        assert "vLLM cannot use the cluster of cache: give it a cache without" in problem
+        (problem,) = refuse(models + 'cache: {cluster: {valkey: ["tls://a:1"], below: engine}}\n')
+        assert "vLLM cannot use the cluster of cache: give it a cache without, or one below its server" in problem
 
 
 class TestMooncake:
@@ -541,10 +601,10 @@ cache:
         [
             ("{memory: 1GiB}", "3: mooncake lacks master"),
             ("{master: 'a:1'}", "3: mooncake lacks memory"),
-            ("{master: 'a:1', memory: 1GiB}", "3: Mooncake has no authentication, so whoever reaches its ports"),
+            ("{master: 'a:1', memory: 1GiB}", "3: Mooncake has no authentication, so any client that can reach"),
             ("{master: 'a:1', memory: 1GiB, trusted_network: false}", "3: Mooncake has no authentication"),
             ("{master: a, memory: 1GiB, trusted_network: true}", "3: master must be host:port"),
-            ("{master: 'a:1', memory: 1GiB, trusted_network: true, device: x}", "3: device is about RDMA"),
+            ("{master: 'a:1', memory: 1GiB, trusted_network: true, device: x}", "3: device is only for RDMA"),
         ],
     )
     def test_what_cannot_work_has_a_line(self, refuse: Refuse, mooncake: str, sentence: str) -> None:

@@ -113,7 +113,7 @@ def test_the_other_form_has_it_too(deploy: Deploy, here: Path) -> None:
         ("swap_space: 1", "swap_space is for kvtier's own engine, not for vLLM: give the cache more memory"),
         ("schedule: sync", "schedule is for kvtier's own engine, not for vLLM"),
         ("default_options: {max_tokens: 5}", "default_options is for kvtier's own engine, not for vLLM: give vllm "),
-        ("vllm_python: nowhere/python", "nowhere/python is not there"),
+        ("vllm_python: nowhere/python", "nowhere/python does not exist"),
         ("name: -x", "name must not begin with a dash for vLLM, as '-x' does"),
         ("cache_server: [unix:/a, unix:/b]", "cache_server takes one address"),
         ("device: tpu", "device must be auto, cpu, cuda, cuda:N,M or cuda:N, not 'tpu'"),

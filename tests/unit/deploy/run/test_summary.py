@@ -86,7 +86,7 @@ def test_without_a_cache_there_is_none_in_it() -> None:
     text = _text(_plan(Listener("openai", "127.0.0.1", 1), has_cache=False), 1)
 
     assert "KV blocks of 16 tokens: device 64 (64MiB)\n" in text
-    assert "kvtier explain" not in text
+    assert "kvtier explain --server" not in text
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,10 @@ def test_a_part_that_reported_nothing_is_shown_with_zeros() -> None:
 
 def _example(text: str) -> list[str]:
     return shlex.split(text.partition("try it\n")[2].partition("  Ctrl-C")[0].replace("\\\n", " "))
+
+
+def test_an_engine_without_a_cache_server_is_asked_itself_where_a_prompt_parted() -> None:
+    asking = "kvtier explain --engine unix:/run/e.sock REQUEST_ID"
+
+    assert asking in _text(_plan(Listener("openai", "127.0.0.1", 1), has_cache=False), 1)
+    assert asking not in _text(_plan(Listener("openai", "127.0.0.1", 1)), 1)

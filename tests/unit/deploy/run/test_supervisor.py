@@ -21,6 +21,7 @@ from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener
 from kvtier.deploy.run.log import DeploymentLog
+from kvtier.deploy.run.starts import Room
 from kvtier.deploy.run.supervisor import Patience, Supervisor
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
@@ -28,6 +29,7 @@ from kvtier.transport.address import UnixAddress
 
 _SERVES = "ready; wait"
 _FAKE = Path(__file__).with_name("fake_part.py")
+_ROOM = Room(num_cores=8, available_bytes=64 << 30)
 _HURRY = Patience(engine_s=2.0, cache_s=2.0, cut_short_s=2.0)
 
 
@@ -50,7 +52,16 @@ class _Log(io.StringIO):
 class _Deployment:
     """One cache, engines on places, one HTTP server. `scripts` says what each does, by name."""
 
-    def __init__(self, tmp_path: Path, engines: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        engines: dict[str, str] | None = None,
+        *,
+        room: Room = _ROOM,
+        kv_cache_space: int | None = None,
+    ) -> None:
+        self._room = room
+        self._kv_cache_space = kv_cache_space
         self.runtime_folder = tmp_path / "run"
         self.runtime_folder.mkdir()
         self._scripts = tmp_path / "scripts"
@@ -75,6 +86,7 @@ class _Deployment:
             self.runtime_folder,
             patience=patience or Patience(),
             command=(sys.executable, "-I", "-S", str(_FAKE), str(self._scripts)),
+            room=lambda: self._room,
         )
         try:
             return supervisor.run()
@@ -86,11 +98,14 @@ class _Deployment:
         return DeploymentPlan(
             caches=(CachePart(name="cache", server=CacheServerConfig(memory_bytes=1 << 20, unix=unix)),),
             engines=tuple(
-                EnginePart(name=name, served_as="model", engine=EngineConfig(model="m", device=place), socket="")
+                EnginePart(name=name, served_as="model", engine=self._engine(place), socket="")
                 for name, place in self._engines.items()
             ),
             http=HttpPart(name="http", api=ApiConfig(models=(), drain_s=0.0), listeners=listeners),
         )
+
+    def _engine(self, place: str) -> EngineConfig:
+        return EngineConfig(model="m", device=place, kv_cache_space=self._kv_cache_space)
 
     def events(self, *parts: str) -> list[str]:
         """What happened to these parts, as `part: event`, without process ids."""
@@ -133,6 +148,36 @@ def test_engines_of_one_device_start_one_after_the_other_and_of_two_at_once(tmp_
     of_one = [event for event in deployment.events("first", "second") if "st" in event or "ready" in event]
     assert of_one[:4] == ["first: starting", "first: ready", "second: starting", "second: ready"]
     assert deployment.events("first", "third")[:2] == ["first: starting", "third: starting"]
+
+
+@pytest.mark.parametrize(
+    ("places", "kv_cache_space"),
+    [(("cpu", "cpu"), None), (("cuda:0", "cuda:0"), 1 << 30), (("cuda:0", "cpu"), None)],
+    ids=["on the CPU", "with fixed sizes", "on a GPU and the CPU"],
+)
+def test_engines_that_measure_nothing_of_each_other_start_side_by_side(
+    tmp_path: Path, places: tuple[str, str], kv_cache_space: int | None
+) -> None:
+    deployment = _Deployment(
+        tmp_path, dict(zip(("first", "second"), places, strict=True)), kv_cache_space=kv_cache_space
+    )
+    deployment.does("first", "mark first; await second; ready; wait")
+    deployment.does("second", "mark second; await first; ready; wait")
+
+    assert deployment.run(_STOP) == 0
+
+    assert deployment.events("first", "second")[:2] == ["first: starting", "second: starting"]
+
+
+@pytest.mark.parametrize("room", [Room(1, 64 << 30), Room(8, 3 << 29)], ids=["one core", "memory for one"])
+def test_engines_start_in_turn_where_there_is_room_for_one(tmp_path: Path, room: Room) -> None:
+    deployment = _Deployment(tmp_path, {"first": "cpu", "second": "cpu", "third": "cpu"}, room=room)
+
+    assert deployment.run(_STOP) == 0
+
+    assert deployment.events("first", "second", "third")[:6] == [
+        f"{name}: {event}" for name in ("first", "second", "third") for event in ("starting", "ready")
+    ]
 
 
 def test_sockets_of_killed_parts_go_with_the_runtime_folder(deployment: _Deployment) -> None:

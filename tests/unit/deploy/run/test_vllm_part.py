@@ -23,5 +23,5 @@ def test_an_engine_sees_its_own_gpus(device: str, environment: dict[str, str], f
 
 
 def test_a_gpu_that_nobody_sees_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="the device cuda:2 is not there"):
+    with pytest.raises(ConfigError, match="there is no device cuda:2"):
         visible_gpus("cuda:2", {"CUDA_VISIBLE_DEVICES": "0,1"})

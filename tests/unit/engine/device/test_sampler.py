@@ -250,3 +250,48 @@ def test_an_empty_batch_samples_nothing() -> None:
     sampler = new_sampler()
 
     assert sampler.sample(torch.empty(0, VOCAB), sampler.batch([], [])).token_ids.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_a_bias_of_a_hundred_forces_a_token_and_minus_a_hundred_bans_it(temperature: float) -> None:
+    logits = random_logits(3).index_fill(1, torch.tensor([4]), 6.0)
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, logit_bias=bias)
+        for seed, bias in enumerate([{7: 100.0}, {4: -100.0}, {}])
+    ]
+
+    drawn = [sample_once(logits, params, [position] * 3).token_ids.tolist() for position in range(40)]
+
+    assert {row[0] for row in drawn} == {7}
+    assert 4 not in {row[1] for row in drawn}
+    assert 4 in {row[2] for row in drawn}
+
+
+def test_a_bias_shifts_the_distribution_and_not_the_logprobs_that_are_told() -> None:
+    logits, num_draws = random_logits(1), 20_000
+    bias = {2: 1.5, 5: -2.0, 11: 0.25}
+    shifted = logits[0].clone()
+    for token_id, value in bias.items():
+        shifted[token_id] += value
+    expected = torch.softmax(shifted, -1) * num_draws
+
+    params = [SamplingParams(seed=seed, logit_bias=bias, logprobs=VOCAB) for seed in range(num_draws)]
+    sampled = sample_once(logits.expand(num_draws, -1), params, [0] * num_draws)
+
+    found = torch.bincount(sampled.token_ids, minlength=VOCAB)
+    assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_BOUND
+    assert sampled.logprobs is not None
+    own = logits[0].log_softmax(-1)[sampled.token_ids]
+    assert torch.allclose(sampled.logprobs.sampled, own, atol=1e-5)
+
+
+def test_a_bias_is_added_after_the_penalties_and_an_early_end_does_not_come_by_it() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 1] = 4.0
+    params = [
+        SamplingParams(temperature=0.0, repetition_penalty=4.0, logit_bias={1: 0.5, 2: 1.0}),
+        SamplingParams(temperature=0.0, min_tokens=2, logit_bias={EOS: 100.0}),
+    ]
+
+    assert sample_once(logits, params, [0, 0]).token_ids.tolist() == [1, 1]
+    assert sample_once(logits, params, [0, 2]).token_ids.tolist() == [1, EOS]

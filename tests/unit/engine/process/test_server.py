@@ -17,10 +17,12 @@ from prometheus_client import CollectorRegistry, Counter
 
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, Submission
+from kvtier.engine.grammar import Grammar
 from kvtier.engine.process.messages import (
     FAILED,
     INVALID,
     LENGTH_BYTES,
+    MAX_PROMPT_END_CHARACTERS,
     STOPPED,
     TOO_LONG,
     Abort,
@@ -37,6 +39,8 @@ from kvtier.engine.process.messages import (
     Submit,
     TextPrompt,
     ToEngine,
+    Tokenize,
+    Tokenized,
     TokenPrompt,
     body_length,
     decode_reply,
@@ -45,7 +49,7 @@ from kvtier.engine.process.messages import (
 from kvtier.engine.process.server import EngineServer
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import EngineStopped, InvalidParameter, PromptTooLong
-from kvtier.models.prompt_encoder import PromptEncoder
+from kvtier.models.prompt_encoder import EncodedChat, PromptEncoder
 from tests.support.waiting import LIMIT_S, wait_until
 
 _HELLO = Hello(
@@ -74,14 +78,27 @@ _UNREAD = 4 << 20
 class _FakeClient:
     """Keeps what was submitted and aborted; a test says what comes of it with `say`, as the engine's thread would."""
 
+    loading_off = ""
+
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[list[int], SamplingParams, str]] = {}
         self.aborted: list[str] = []
         self.failure: Exception | None = None
         self._sinks: dict[str, PieceSink] = {}
 
+    def has_compiled(self, grammar: Grammar) -> bool:
+        return False
+
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: str, client: str, sink: PieceSink
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        salt: str,
+        client: str,
+        warms: bool,
+        sink: PieceSink,
     ) -> Submission:
         if self.failure is not None:
             raise self.failure
@@ -108,12 +125,20 @@ class _Texts:
         assert len(text) == 1 or self.hold_long.wait(LIMIT_S)
         return [1] * add_special_tokens + [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], template_values: Mapping[str, object]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        template_values: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> EncodedChat:
         if template_values.get("breaks"):
             raise ZeroDivisionError("a template divides by zero")
         if template_values.get("refuses"):
             raise InvalidParameter("the model has no tokenizer: give a prompt of token ids")
-        return self.encode("".join(f"{one['role']}{one['content']}" for one in messages), add_special_tokens=False)
+        text = "".join(f"{one['role']}{one['content']}" for one in messages)
+        return EncodedChat(text, self.encode(text, add_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
         self.num_shown += 1
@@ -250,6 +275,56 @@ def test_every_kind_of_prompt_reaches_the_engine_as_tokens(bench: _Bench, prompt
     wait_until(lambda: bench.client.prompts)
 
     assert bench.client.prompts == {"a": (token_ids, params, "of a tenant")}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"),
+    [
+        (TokenPrompt([7, 8]), [7, 8]),
+        (TextPrompt("ab"), [1, 97, 98]),
+        (ChatPrompt([ChatMessage("u", "a"), ChatMessage("s", "b")]), [117, 97, 115, 98]),
+    ],
+)
+def test_the_tokens_of_a_prompt_come_back_and_the_engine_hears_nothing(
+    bench: _Bench, prompt: Prompt, token_ids: list[int]
+) -> None:
+    peer = bench.connect()
+    peer.send(Tokenize(7, prompt))
+
+    assert peer.receive() == Tokenized(7, token_ids)
+    assert not bench.client.prompts
+
+
+def test_a_prompt_without_tokens_is_refused_under_its_number(bench: _Bench) -> None:
+    peer = bench.connect()
+    peer.send(Tokenize(7, ChatPrompt([ChatMessage("u", "a")], {"refuses": True})))
+    assert peer.receive() == Refused(7, INVALID, "the model has no tokenizer: give a prompt of token ids")
+    peer.send(Tokenize(8, ChatPrompt([ChatMessage("u", "a")], {"breaks": True})))
+    assert peer.receive() == Refused(8, FAILED, "the prompt could not be made: a template divides by zero")
+    bench.server.refuse()
+    peer.send(Tokenize(9, TextPrompt("a")))
+    assert peer.receive() == Refused(9, STOPPED, "the engine is stopping")
+
+
+def test_who_asked_is_told_how_a_conversation_ends(bench: _Bench) -> None:
+    peer = bench.connect()
+    peer.send(_submit(1, "a", ChatPrompt([ChatMessage("u", "x" * 100 + "<think>\n")])))
+    wait_until(lambda: bench.client.prompts)
+    bench.client.say("a", Admitted(2))
+
+    assert peer.receive() == Accepted(1, 2, "x" * (MAX_PROMPT_END_CHARACTERS - 8) + "<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "is_inside"), [("<think>", True), ("<think>\n", True), ("<think></think>", False), ("<think> so", False)]
+)
+def test_an_answer_that_begins_in_a_thought_has_a_grammar_of_its_own(bench: _Bench, end: str, is_inside: bool) -> None:
+    outside, inside = Grammar("regex", "a"), Grammar("regex", "b")
+    prompt = ChatPrompt([ChatMessage("u", end)], grammar_in_thought=inside)
+    bench.connect().send(_submit(1, "a", prompt, SamplingParams(grammar=outside)))
+    wait_until(lambda: bench.client.prompts)
+
+    assert bench.client.prompts["a"][1].grammar == (inside if is_inside else outside)
 
 
 def test_an_answer_comes_under_its_number_from_its_admission_to_its_end(bench: _Bench) -> None:
@@ -558,7 +633,9 @@ def test_a_short_prompt_does_not_wait_for_long_ones(bench: _Bench, long: Prompt)
 
 
 def test_a_prompt_of_a_page_does_not_wait_for_one_of_a_book(bench: _Bench) -> None:
-    assert bench.server.threads_for(TextPrompt("a" * 60_000)) is not bench.server.threads_for(TextPrompt("a" * 70_000))
+    assert bench.server.prompt_threads(TextPrompt("a" * 60_000)) is not bench.server.prompt_threads(
+        TextPrompt("a" * 70_000)
+    )
 
 
 # --- accepting --------------------------------------------------------------------------------------------------------

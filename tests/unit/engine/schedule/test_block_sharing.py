@@ -12,6 +12,7 @@ from tests.support.engine_building import (
     CACHING_MANAGERS,
     MANAGERS,
     NAMESPACE,
+    SCORED,
     SimulatedEngine,
     checksums,
     endless_prompt,
@@ -64,6 +65,38 @@ def test_hashing_alone_hashes_every_full_block() -> None:
     engine.run()
 
     assert len(request.blocks.hashes) == 3
+
+
+# --- prompts that are scored ------------------------------------------------------------------------------------------
+
+
+@every_manager
+@pytest.mark.parametrize("chunk", [1, 3, 8, 1000])
+def test_a_prompt_that_is_scored_is_computed_whole_beside_the_same_one(manager: BlockManagerName, chunk: int) -> None:
+    prompt = endless_prompt(17, 2)
+    engine = SimulatedEngine(manager, chunk=chunk)
+    engine.submit(prompt, 2)
+    engine.run()
+    beside = [engine.submit(prompt, 2), engine.submit(prompt, 2, params=SCORED), engine.submit(prompt, 2)]
+
+    engine.run()
+
+    assert engine.num_computed(beside[1]) == 18
+    assert beside[1].cached_tokens == 0
+    if manager in CACHING_MANAGERS:
+        assert all(one.cached_tokens >= 16 for one in (beside[0], beside[2]))
+
+
+@every_caching_manager
+def test_the_blocks_of_a_scored_prompt_are_cached(manager: BlockManagerName) -> None:
+    engine = SimulatedEngine(manager)
+    engine.submit(prompt_of(13), params=SCORED)
+    engine.run()
+
+    later = engine.submit(prompt_of(13))
+    engine.run()
+
+    assert later.cached_tokens == 12
 
 
 # --- prefix caching ---------------------------------------------------------------------------------------------------

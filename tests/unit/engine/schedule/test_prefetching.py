@@ -24,7 +24,7 @@ every_order = pytest.mark.parametrize("order", list(Order))
 
 
 def _tokens_loaded(request: Request) -> int:
-    return sum(request.prefetch.loaded_tokens.values())
+    return sum(request.prefetch.history.loaded_tokens.values())
 
 
 # --- matching ----------------------------------------
@@ -338,7 +338,7 @@ def test_a_match_in_pieces_ends_as_one_of_the_whole_prompt_does(manager: BlockMa
         engine.traffic.remember(prompt, HOST, 0, num_known)
         request = engine.submit(prompt)
         engine.run()
-        found.append((request.prefetch.ending, request.prefetch.loaded_tokens, request.tokens))
+        found.append((request.prefetch.ending, request.prefetch.history.loaded_tokens, request.tokens))
 
     assert found[0] == found[1]
 

@@ -1,0 +1,1 @@
+"""Named prefixes: warmed documents, and packs."""

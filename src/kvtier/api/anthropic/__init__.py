@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: blocks in, blocks out, and how many tokens a prompt has."""

@@ -1,0 +1,185 @@
+"""The messages of a body, which are lists of blocks, as messages of a conversation; and what marks its prompt's ends.
+
+What clients send back has fields that say nothing to a model (signatures, citations): they are passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from kvtier.api.chat.inner_json import is_bounded
+from kvtier.api.chat.sealed_thoughts import unsealed
+from kvtier.api.chat.turns import joined_turns, named_results
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import MAX_ID_CHARACTERS, MAX_MESSAGES, MAX_PARTS, MAX_TOOL_NAME_CHARACTERS
+from kvtier.api.neutral_fields import invalid
+from kvtier.api.retention_fields import needed_parts, read_cache_control
+from kvtier.engine.process.messages import ChatMessage, ToolCall
+from kvtier.tiers.retention import MAX_ASKS
+
+_ERROR = "error"
+"""What a result says that is one of a failure and says nothing."""
+
+
+class CacheMark(msgspec.Struct, frozen=True, array_like=True):
+    """A place up to which a client wants its prompt cached: after this many messages, tools or blocks of `part`."""
+
+    part: Literal["tools", "system", "messages", "all"]
+    number: int
+    ttl_s: float
+
+
+@dataclass(slots=True)
+class Marks:
+    """The places that a body marks, in its order."""
+
+    found: list[CacheMark] = field(default_factory=list)
+    num_fragments: list[int] = field(default_factory=list)
+    """Behind each message of the body, the parts of messages so far."""
+    fragments: list[ChatMessage] = field(default_factory=list)
+
+    def note(self, body: JsonBody, part: Literal["tools", "system", "messages", "all"], number: int = 0) -> None:
+        """The `cache_control` of a block, a tool, or all. Raises a `HttpError` for one that is none."""
+        ttl_s = read_cache_control(body)
+        if ttl_s is not None:
+            self.found.append(CacheMark(part, number, ttl_s))
+
+    def parts(self, num_system: int) -> list[tuple[float, int | None]]:
+        """What is to be kept, as a `RetentionWish` has it, of a prompt that begins with so many system messages."""
+        last = {(mark.part, mark.ttl_s): mark.number for mark in self.found}
+        found = sorted(last.items(), key=lambda item: item[0][1], reverse=True)[:MAX_ASKS]
+        return needed_parts((ttl_s, self._num_messages(part, number, num_system)) for (part, ttl_s), number in found)
+
+    def _num_messages(self, part: str, number: int, num_system: int) -> int | None:
+        """Tools stand before the first message, and are kept with it."""
+        if part == "all":
+            return None
+        if part != "messages":
+            return max(1, num_system)
+        return num_system + len(joined_turns(self.fragments[: self.num_fragments[number]]))
+
+
+def read_system(body: JsonBody, marks: Marks) -> list[ChatMessage]:
+    system = body.value("system")
+    if system is None:
+        return []
+    if isinstance(system, str):
+        return [ChatMessage("system", system)]
+    texts = []
+    for index, block in enumerate(body.items("system", MAX_PARTS) or []):
+        inner = _block(block, f"system[{index}]")
+        marks.note(inner, "system", index)
+        texts.append(_text_of(inner, f"system[{index}]"))
+    return [ChatMessage("system", "".join(texts))] if texts else []
+
+
+def read_messages(body: JsonBody, marks: Marks) -> list[ChatMessage]:
+    """Raises a `HttpError` for the first block that says something which is not supported here."""
+    given = body.items("messages", MAX_MESSAGES)
+    if not given:
+        raise body.wrong("messages", "a list of at least one message")
+    messages: list[ChatMessage] = []
+    for index, message in enumerate(given):
+        messages += _read_message(_block(message, f"messages[{index}]"), index, marks)
+        marks.num_fragments.append(len(messages))
+    marks.fragments = messages
+    return named_results(joined_turns(messages))
+
+
+def _read_message(body: JsonBody, index: int, marks: Marks) -> list[ChatMessage]:
+    role = body.needed_text("role")
+    if role not in ("user", "assistant", "system"):
+        raise body.wrong("role", "user, assistant or system")
+    content = body.value("content")
+    if isinstance(content, str):
+        return [ChatMessage(role, content)]
+    blocks = body.items("content", MAX_PARTS)
+    if blocks is None:
+        raise body.wrong("content", "text, or a list of blocks")
+    fragments: list[ChatMessage] = []
+    for number, block in enumerate(blocks):
+        path = f"messages[{index}].content[{number}]"
+        inner = _block(block, path)
+        marks.note(inner, "messages", index)
+        fragment = _read_block(inner, role, path)
+        if fragment is not None:
+            _append(fragments, fragment)
+    return fragments or [ChatMessage(role, "")]
+
+
+def _append(fragments: list[ChatMessage], fragment: ChatMessage) -> None:
+    """Blocks of text that follow each other are one text."""
+    if fragments and _is_text(fragments[-1]) and _is_text(fragment):
+        fragment = msgspec.structs.replace(fragment, content=fragments.pop().content + fragment.content)
+    fragments.append(fragment)
+
+
+def _is_text(message: ChatMessage) -> bool:
+    return message.role != "tool" and message.reasoning is None and not message.tool_calls
+
+
+def _read_block(body: JsonBody, role: str, path: str) -> ChatMessage | None:
+    kind = body.needed_text("type")
+    if kind == "text":
+        return ChatMessage(role, body.needed_text("text"))
+    if role == "assistant" and kind == "thinking":
+        thought = body.needed_text("thinking") or unsealed(body.text("signature") or "")
+        return ChatMessage(role, "", reasoning=thought) if thought else None
+    if role == "assistant" and kind == "redacted_thinking":
+        body.needed_text("data")  # of another server, which alone can read it
+        return None
+    if role == "assistant" and kind == "tool_use":
+        return _read_call(body, path)
+    if role == "user" and kind == "tool_result":
+        return _read_result(body, path)
+    sentence = f"{path} is of the type {shown(kind)}, which is not supported here in a message of the {role}"
+    raise HttpError(400, sentence, "invalid_value", path)
+
+
+def _read_call(body: JsonBody, path: str) -> ChatMessage:
+    arguments = body.value("input")
+    if not isinstance(arguments, dict) or not is_bounded(arguments):
+        raise body.wrong("input", "an object that is not too large")
+    body.needed_text("name")
+    name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS) or ""
+    call = ToolCall(name, arguments, _id(body, "id"))
+    num_characters = len(msgspec.json.encode(arguments))
+    return ChatMessage("assistant", "", tool_calls=[call], num_more_characters=num_characters)
+
+
+def _read_result(body: JsonBody, path: str) -> ChatMessage:
+    content = body.value("content")
+    if content is None:
+        text = ""
+    elif isinstance(content, str):
+        text = content
+    else:
+        blocks = enumerate(body.items("content", MAX_PARTS) or [])
+        paths = ((block, f"{path}.content[{number}]") for number, block in blocks)
+        text = "".join(_text_of(_block(block, inner), inner) for block, inner in paths)
+    if body.flag("is_error") and not text:
+        text = _ERROR
+    return ChatMessage("tool", text, call_id=_id(body, "tool_use_id"))
+
+
+def _block(block: object, path: str) -> JsonBody:
+    if not isinstance(block, dict):
+        raise invalid(path, f"{path} must be an object, not {shown(block)}")
+    return JsonBody(block, f"{path}.")
+
+
+def _text_of(body: JsonBody, path: str) -> str:
+    kind = body.needed_text("type")
+    if kind != "text":
+        sentence = f"{path} is of the type {shown(kind)}: only blocks of the type text are supported here"
+        raise HttpError(400, sentence, "invalid_value", path)
+    return body.needed_text("text")
+
+
+def _id(body: JsonBody, name: str) -> str:
+    body.needed_text(name)
+    return body.short_text(name, MAX_ID_CHARACTERS) or ""

@@ -1,0 +1,262 @@
+"""The bodies of Anthropic's API, read into what the engine is asked. What changes the answer is followed or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from kvtier.api.anthropic.blocks import CacheMark, Marks, read_messages, read_system
+from kvtier.api.anthropic.context_edits import read_context_edits
+from kvtier.api.chat.conversation import AskedChat, Conversation, Tool, ToolChoice, ask
+from kvtier.api.chat.tool_reading import check_tools, read_flat_tool
+from kvtier.api.chat.turns import joined_turns
+from kvtier.api.engines import KnownModel, ModelCatalog
+from kvtier.api.generation import GenerationRequest
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import MAX_CACHE_SALT_CHARACTERS, MAX_TOOLS
+from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
+from kvtier.api.output_format import read_schema
+from kvtier.api.prompt_length import check_length
+from kvtier.api.request_rules import check_texts, read_prefix, sampling_params
+from kvtier.api.retention import RetentionWish
+from kvtier.api.retention_fields import read_priority
+from kvtier.engine.grammar import Grammar
+from kvtier.engine.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS, SamplingParams
+
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_MAX_TEMPERATURE = 1.0
+_NEUTRAL: Neutral = {
+    "container": (),
+    "diagnostics": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
+_IGNORED_IN_COUNTS = (
+    "max_tokens",
+    "metadata",
+    "stop_sequences",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+    "explain",
+)
+"""How an answer is made does not change its prompt: clients count with the body that they are going to send."""
+_NEUTRAL_IN_TOOLS: Neutral = {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
+_DISPLAYS = ("summarized", "omitted")
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the shape of an answer has to know of the body: the client's stop sequences, and whether thoughts are shown.
+
+    `marks` are the places up to which the client wants its prompt cached. With `manages_context` the answer says which
+    edits of the prompt were applied.
+    """
+
+    stops: tuple[str, ...] = ()
+    hides_thinking: bool = False
+    marks: list[CacheMark] = []
+    manages_context: bool = False
+
+
+_records = msgspec.msgpack.Decoder(Record)
+
+
+def decode_record(encoded: bytes) -> Record:
+    return _records.decode(encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Thinking:
+    """As `thinking` asks for it."""
+
+    thinks: bool | None = None
+    is_hidden: bool = False
+
+
+def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
+    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    name, model, marks = body.needed_text("model"), engines.find(body.needed_text("model")), Marks()
+    max_tokens = body.whole("max_tokens")
+    if max_tokens is None:
+        raise HttpError(400, "max_tokens is missing", "missing_field", "max_tokens")
+    thinking = _thinking(body)
+    conversation = _conversation(body, marks, thinking)
+    if conversation.messages[-1].role == "assistant":
+        raise invalid("messages", "messages must not end with one of the assistant, which is not continued here")
+    asked, stops = ask(conversation, model), _stops(body)
+    values = {**_sampling_values(body), "max_tokens": max_tokens, "stop": stops, "n": 1, **asked.sampling}
+    params = sampling_params({**model.options, **values, "grammar": asked.grammar}, {"stop": "stop_sequences"})
+    is_streamed = body.flag("stream") or False
+    metadata = body.inner("metadata") or JsonBody({})
+    check_texts(metadata, "user_id")
+    session, explains = metadata.text("user_id") or "", body.flag("explain") or False
+    check_texts(body, "inference_geo", "user_profile_id", "workspace_id")
+    num_system = len(conversation.messages) - len(joined_turns(marks.fragments))
+    retention = RetentionWish(marks.parts(num_system), read_priority(body))
+    record = Record(stops, thinking.is_hidden, marks.found, read_context_edits(body))
+    request = _request(body, (name, model), asked, params, is_streamed=is_streamed, record=record)
+    return replace(request, session=session, explains=explains, retention=retention)
+
+
+def read_count(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
+    """A prompt that is only counted. As `read_message`."""
+    name, model, marks = body.needed_text("model"), engines.find(body.needed_text("model")), Marks()
+    asked = ask(_conversation(body, marks, _thinking(body)), model)
+    check_texts(body, "user_profile_id", "workspace_id", "inference_geo")
+    read_context_edits(body)
+    for field in _IGNORED_IN_COUNTS:
+        body.value(field)
+    return _request(body, (name, model), asked, SamplingParams(), is_streamed=False, record=Record())
+
+
+def _request(
+    body: JsonBody,
+    named: tuple[str, KnownModel],
+    asked: AskedChat,
+    params: SamplingParams,
+    *,
+    is_streamed: bool,
+    record: Record,
+) -> GenerationRequest:
+    """With what both bodies have, and the check that nothing was left unread."""
+    name, model = named
+    check_length(asked.prompt, model.hello)
+    cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
+    prefix = read_prefix(body)
+    refuse_others(body, _NEUTRAL)
+    body.refuse_rest()
+    return GenerationRequest(
+        name=name,
+        model=model,
+        prompts=[asked.prompt],
+        params=params,
+        is_streamed=is_streamed,
+        cache_salt=cache_salt or "",
+        form=asked.form,
+        record=msgspec.msgpack.encode(record),
+        prefix=prefix,
+    )
+
+
+def _conversation(body: JsonBody, marks: Marks, thinking: _Thinking) -> Conversation:
+    tools = _tools(body, marks)
+    choice, allows_several = _tool_choice(body)
+    check_tools(tools, choice)
+    system, messages = read_system(body, marks), read_messages(body, marks)
+    effort, output = _output(body)
+    marks.note(body, "all")
+    return Conversation(
+        messages=[*system, *messages],
+        tools=tools,
+        tool_choice=choice,
+        allows_several_calls=allows_several,
+        output=output,
+        thinks=thinking.thinks,
+        effort=effort,
+    )
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _tools(body: JsonBody, marks: Marks) -> list[Tool]:
+    return [_tool(tool, index, marks) for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
+
+
+def _tool(tool: object, index: int, marks: Marks) -> Tool:
+    path = f"tools[{index}]"
+    if not isinstance(tool, dict):
+        raise invalid(path, f"{path} must be an object, not {shown(tool)}")
+    body = JsonBody(tool, f"{path}.")
+    kind = body.text("type")
+    if kind not in (None, "custom"):
+        raise body.refuse("type", f"is {shown(kind)}: only tools of the client's own are supported here")
+    found = read_flat_tool(body, path, "input_schema")
+    if found.parameters is None:
+        raise HttpError(400, f"{path}.input_schema is missing", "missing_field", f"{path}.input_schema")
+    marks.note(body, "tools", index)
+    body.flag("eager_input_streaming")
+    refuse_others(body, _NEUTRAL_IN_TOOLS)
+    body.refuse_rest()
+    return found
+
+
+def _tool_choice(body: JsonBody) -> tuple[ToolChoice, bool]:
+    """What is to be called, and whether several calls may be made."""
+    given = body.inner("tool_choice")
+    if given is None:
+        return ToolChoice(), True
+    kind = given.needed_text("type")
+    allows_several = given.flag("disable_parallel_tool_use") is not True
+    if kind == "tool":
+        choice = ToolChoice("named", given.needed_text("name"))
+    elif kind == "auto":
+        choice = ToolChoice()
+    elif kind == "any":
+        choice = ToolChoice("required")
+    elif kind == "none":
+        choice = ToolChoice("none")
+    else:
+        raise given.wrong("type", "auto, any, tool or none")
+    given.refuse_rest()
+    return choice, allows_several
+
+
+# --- how the answer is made -------------------------------------------------------------------------------------------
+
+
+def _thinking(body: JsonBody) -> _Thinking:
+    given = body.inner("thinking")
+    if given is None:
+        return _Thinking()
+    kind, display = given.needed_text("type"), given.text("display")
+    kinds: dict[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None}
+    if kind not in kinds:
+        raise given.wrong("type", f"one of {', '.join(kinds)}")
+    if display is not None and display not in _DISPLAYS:
+        raise given.wrong("display", f"one of {', '.join(_DISPLAYS)}")
+    budget = given.whole("budget_tokens")
+    if budget is not None and not 1 <= budget <= MAX_TOKENS:
+        raise given.wrong("budget_tokens", f"a whole number from 1 to {MAX_TOKENS}")
+    given.refuse_rest()
+    return _Thinking(kinds[kind], is_hidden=display == "omitted")
+
+
+def _output(body: JsonBody) -> tuple[str | None, Grammar | None]:
+    """How much is to be thought, and the form of the answer."""
+    config = body.inner("output_config")
+    effort, form = None, body.inner("output_format")
+    if config is not None:
+        effort = config.text("effort")
+        if effort is not None and effort not in _EFFORTS:
+            raise config.wrong("effort", f"one of {', '.join(_EFFORTS)}")
+        form = config.inner("format") or form
+        config.refuse_rest()
+    if form is None:
+        return effort, None
+    if form.needed_text("type") != "json_schema":
+        raise form.wrong("type", "json_schema")
+    grammar = read_schema(form, "schema")
+    form.refuse_rest()
+    return effort, grammar
+
+
+def _stops(body: JsonBody) -> tuple[str, ...]:
+    strings = body.items("stop_sequences", MAX_STOP_STRINGS) or []
+    if not all(isinstance(one, str) and one for one in strings):
+        raise body.wrong("stop_sequences", "a list of texts, none of them empty")
+    return tuple(one for one in strings if isinstance(one, str))
+
+
+def _sampling_values(body: JsonBody) -> dict[str, Any]:
+    """Those that were given, by the names of `SamplingParams`."""
+    temperature = body.number("temperature")
+    if temperature is not None and not 0.0 <= temperature <= _MAX_TEMPERATURE:
+        raise body.wrong("temperature", f"a number from 0 to {_MAX_TEMPERATURE:g}")
+    values = {"temperature": temperature, "top_p": body.number("top_p"), "top_k": body.whole("top_k")}
+    return {name: value for name, value in values.items() if value is not None}

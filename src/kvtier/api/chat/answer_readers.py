@@ -1,0 +1,62 @@
+"""The answers of one request, read into parts: a reader for each, and a count of the tokens that were thought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.api.answer_form import AnswerForm
+from kvtier.api.chat.answer_reader import AnswerReader, joined_parts
+from kvtier.api.chat.parts import AnswerPart, WholeParts
+from kvtier.api.generation import WholeAnswer
+from kvtier.engine.answer import StreamPiece
+
+
+class AnswerReaders:
+    """`choice` counts through all answers, of which each prompt has `num_answers`."""
+
+    def __init__(self, form: AnswerForm, num_answers: int) -> None:
+        self.num_reasoning_tokens = 0
+        self._form = form
+        self._num_answers = num_answers
+        self._prompt_ends: Sequence[str] = ()
+        self._readers: dict[int, AnswerReader] = {}
+
+    @property
+    def splits_reasoning(self) -> bool:
+        return self._form.splits_reasoning
+
+    def begin(self, prompt_ends: Sequence[str]) -> None:
+        self._prompt_ends = prompt_ends
+
+    def push(self, choice: int, piece: StreamPiece) -> list[AnswerPart]:
+        """What a piece brings; the last one of an answer brings all that is left."""
+        reader = self._reader(choice)
+        was_thinking, num_thought = reader.is_thinking, reader.reasoning_end
+        parts = reader.push(piece.text)
+        if was_thinking or reader.is_thinking or reader.reasoning_end > num_thought:
+            self.num_reasoning_tokens += len(piece.token_ids)
+        return parts if piece.completion is None else [*parts, *reader.finish()]
+
+    def whole(self, choice: int, answer: WholeAnswer) -> WholeParts:
+        """All of an answer that is complete, read at once: that is fast, however long it is."""
+        reader = self._reader(choice)
+        parts = joined_parts([*reader.push(answer.text), *reader.finish()])
+        num_characters = 0
+        for text, num_tokens in zip(answer.texts, answer.num_tokens, strict=True):
+            if num_characters >= reader.reasoning_end:
+                break
+            num_characters += len(text)
+            self.num_reasoning_tokens += num_tokens
+        return parts
+
+    def finish_reason(self, choice: int, reason: str | None) -> str | None:
+        """As OpenAI's API has it: an answer that stopped because the model waits for tools says so."""
+        return "tool_calls" if reason == "stop" and self._reader(choice).num_calls else reason
+
+    def _reader(self, choice: int) -> AnswerReader:
+        reader = self._readers.get(choice)
+        if reader is None:
+            number = choice // self._num_answers
+            prompt_end = self._prompt_ends[number] if number < len(self._prompt_ends) else ""
+            reader = self._readers[choice] = AnswerReader(self._form, prompt_end)
+        return reader

@@ -1,0 +1,110 @@
+"""Grammars in Lark's syntax, as llguidance reads it, rule by rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from kvtier.api.chat.tool import Tool, properties_of, types_of
+from kvtier.engine.grammar import TEMPLATE_SPACING, Grammar, lark_inside, lark_text
+
+ANY_TEXT = r"/(.|\n)*/"
+_TOKEN_NAME = re.compile(r"<[^\s<>\[\]]+>")
+_UNESCAPED_SLASH = re.compile(r"\\.|/", re.DOTALL)
+
+
+class Lark:
+    """Rules so far. Texts that the tokenizer has a special token for are written as that token.
+
+    JSON has the spaces that chat templates write: a call in the history has the tokens that the model wrote.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special_tokens = special_tokens
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> Grammar:
+        return Grammar("lark", "\n".join([f"start: {start}", *self._rules]))
+
+    def literal(self, text: str) -> str:
+        """Exactly this text."""
+        marks = [mark for mark in self._special_tokens if mark and mark in text]
+        if not marks:
+            return lark_text(text) if text else ""
+        parts = re.split("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")", text)
+        return " ".join(self._token(part) if part in marks else self.literal(part) for part in parts if part)
+
+    def any_text(self) -> str:
+        return self.terminal(ANY_TEXT)
+
+    def until(self, mark: str) -> str:
+        """Any text up to the first `mark`, and the mark."""
+        if mark in self._special_tokens:
+            return f"{self.any_text()} {self._token(mark)}"
+        text = self.any_text()
+        return self._add(f"rule_{len(self._rules)}", f"{text} {lark_text(mark)}", "[lazy]")
+
+    def terminal(self, pattern: str) -> str:
+        return self._add(f"TEXT_{len(self._rules)}", pattern)
+
+    def rule(self, body: str) -> str:
+        return self._add(f"rule_{len(self._rules)}", body)
+
+    def json(self, schema: Mapping[str, object] | None) -> str:
+        """JSON of a schema; an object where there is none."""
+        whole = {"type": "object", **(schema or {}), "x-guidance": TEMPLATE_SPACING}
+        return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
+
+    def grammar_inside(self, grammar: Grammar, *, is_spaced: bool) -> str:
+        """Another grammar as part of this one. With `is_spaced`, JSON has the spaces that calls have.
+
+        Without, it has any, but then nothing else may begin as it does: how its text goes on is told by the spaces.
+        """
+        if grammar.kind == "json_schema":
+            spacing = {"x-guidance": TEMPLATE_SPACING} if is_spaced else {}
+            schema = json.loads(grammar.text)
+            return self.rule("%json " + json.dumps({**schema, **spacing} if isinstance(schema, dict) else schema))
+        if grammar.kind == "regex":
+            escaped = _UNESCAPED_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], grammar.text)
+            return self.terminal("/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/")
+        return self.rule(lark_inside(grammar.text))
+
+    def named_object(self, tool: Tool, key: str) -> str:
+        """A JSON object of the tool's name and, under `key`, its arguments.
+
+        Written word by word, as `%json` would: an output that begins as the call does is told from it only then.
+        """
+        words = ("{", '"name"', ": ", json.dumps(tool.name, ensure_ascii=False), ", ", f'"{key}"', ": ")
+        head = " ".join(self.literal(word) for word in words)
+        return f"{head} {self.json(tool.parameters)} {self.literal('}')}"
+
+    def elements(self, tool: Tool, begin: str, end: str) -> str:
+        """The parameters of a tool in their schema's order, each between `begin`, which has its name, and `end`."""
+        schema = tool.parameters or {}
+        required = schema.get("required")
+        found = []
+        for name, inner in properties_of(schema).items():
+            element = f"{self.literal(begin.replace('{}', name))} {self._element_value(schema, inner, end)}"
+            is_required = isinstance(required, list) and name in required
+            found.append(element if is_required else f"({element})?")
+        return " ".join(found)
+
+    def _element_value(self, schema: Mapping[str, object], inner: object, end: str) -> str:
+        values = inner.get("enum") if isinstance(inner, dict) else None
+        if isinstance(values, list) and values and all(isinstance(one, str) and one for one in values):
+            return f"({' | '.join(map(self.literal, values))}) {self.literal(end)}"
+        if "string" in types_of(inner):
+            first = next((mark for mark in self._special_tokens if end.startswith(mark)), "")
+            return f"{self.any_text()} {self.literal(end)}" if first else self.until(end)
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        whole = {**(inner if isinstance(inner, dict) else {}), **shared, "x-guidance": TEMPLATE_SPACING}
+        return f"{self.rule('%json ' + json.dumps(whole, ensure_ascii=False))} {self.literal(end)}"
+
+    def _token(self, mark: str) -> str:
+        """By its name, or, where the syntax has none for it, by its id."""
+        return mark if _TOKEN_NAME.fullmatch(mark) else f"<[{self._special_tokens[mark]}]>"
+
+    def _add(self, name: str, body: str, options: str = "") -> str:
+        self._rules.append(f"{name}{options}: {body}")
+        return name

@@ -1,0 +1,74 @@
+"""Tools as bodies offer them, whatever an API calls their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier.api.chat.conversation import Tool, ToolChoice
+from kvtier.api.chat.inner_json import is_bounded
+from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import MAX_INNER_DEPTH, MAX_INNER_VALUES, MAX_TOOL_NAME_CHARACTERS, MAX_TOOLS
+from kvtier.api.neutral_fields import invalid
+
+
+def read_flat_tool(body: JsonBody, path: str, schema_name: str) -> Tool:
+    """A tool whose parts are its own fields, as in Responses and Messages; its parameters are under `schema_name`."""
+    name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS)
+    if not name or not name.isprintable():
+        raise invalid(f"{path}.name", f"{path}.name must be the name of a function, of printable characters")
+    description = body.text("description")
+    parameters = _read_parameters(body, schema_name)
+    function: dict[str, object] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    document: dict[str, object] = {"type": "function", "function": function}
+    return Tool(name, parameters, document, is_strict=body.flag("strict") is True)
+
+
+def _read_parameters(body: JsonBody, name: str) -> dict[str, object] | None:
+    schema = body.value(name)
+    if schema is None:
+        return None
+    if not isinstance(schema, dict) or not is_bounded(schema):
+        bounds = f"at most {MAX_INNER_DEPTH} levels and {MAX_INNER_VALUES} values"
+        raise body.wrong(name, f"a JSON schema, an object of {bounds}")
+    return schema
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Raises a `HttpError` for names that are not clear, and for a choice that the tools do not allow."""
+    names = {tool.name for tool in tools}
+    if len(names) < len(tools):
+        raise invalid("tools", "tools must have names that differ")
+    if choice.kind == "required" and not tools:
+        raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
+    others = [name for name in choice.allowed if name not in names]
+    if others:
+        raise invalid("tool_choice", f"tool_choice allows {shown(others[0])}, which is none of the tools")
+    if choice.kind == "named" and choice.name not in names:
+        raise invalid("tool_choice", f"tool_choice names {shown(choice.name)}, which is none of the tools")
+
+
+def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], str]) -> ToolChoice:
+    """From an object with a `mode` and the `tools` that may be called, of which `name_of` reads the name.
+
+    Raises a `HttpError`.
+    """
+    mode = body.needed_text("mode")
+    if mode not in ("auto", "required"):
+        raise body.wrong("mode", "auto or required")
+    names = []
+    for index, given in enumerate(body.items("tools", MAX_TOOLS) or ()):
+        place = f"{path}.tools[{index}]"
+        if not isinstance(given, dict) or given.get("type") != "function":
+            raise invalid(place, f"{place} must be an object of the type function, not {shown(given)}")
+        inner = JsonBody(given, f"{place}.")
+        inner.value("type")
+        names.append(name_of(inner))
+        inner.refuse_rest()
+    if not names:
+        raise body.wrong("tools", "a list of the functions that may be called, one at least")
+    body.refuse_rest()
+    return ToolChoice("required" if mode == "required" else "auto", allowed=tuple(dict.fromkeys(names)))

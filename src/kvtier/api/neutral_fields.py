@@ -1,0 +1,24 @@
+"""Fields of a body that are not served: the values at which they change nothing are accepted, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import JsonBody, shown
+
+Neutral = Mapping[str, tuple[object, ...]]
+"""By the names of fields, the values, if any, at which they change nothing."""
+
+
+def refuse_others(body: JsonBody, neutral: Neutral) -> None:
+    """Raises a `HttpError` for a field that has a value at which it would have to change something."""
+    for name, values in neutral.items():
+        found = body.value(name)
+        if found is not None and not any(type(found) is type(value) and found == value for value in values):
+            except_as = f", except as {' or '.join(shown(value) for value in values)}" if values else ""
+            raise body.refuse(name, f"is not supported here{except_as}")
+
+
+def invalid(parameter: str, sentence: str) -> HttpError:
+    return HttpError(400, sentence, "invalid_value", parameter)

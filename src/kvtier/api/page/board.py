@@ -1,0 +1,126 @@
+"""What the page is told: one computation for everybody who looks, and none while nobody does. One event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvtier.api.config import PageConfig
+from kvtier.api.limits import MAX_TOLD_REQUESTS
+from kvtier.api.page.moved_blocks import Move
+from kvtier.api.page.view import Reading, Saved, State, TierLevel, View
+
+_FRESH_S = 1.0
+"""Whoever asks again so soon is told the same."""
+_RATE_S = 30.0
+"""Bytes per second are told of two looks that are at most so far apart."""
+_SPANS = {"5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
+_TIER_OF = {"memory": "server"}
+"""Engines call the memory of a cache server by another name."""
+
+
+class Board:
+    """The state of `view`. `state` may be called by many tasks at once: they share one look."""
+
+    def __init__(self, view: View, config: PageConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._view = view
+        self._config = config
+        self._clock = clock
+        self._started_at = clock()
+        self._looking: asyncio.Task[Reading] | None = None
+        self._reading: Reading | None = None
+        self._read_at = float("-inf")
+        self._rates: dict[Move, float] = {}
+        self.num_looks = 0
+
+    async def state(self) -> State:
+        reading = await self.reading()
+        history = self._view.history
+        tokens = {name: history.over(seconds) for name, seconds in _SPANS.items()}
+        return State(
+            at=time.time(),
+            kind=self._view.kind,
+            status=reading.status,
+            uptime_s=self._clock() - self._started_at,
+            tiers=self._with_rates(reading.tiers),
+            tokens={**tokens, "all": history.total},
+            saved=self._saved(reading.saved_s),
+            engines=reading.engines,
+            caches=reading.caches,
+            curves=reading.curves,
+            num_requests=self._view.num_requests,
+        )
+
+    async def reading(self) -> Reading:
+        """The last look, or a new one."""
+        if self._reading is not None and self._clock() - self._read_at < _FRESH_S:
+            return self._reading
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+        return await asyncio.shield(self._looking)
+
+    async def events(self, after: int) -> tuple[list[bytes], int]:
+        """What every reader is told now: the state, and the requests with numbers above `after`; then the last one."""
+        state = await self.state()
+        log = self._view.log
+        requests = log.newest(MAX_TOLD_REQUESTS, after)
+        told = [event("state", msgspec.json.encode(state))]
+        if requests:
+            skipped = max(0, requests[-1].number - after - 1) if after else 0
+            fields = {"run": log.run, "requests": requests, "skipped": skipped}
+            told.append(event("requests", msgspec.json.encode(fields)))
+        return told, log.last_number
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    async def _look(self) -> Reading:
+        try:
+            reading = await self._view.read()
+            self.num_looks += 1
+            self._note_rates(reading)
+            self._reading, self._read_at = reading, self._clock()
+            return reading
+        finally:
+            self._looking = None
+
+    def _note_rates(self, reading: Reading) -> None:
+        passed_s = self._clock() - self._read_at
+        before = self._reading
+        self._rates = {}
+        if before is not None and 0 < passed_s <= _RATE_S:
+            for move, nbytes in reading.moved.items():
+                self._rates[move] = max(0.0, nbytes - before.moved.get(move, 0.0)) / passed_s
+
+    def _with_rates(self, tiers: list[TierLevel]) -> list[TierLevel]:
+        """Of several of a name it may not be known which one moved how much. Tiers without levels have rates alone."""
+        names = [_TIER_OF.get(tier.name, tier.name) for tier in tiers]
+        found = [
+            self._with_rate(tier, "" if names.count(name) > 1 else name)
+            for tier, name in zip(tiers, names, strict=True)
+        ]
+        others = sorted({move.tier for move in self._rates if not move.owner and move.tier not in names})
+        return found + [self._with_rate(TierLevel(name=name, owner=""), name) for name in others]
+
+    def _with_rate(self, tier: TierLevel, name: str) -> TierLevel:
+        """Its own rates, or those of all tiers of `name`."""
+
+        def rate(direction: str) -> float | None:
+            own = self._rates.get(Move(direction, tier.name, tier.owner))
+            return self._rates.get(Move(direction, name)) if own is None else own
+
+        return msgspec.structs.replace(tier, in_bytes_per_s=rate("in"), out_bytes_per_s=rate("out"))
+
+    def _saved(self, gpu_s: float | None) -> Saved:
+        price = self._config.gpu_hour_price
+        money = None if price is None or gpu_s is None else gpu_s / 3600.0 * price
+        return Saved(gpu_s=gpu_s, money=money, currency=self._config.currency)
+
+
+def event(name: str, data: bytes) -> bytes:
+    """A server-sent event; JSON has no line breaks of its own."""
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

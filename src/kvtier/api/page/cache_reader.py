@@ -1,0 +1,72 @@
+"""What a cache server of the deployment counts, asked over its Unix socket. One thread at a time; it may wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+
+from kvtier.api.page.curve_cache import CurveCache
+from kvtier.client.server_connection import ServerConnection
+from kvtier.errors import KvtierError
+from kvtier.transport.address import UnixAddress, parse_address
+from kvtier.wire import messages as wire
+
+_TIMEOUT_S = 1.0
+
+
+class CacheReader:
+    """Connected from the first question on, until `close`, which may be followed by another one."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self._connection: ServerConnection | None = None
+        self._curve = CurveCache(lambda: self._document(wire.MissCurveRequest(0)))
+
+    def stats(self) -> dict[str, object] | None:
+        """None while the server does not answer. With its `hit_curve`."""
+        document = self._document(wire.StatsRequest())
+        return None if document is None else {**document, "hit_curve": self._curve.points()}
+
+    def noted(self, request_id: str) -> str:
+        """What an engine said of a request; empty if nothing is known."""
+        try:
+            question = wire.NotedRequest(request_id)
+        except ValueError:
+            return ""
+        return self._text(question) or ""
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _document(self, question: wire.StatsRequest | wire.MissCurveRequest) -> dict[str, object] | None:
+        text = self._text(question)
+        if text is None:
+            return None
+        try:
+            document = json.loads(text)
+        except ValueError:
+            return None
+        return document if isinstance(document, dict) else None
+
+    def _text(self, question: wire.StatsRequest | wire.NotedRequest | wire.MissCurveRequest) -> str | None:
+        deadline = time.monotonic() + _TIMEOUT_S
+        try:
+            if self._connection is None:
+                self._connection = self._connect(deadline)
+            text = self._connection.call(question, wire.Document, deadline).text
+        except (KvtierError, OSError):  # it is away: the next look connects again
+            self.close()
+            return None
+        return text
+
+    def _connect(self, deadline: float) -> ServerConnection:
+        address = parse_address(self.address)
+        connection = ServerConnection(address, secrets.token_bytes(wire.HOLDER_BYTES), deadline)
+        if isinstance(address, UnixAddress):
+            os.close(connection.take_arena_fd())
+        return connection

@@ -1,0 +1,54 @@
+// Questions to the server this page came from.
+
+let session = null;
+
+export async function openSession() {
+  session = await get("session");
+  return session;
+}
+
+export function mayChange() {
+  return session !== null && session.may_change;
+}
+
+export async function get(path) {
+  const response = await fetch(`/kvtier/v1/${path}`, { headers: { accept: "application/json" } });
+  return read(response);
+}
+
+export async function send(method, path, body) {
+  const response = await request(method, path, body);
+  return read(response);
+}
+
+// A request whose answer is a stream of server-sent events: each is told as it comes.
+export async function follow(path, body, tell) {
+  const response = await request("POST", path, body);
+  if (!response.ok) return read(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return null;
+    text += value;
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      const data = text.slice(0, end).split("\n").filter((line) => line.startsWith("data:"));
+      text = text.slice(end + 2);
+      if (data.length) tell(JSON.parse(data.map((line) => line.slice(5)).join("\n")));
+    }
+  }
+}
+
+function request(method, path, body) {
+  const headers = { "content-type": "application/json", "x-kvtier-csrf": (session && session.csrf) || "" };
+  return fetch(`/kvtier/v1/${path}`, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+}
+
+async function read(response) {
+  const found = await response.json().catch(() => ({}));
+  if (response.ok) return found;
+  if (response.status === 401 && session !== null && session.needs_key) location.reload();
+  const error = new Error((found.error && (found.error.message || found.error)) || `the server says ${response.status}`);
+  error.status = response.status;
+  throw error;
+}

@@ -1,0 +1,161 @@
+// What is cached, by namespace and name, and what can be done with it.
+
+import { follow, get, mayChange, send } from "./api.js";
+import { ask, askText, bar, make, show, table } from "./dom.js";
+import { ago, bytes, count, inOrder, kindOf, share, sum } from "./format.js";
+
+const LIMIT = 200;
+
+export class Prefixes {
+  constructor(place, live) {
+    this.live = live;
+    this.tree = make("div");
+    this.notice = make("p", { role: "status", class: "quiet" });
+    this.warm = make("div");
+    show(place,
+      make("h2", {}, "Prefixes"),
+      make("p", { class: "buttons" },
+        make("button", { type: "button", onclick: () => this.load() }, "Refresh"),
+        mayChange() && make("button", { type: "button", id: "warm-button", onclick: () => this.askForDocuments() }, "Warm a document")),
+      this.notice, this.warm, this.tree);
+    this.load();
+  }
+
+  async load() {
+    try {
+      const [{ namespaces, is_cut: spacesCut }, prefixes] = await Promise.all([get("namespaces"), this.prefixes()]);
+      this.showTree(namespaces, prefixes);
+      if (spacesCut || prefixes.is_cut) this.notice.textContent = [
+        prefixes.is_cut && `Only the first ${LIMIT} prefixes are shown, by their names.`,
+        spacesCut && "Only the largest namespaces are shown."].filter(Boolean).join(" ");
+    } catch (error) {
+      this.notice.textContent = error.message;
+    }
+  }
+
+  async prefixes() {
+    try {
+      return await get(`prefixes?limit=${LIMIT}`);
+    } catch (error) {
+      if (error.status === 404) return { prefixes: [], is_cut: false, isMissing: true };
+      throw error;
+    }
+  }
+
+  showTree(namespaces, { prefixes, isMissing }) {
+    const open = new Set([...this.tree.querySelectorAll("details[open]")].map((one) => one.dataset.namespace));
+    const isFirst = !this.tree.childElementCount;
+    const known = new Map(namespaces.map((space) => [space.namespace, space]));
+    for (const prefix of prefixes) {
+      if (!known.has(prefix.namespace)) known.set(prefix.namespace, { namespace: prefix.namespace, name: "", models: [prefix.model], cache: "", blocks: 0, bytes: 0, disk_blocks: 0 });
+    }
+    const spaces = [...known.values()].map((space) => {
+      const own = prefixes.filter((prefix) => prefix.namespace === space.namespace);
+      const title = space.models.length ? space.models.join(", ") : space.name || "unknown model";
+      const details = make("details", { open: isFirst || open.has(space.namespace), "data-namespace": space.namespace },
+        make("summary", {},
+          make("strong", {}, title), ` ${space.namespace.slice(0, 12)}`,
+          space.tenant && ` of ${space.tenant}`,
+          ` · ${count(space.blocks)} blocks in memory (${bytes(space.bytes)}), ${count(space.disk_blocks)} on disk`),
+        own.length ? this.table(own) : make("p", { class: "quiet" }, isMissing ? "This server keeps no names of prefixes." : "No prefix of this namespace has a name."));
+      return details;
+    });
+    show(this.tree, spaces.length ? spaces : make("p", { class: "quiet" }, "Nothing is cached yet."));
+  }
+
+  table(prefixes) {
+    const columns = ["Name", "Tokens", "Blocks", "Size", "Tiers", "Last used", "Hits", "Kept", ""];
+    return table("Prefixes", columns, prefixes.map((prefix) => {
+      const tiers = inOrder(Object.keys(prefix.bytes_by_tier || {}));
+      const everywhere = sum(prefix.bytes_by_tier) || 1; // a block may be in several tiers
+      const parts = tiers.map((tier) => ({ share: prefix.bytes_by_tier[tier] / everywhere, kind: kindOf(tier), title: tier }));
+      const text = tiers.map((tier) => `${tier} ${share(prefix.bytes_by_tier[tier], prefix.bytes)}`).join(", ");
+      const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned") : "no";
+      return [
+        prefix.name === null ? make("em", {}, "everything") : prefix.name, count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
+        [bar(text || "in no tier", parts), make("small", {}, text)], prefix.name === null ? "–" : ago(prefix.last_used), count(prefix.hits), prefix.name === null ? "–" : kept,
+        prefix.name !== null && mayChange() ? this.buttons(prefix) : "",
+      ];
+    }));
+  }
+
+  buttons(prefix) {
+    const path = `prefixes/${encodeURIComponent(prefix.name)}`;
+    const button = (text, action) => make("button", { type: "button", "aria-label": `${text} ${prefix.name}`, onclick: action }, text);
+    return make("span", { class: "buttons" },
+      prefix.is_pinned
+        ? button("Unpin", () => this.change(`${path}/unpin`))
+        : button("Pin", () => this.change(`${path}/pin`)),
+      button("Rename", async () => {
+        const name = await askText(`A new name for ${prefix.name}`, prefix.name, "Rename");
+        if (name !== null) this.change(`${path}/rename`, { name });
+      }),
+      button("Drop", async () => {
+        if (await ask(`Drop ${prefix.name}? Its blocks are computed again when they are asked for.`, "Drop")) this.change(`${path}/drop`);
+      }));
+  }
+
+  async change(path, body = {}) {
+    try {
+      await send("POST", path, body);
+      this.notice.textContent = "Done.";
+    } catch (error) {
+      this.notice.textContent = error.message;
+    }
+    this.load();
+  }
+
+  askForDocuments() {
+    const models = [...new Set((this.live.state ? this.live.state.engines : []).map((engine) => engine.model))];
+    const field = (label, element) => make("label", {}, label, element);
+    const name = make("input", { name: "name", required: true, maxlength: 200 });
+    const model = make("select", { name: "model" }, models.map((one) => make("option", { value: one }, one)));
+    const files = make("input", { type: "file", multiple: true });
+    const text = make("textarea", { rows: 4 });
+    const system = make("textarea", { rows: 2 });
+    const pin = make("input", { type: "checkbox" });
+    const days = make("input", { type: "number", min: 0, max: 3650, step: "any" });
+    const force = make("input", { type: "checkbox" });
+    const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Tokens that are warm" });
+    const said = make("p", { role: "status" });
+    const submit = make("button", {}, "Warm");
+    const form = make("form", { class: "warm", onsubmit: async (event) => {
+      event.preventDefault();
+      submit.disabled = true;
+      progress.hidden = false;
+      const documents = [...(await Promise.all([...files.files].map((file) => file.text()))), ...(text.value ? [text.value] : [])];
+      const body = {
+        name: name.value, model: model.value, documents, system: system.value || null, pin: pin.checked,
+        ttl_s: days.value ? Number(days.value) * 86400 : null, force: force.checked,
+      };
+      try {
+        await this.warmUp(body, progress, said);
+      } catch (error) {
+        said.textContent = error.message;
+      }
+      submit.disabled = false;
+      this.load();
+    } },
+      field("Name", name), field("Model", model), field("Files", files), field("Or text", text), field("System prompt", system),
+      field("Pin it", pin), field("Keep it for days", days), field("Even if it evicts what is worth more", force),
+      make("p", { class: "buttons" }, submit, make("button", { type: "button", onclick: () => show(this.warm) }, "Close")), progress, said);
+    show(this.warm, form);
+    name.focus();
+  }
+
+  async warmUp(body, progress, said) {
+    await follow("prefixes", body, (event) => {
+      if (event.error) throw new Error(event.error.message || event.error);
+      if (event.all_tokens) {
+        progress.value = event.done_tokens / event.all_tokens;
+        said.textContent = `${count(event.done_tokens)} of ${count(event.all_tokens)} tokens`;
+      }
+      if (event.prefix) {
+        progress.value = 1;
+        said.textContent = `${event.prefix.name} is warm: ${count(event.prefix.tokens)} tokens.`;
+      }
+    });
+  }
+
+  close() {}
+}

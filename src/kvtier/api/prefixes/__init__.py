@@ -1,0 +1,1 @@
+"""Prefixes that have names: which blocks they are, where those are, and how they get into the cache."""

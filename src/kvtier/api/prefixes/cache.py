@@ -1,0 +1,145 @@
+"""The blocks of prefixes in the cache servers of the models: where they are, kept, dropped. Blocks: call it in threads.
+
+Connections last for one call: calls are rare, and a server that is away must not matter in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier.api.config import CacheAddress
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import slot_bytes_of
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.client import CacheClient
+from kvtier.client.connecting import connect
+from kvtier.client.known_namespace import KnownNamespace
+from kvtier.errors import TierRefused
+from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY
+
+_TIMEOUT_S = 30.0
+MEMORY, DISK = "server", "disk"
+"""Tiers, as usage counts tokens by them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the blocks of a prefix are: how many are cached at all, and their bytes by tier.
+
+    `slot_bytes` is what one takes; 0 while the server knows nothing of the namespace.
+    """
+
+    num_cached: int
+    slot_bytes: int
+    bytes_by_tier: dict[str, int]
+    first_absent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of the level of a cache that lasts longest: what is free, and what can be made free."""
+
+    level: str
+    free_bytes: int
+    usable_bytes: int
+
+
+class PrefixCache:
+    """One cache server."""
+
+    def __init__(self, address: CacheAddress) -> None:
+        self.address = address.address
+        self._given = address
+
+    def namespaces(self) -> list[KnownNamespace]:
+        """Raises a `TierError` while the server does not answer."""
+        with self._connect() as client:
+            return client.namespaces()
+
+    def place(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Placed:
+        """Raises a `TierError` while the server does not answer."""
+        with self._connect() as client:
+            flags = client.presence(namespace, hashes)
+            slot_bytes = self._slot_bytes(client, namespace)
+        in_memory = sum(1 for each in flags if each & LISTED_MEMORY)
+        on_disk = sum(1 for each in flags if each & LISTED_DISK)
+        cached = [bool(each & LISTED_CACHED) for each in flags]
+        tiers = {MEMORY: in_memory * slot_bytes, DISK: on_disk * slot_bytes}
+        return Placed(
+            sum(cached),
+            slot_bytes,
+            {tier: nbytes for tier, nbytes in tiers.items() if nbytes},
+            cached.index(False) if False in cached else len(cached),
+        )
+
+    def room(self) -> Room:
+        """On disk, or in memory where there is none."""
+        with self._connect() as client:
+            stats = client.stats()
+        if stats.get("disk_up"):
+            space = _whole(stats, "disk_file_space_bytes")
+            return Room("disk", space - _whole(stats, "disk_used_bytes"), space)
+        memory = _whole(stats, "memory_bytes")
+        return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"))
+
+    def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
+        """Raises `TierRefused` with what was pinned undone, when only a part may be."""
+        with self._opened(namespace) as client:
+            if not keep:
+                return client.unpin(hashes)
+            try:
+                return client.pin(hashes)
+            except TierRefused:
+                client.unpin(hashes)
+                raise
+
+    def drop(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
+        with self._opened(namespace) as client:
+            client.unpin(hashes)
+            return client.drop(hashes)
+
+    def use(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
+        """Blocks count as used once more: a server that stores what is used again stores them. Waits for the disk."""
+        with self._opened(namespace) as client:
+            client.match_lazily(hashes).release()
+            client.flush()
+
+    @contextmanager
+    def _opened(self, namespace: Namespace) -> Iterator[CacheClient]:
+        """With the namespace in use. Raises `TierRefused` if the server knows nothing of it."""
+        with self._connect() as client:
+            known = _find(client.namespaces(), namespace)
+        if known is None:
+            raise TierRefused("the cache has no blocks of this model as it is now")
+        with self._connect(known) as client:
+            yield client
+
+    def _connect(self, known: KnownNamespace | None = None) -> CacheClient:
+        given = self._given
+        return connect(
+            given.address,
+            layout=None if known is None else known.any_layout,
+            namespace=None if known is None else known.namespace,
+            name="" if known is None else known.name,
+            token=given.token,
+            secret=given.secret,
+            ca_file=given.ca_file,
+            certificate=given.certificate,
+            key=given.key,
+            timeout_s=_TIMEOUT_S,
+        )
+
+    def _slot_bytes(self, client: CacheClient, namespace: Namespace) -> int:
+        known = _find(client.namespaces(), namespace)
+        return 0 if known is None else slot_bytes_of(known.block_bytes)
+
+
+def _find(known: Sequence[KnownNamespace], namespace: Namespace) -> KnownNamespace | None:
+    return next((one for one in known if one.namespace == namespace), None)
+
+
+def _whole(stats: dict[str, object], name: str) -> int:
+    found = stats.get(name)
+    return int(found) if isinstance(found, (int, float)) else 0

@@ -1,0 +1,519 @@
+"""The named prefixes of a deployment: listed, warmed, kept, dropped, and put before the messages of requests.
+
+One event loop. Files of the book are read and written in threads, and cache servers are asked in others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.api.access import Tenant, salt_of
+from kvtier.api.engines import Engines, ServedModel
+from kvtier.api.http_error import HttpError
+from kvtier.api.prefixes.book import PrefixBook, new_file
+from kvtier.api.prefixes.cache import DISK, MEMORY, Placed, PrefixCache
+from kvtier.api.prefixes.record import PrefixContent, PrefixRecord, PrefixText
+from kvtier.api.prefixes.warming import DEFAULT_PACE, Pace, Warming, check_tokens, common_tokens
+from kvtier.blocks.hashing import BlockHash, block_hashes, join_hashes, salted_root
+from kvtier.blocks.layout import slot_bytes_of
+from kvtier.blocks.namespace import Namespace
+from kvtier.client.known_namespace import KnownNamespace
+from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Prompt, decode_prompt
+from kvtier.errors import ConfigError, KvtierError, TierRefused
+from kvtier.observe.log_limit import LogLimit
+from kvtier.sizes import format_size
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_LOOK_EVERY_S = 10.0
+_SAVE_EVERY_S = 30.0
+_LISTED_S = 2.0
+"""What a listing says is at most this old."""
+_STORED_S = 60.0
+_STORED_LOOK_S = 0.05
+_TRIES = 3
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix as it is shown; without a name, all that is cached of a namespace."""
+
+    name: str | None
+    model: str
+    namespace: str
+    tokens: int
+    blocks: int
+    bytes: int
+    bytes_by_tier: dict[str, int]
+    last_used: float | None
+    hits: int | None
+    is_pinned: bool
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmOrder:
+    """Put `text` into the cache of `model` as `name`, for chats of `tenant`."""
+
+    name: str
+    model: ServedModel
+    text: PrefixText
+    tenant: Tenant
+    pin: bool = False
+    ttl_s: float | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    done_tokens: int
+    all_tokens: int
+
+
+class Prefixes:
+    """`start` in the event loop; `close` there, too."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        book: PrefixBook,
+        caches: Mapping[str, PrefixCache],
+        *,
+        clock: Callable[[], float] = time.time,
+        pace: Pace = DEFAULT_PACE,
+    ) -> None:
+        """`caches` are by the names of the models that use them."""
+        self._engines = engines
+        self._book = book
+        self._caches = caches
+        self._clock = clock
+        self.pace = pace
+        self._threads = ThreadPoolExecutor(4, "kvtier-prefix")
+        self._readers = ThreadPoolExecutor(2, "kvtier-prefix-book")
+        """A cache server that does not answer must not keep requests from the text that they name."""
+        self._warming = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Over each change of a name and its pins, which waits for a cache server in between."""
+        self._placed: dict[tuple[str, str], tuple[float, Placed]] = {}
+        self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (0.0, [])
+        self._is_noted = False
+        self._warnings = LogLimit(logger)
+        self._saved_at = clock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._look_after(), name="kvtier-prefixes")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        with contextlib.suppress(HttpError):
+            await self._save_notes()
+        for threads in (self._threads, self._readers):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    async def listed(self, tenant: Tenant, limit: int) -> tuple[list[Prefix], bool]:
+        """Prefixes that `tenant` may see, and for an admin what each namespace has; whether there are more."""
+        found = [record for record in self._book if self._may_see(record, tenant)]
+        shown = [await self.shown(record) for record in found[:limit]]
+        if not tenant.is_admin:
+            return shown, len(found) > limit
+        others = await self._namespaces()
+        room = limit - len(shown)
+        return [*shown, *(_whole_namespace(model, one) for model, one in others[:room])], len(found) + len(
+            others
+        ) > limit
+
+    async def shown(self, record: PrefixRecord) -> Prefix:
+        placed = await self._place(record)
+        return Prefix(
+            name=record.name,
+            model=record.model,
+            namespace=record.namespace,
+            tokens=record.tokens,
+            blocks=record.blocks,
+            bytes=0 if placed is None else placed.num_cached * placed.slot_bytes,
+            bytes_by_tier={} if placed is None else placed.bytes_by_tier,
+            last_used=record.last_used,
+            hits=record.hits,
+            is_pinned=record.is_pinned,
+            expires_at=record.expires_at,
+        )
+
+    def served(self) -> list[dict[str, str]]:
+        """The cache server of each model that has one and runs, and the namespace that its engines use."""
+        return [
+            {"model": model.name, "namespace": model.hello.namespace, "address": self._caches[model.name].address}
+            for model in self._engines.models
+            if model.hello is not None and model.name in self._caches
+        ]
+
+    def find(self, name: str, tenant: Tenant) -> PrefixRecord:
+        """Raises a `HttpError` for one that is not there, or not for this tenant."""
+        record = self._book.get(name)
+        if record is None or not self._may_see(record, tenant):
+            raise HttpError(404, f"there is no prefix called {name[:128]!r} here", "prefix_not_found", "prefix")
+        return record
+
+    async def content(self, record: PrefixRecord) -> PrefixContent:
+        """Raises a `HttpError` if its file is gone."""
+        found = await self._in_book(lambda: self._book.content(record))
+        if found is None:
+            raise HttpError(409, f"what was kept of the prefix {record.name} is gone: warm it again", "prefix_lost")
+        return found
+
+    def cache_of(self, record: PrefixRecord) -> PrefixCache:
+        """Raises a `HttpError` if its model has none, or is gone."""
+        cache = self._caches.get(record.model)
+        if cache is None:
+            raise HttpError(409, f"the prefix {record.name} is of {record.model}, which has no cache here", "no_cache")
+        return cache
+
+    def cache_for(self, model: ServedModel) -> PrefixCache:
+        """Raises a `HttpError` for a model without one."""
+        cache = self._caches.get(model.name)
+        if cache is None:
+            sentence = f"the model {model.name} has no cache server: give the deployment a cache"
+            raise HttpError(400, sentence, "no_cache", "model")
+        return cache
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
+    async def pin(self, record: PrefixRecord, *, keep: bool) -> Prefix:
+        """Raises a `HttpError` with the cache's own sentence if it refuses."""
+        async with self._changing:
+            cache, hashes = self.cache_of(record), (await self.content(record)).hashes
+            if not keep:
+                hashes = await self._own(record, hashes, among=[one for one in self._book if one.is_pinned])
+            if hashes:
+                await self._ask(lambda: cache.pin(record.namespace_bytes, hashes, keep=keep))
+            self._placed.clear()
+            changed = await self._in_book(lambda: self._book.change(record, is_pinned=keep))
+        return await self.shown(changed)
+
+    async def drop(self, record: PrefixRecord) -> int:
+        """Forget the name, and its blocks, but for those that other prefixes begin with. Returns how many blocks."""
+        async with self._changing:
+            cache = self._caches.get(record.model)
+            content = await self._in_book(lambda: self._book.content(record))
+            count = 0
+            if cache is not None and content is not None:
+                hashes = await self._own(record, content.hashes, among=list(self._book))
+                count = await self._ask(lambda: cache.drop(record.namespace_bytes, hashes)) if hashes else 0
+            self._placed.clear()
+            await self._in_book(lambda: self._book.remove(record))
+        return count
+
+    async def rename(self, record: PrefixRecord, name: str) -> Prefix:
+        """Raises a `HttpError` if the name is taken."""
+        async with self._changing:
+            renamed = await self._in_book(lambda: self._book.rename(record, name))
+        return await self.shown(renamed)
+
+    async def add(self, record: PrefixRecord, content: PrefixContent) -> Prefix:
+        """A prefix whose blocks are in the cache already, as after an import."""
+        async with self._changing:
+            before = self._book.get(record.name)
+            if before is not None:
+                with contextlib.suppress(KvtierError, HttpError):
+                    await self._let_go(before)
+            if record.is_pinned:
+                cache = self.cache_of(record)
+                await self._ask(lambda: cache.pin(record.namespace_bytes, content.hashes, keep=True))
+            await self._in_book(lambda: self._book.add(record, content))
+            self._placed.clear()
+        return await self.shown(record)
+
+    async def end_expired(self) -> None:
+        """Names whose time is over go, and what was pinned for them is not any more. Called now and then."""
+        for record in filter(self._is_expired, self._book):
+            try:
+                await self._end(record.name)
+            except (KvtierError, HttpError) as error:  # the cache does not answer, say: at the next look
+                self._warnings.warning(record.name, "the prefix %s has expired, and stays: %s", record.name, str(error))
+
+    async def warm(self, order: WarmOrder, prompts: Sequence[ChatPrompt]) -> AsyncGenerator[Progress | Prefix, None]:
+        """What has been done, and at last the prefix. Raises a `HttpError` or a `KvtierError` with one sentence.
+
+        `prompts` are chats that begin with the text and differ in their questions. One prefix is warmed at a time. What
+        was computed of one that is broken off stays cached, without a name.
+        """
+        cache = self.cache_for(order.model)
+        await self._in_book(lambda: self._book.check_room(order.name))
+        yield Progress(0, 0)
+        async with self._warming:
+            tokens = await common_tokens(self._engines, order.model, prompts)
+            num_blocks = check_tokens(tokens, order.model)
+            hello = order.model.hello
+            assert hello is not None
+            namespace = Namespace(bytes.fromhex(hello.namespace))
+            salt = salt_of(order.tenant, "")
+            root = salted_root(namespace, salt)
+            full = tokens[: num_blocks * hello.block_tokens]
+            hashes = await self._in_thread(lambda: block_hashes(root, full, hello.block_tokens))
+            async for progress in self._fill(order, cache, namespace, full, hashes, salt):
+                yield progress
+            record = PrefixRecord(
+                name=order.name,
+                model=order.model.name,
+                namespace=namespace.hex(),
+                root=root.hex(),
+                first=hashes[0].hex(),
+                key=order.tenant.name,
+                tokens=len(tokens),
+                blocks=num_blocks,
+                file=new_file(),
+                has_text=True,
+                is_pinned=order.pin,
+                expires_at=None if order.ttl_s is None else self._clock() + order.ttl_s,
+            )
+            known = self._book.get(order.name)
+            if known is not None and known.root == record.root:
+                record = msgspec.structs.replace(record, hits=known.hits, last_used=known.last_used)
+            yield await self.add(record, PrefixContent(join_hashes(hashes), order.text))
+
+    async def _fill(
+        self,
+        order: WarmOrder,
+        cache: PrefixCache,
+        namespace: Namespace,
+        tokens: list[int],
+        hashes: list[BlockHash],
+        salt: str,
+    ) -> AsyncGenerator[Progress, None]:
+        """Until all of `hashes` are in the cache."""
+        block_tokens = len(tokens) // len(hashes)
+        warming = Warming(self._engines, order.model, tokens, salt, self.pace)
+        placed = await self._ask(lambda: cache.place(namespace, hashes))
+        await self._check_room(order, cache, placed, len(hashes))
+        for number in range(_TRIES):
+            first = placed.first_absent * block_tokens
+            yield Progress(first, len(tokens))
+            if placed.num_cached == len(hashes):
+                break
+            async for done in warming.compute(first, f"warm-{secrets.token_hex(12)}-{number}"):
+                yield Progress(done, len(tokens))
+            placed = await self._until_stored(cache, namespace, hashes)
+        if placed.num_cached < len(hashes):
+            kept = f"{placed.num_cached} of {len(hashes)} blocks of {order.name}"
+            raise HttpError(507, f"the cache has kept {kept}: it has too little room", "cache_full")
+        await self._ask(lambda: cache.use(namespace, hashes))
+
+    async def _until_stored(self, cache: PrefixCache, namespace: Namespace, hashes: list[BlockHash]) -> Placed:
+        """Engines store behind their steps: wait for that, as long as there is progress."""
+        deadline = time.monotonic() + _STORED_S
+        placed = await self._ask(lambda: cache.place(namespace, hashes))
+        while placed.num_cached < len(hashes) and time.monotonic() < deadline:
+            await asyncio.sleep(_STORED_LOOK_S)
+            before = placed.num_cached
+            placed = await self._ask(lambda: cache.place(namespace, hashes))
+            if placed.num_cached != before:
+                deadline = time.monotonic() + _STORED_S
+        return placed
+
+    async def _check_room(self, order: WarmOrder, cache: PrefixCache, placed: Placed, num_blocks: int) -> None:
+        """Raises a `HttpError` if it can never fit, or, unless forced, if blocks that requests have left would go."""
+        slot_bytes = placed.slot_bytes or self._slot_bytes(order.model)
+        needed, whole = (num_blocks - placed.num_cached) * slot_bytes, num_blocks * slot_bytes
+        if not needed:
+            return
+        room = await self._ask(cache.room)
+        if whole > room.usable_bytes:
+            sentence = f"{order.name} needs {format_size(whole)}, and the cache has {format_size(room.usable_bytes)}"
+            raise HttpError(507, sentence, "cache_full")
+        if needed > room.free_bytes and not order.force:
+            evicted, free = format_size(needed - max(0, room.free_bytes)), format_size(max(0, room.free_bytes))
+            raise HttpError(
+                409,
+                f"{order.name} needs {format_size(needed)} and {free} of the {room.level} is free: {evicted} of blocks "
+                "that requests have left there would be evicted for it; force it if it is worth more (--force)",
+                "would_evict",
+                "force",
+            )
+
+    def _slot_bytes(self, model: ServedModel) -> int:
+        hello = model.hello
+        return 0 if hello is None or not hello.num_blocks else slot_bytes_of(hello.kv_bytes // hello.num_blocks)
+
+    # --- requests that name one --------------------------------------------------------------------------------------
+
+    async def before(self, name: str, model: str, prompt: Prompt | EncodedPrompt, tenant: Tenant) -> ChatPrompt:
+        """The conversation with the text of the prefix before it. Raises a `HttpError` if that cannot be."""
+        record = self.find(name, tenant)
+        if record.model != model:
+            raise _wrong(f"the prefix {name} is of the model {record.model}, not of {model}")
+        text = (await self.content(record)).text
+        if text is None:
+            raise _wrong(f"the prefix {name} was imported without its text: send the document itself")
+        if isinstance(prompt, EncodedPrompt):
+            encoded = prompt.encoded
+            prompt = await self._in_thread(lambda: decode_prompt(encoded))
+        if not isinstance(prompt, ChatPrompt):
+            raise _wrong("prefix is for conversations")
+        first = prompt.messages[0]
+        if first.role != "user":
+            raise _wrong(
+                f"with prefix the first message must be the user's, not one of the role {first.role[:32]!r}: a system "
+                "message is given when the prefix is warmed"
+            )
+        self._book.note_hit(record, self._clock())
+        self._is_noted = True
+        begun = text.messages(first.content)
+        begun[-1] = msgspec.structs.replace(first, content=begun[-1].content)
+        return msgspec.structs.replace(prompt, messages=[*begun, *prompt.messages[1:]])
+
+    # --- private -----------------------------------------------------------------------------------------------------
+
+    def _may_see(self, record: PrefixRecord, tenant: Tenant) -> bool:
+        """An admin sees all; others what is of their own salt."""
+        return tenant.is_admin or record.root == salted_root(record.namespace_bytes, salt_of(tenant, "")).hex()
+
+    async def _place(self, record: PrefixRecord) -> Placed | None:
+        """None while the cache does not answer, or there is none."""
+        cache = self._caches.get(record.model)
+        key, now = (record.namespace, record.file), time.monotonic()
+        known = self._placed.get(key)
+        if known is not None and now - known[0] < _LISTED_S:
+            return known[1]
+        content = await self._in_book(lambda: self._book.content(record))
+        if cache is None or content is None:
+            return None
+        with contextlib.suppress(KvtierError):
+            placed = await self._in_thread(lambda: cache.place(record.namespace_bytes, content.hashes))
+            if len(self._placed) > 2 * len(self._book):
+                self._placed.clear()
+            self._placed[key] = (now, placed)
+            return placed
+        return None
+
+    async def _namespaces(self) -> list[tuple[str, KnownNamespace]]:
+        """What the caches of the models have, each with the model whose engines use it now, or nothing."""
+        asked_at, found = self._listed
+        if time.monotonic() - asked_at < _LISTED_S:
+            return found
+        used = {model.hello.namespace: model.name for model in self._engines.models if model.hello is not None}
+        found = []
+        for cache in {cache.address: cache for cache in self._caches.values()}.values():
+            with contextlib.suppress(KvtierError):
+                known = await self._in_thread(cache.namespaces)
+                found += [(used.get(one.digest, one.name), one) for one in known if one.blocks or one.disk_blocks]
+        self._listed = (time.monotonic(), found)
+        return found
+
+    async def _let_go(self, record: PrefixRecord) -> None:
+        """Its blocks are not pinned any longer. Raises a `KvtierError` while the cache does not answer."""
+        cache = self._caches.get(record.model)
+        if not record.is_pinned or cache is None:
+            return
+        content = await self._in_book(lambda: self._book.content(record))
+        if content is None:
+            return
+        hashes = await self._own(record, content.hashes, among=[one for one in self._book if one.is_pinned])
+        if hashes:
+            with contextlib.suppress(TierRefused):  # it has none of these blocks any more
+                await self._in_thread(lambda: cache.pin(record.namespace_bytes, hashes, keep=False))
+
+    async def _own(
+        self, record: PrefixRecord, hashes: list[BlockHash], *, among: Iterable[PrefixRecord]
+    ) -> list[BlockHash]:
+        """Those that no other prefix `among` these has: chains that share blocks share their beginning."""
+        others = [other for other in among if other.file != record.file and other.first == record.first]
+
+        def num_shared() -> int:
+            contents = (self._book.content(other) for other in others)
+            return max((_num_same(hashes, content.hashes) for content in contents if content is not None), default=0)
+
+        return hashes[await self._in_book(num_shared) :]
+
+    async def _look_after(self) -> None:
+        """Prefixes end with their time, and hits are written down."""
+        while True:
+            await self.end_expired()
+            try:
+                if self._clock() - self._saved_at >= _SAVE_EVERY_S:
+                    await self._save_notes()
+            except HttpError as error:
+                self._warnings.warning("save", "%s", str(error))
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _is_expired(self, record: PrefixRecord) -> bool:
+        return record.expires_at is not None and record.expires_at <= self._clock()
+
+    async def _end(self, name: str) -> None:
+        async with self._changing:
+            record = self._book.get(name)
+            if record is None or not self._is_expired(record):
+                return  # it was dropped, or warmed once more
+            await self._let_go(record)
+            await self._in_book(lambda: self._book.remove(record))
+        logger.info("the prefix %s has expired", name)
+
+    async def _save_notes(self) -> None:
+        self._saved_at = self._clock()
+        if self._is_noted:
+            self._is_noted = False
+            await self._in_book(self._book.save)
+
+    async def _ask(self, work: Callable[[], _Result]) -> _Result:
+        """What a cache says. Raises a `HttpError` if it does not answer, or refuses."""
+        try:
+            return await self._in_thread(work)
+        except KvtierError as error:
+            raise HttpError(409, f"the cache refuses: {error}", "cache_refused") from error
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _in_book(self, work: Callable[[], _Result]) -> _Result:
+        """Raises a `HttpError` with the book's own sentence if it refuses."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        except ConfigError as error:
+            raise HttpError(409, str(error), "prefix_refused") from error
+
+
+def _whole_namespace(model: str, known: KnownNamespace) -> Prefix:
+    slot_bytes = slot_bytes_of(known.block_bytes) if known.block_bytes else 0
+    tiers = {MEMORY: known.blocks * slot_bytes, DISK: known.disk_blocks * slot_bytes}
+    num_blocks = max(known.blocks, known.disk_blocks)
+    return Prefix(
+        name=None,
+        model=model,
+        namespace=known.digest,
+        tokens=num_blocks * known.block_tokens,
+        blocks=num_blocks,
+        bytes=num_blocks * slot_bytes,
+        bytes_by_tier={tier: nbytes for tier, nbytes in tiers.items() if nbytes},
+        last_used=None,
+        hits=None,
+        is_pinned=False,
+        expires_at=None,
+    )
+
+
+def _num_same(ours: Sequence[BlockHash], theirs: Sequence[BlockHash]) -> int:
+    num_same = 0
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            break
+        num_same += 1
+    return num_same
+
+
+def _wrong(sentence: str) -> HttpError:
+    return HttpError(400, sentence, "invalid_value", "prefix")

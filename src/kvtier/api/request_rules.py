@@ -1,0 +1,45 @@
+"""What readers of bodies share: texts for the callers' own records, and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.api.http_error import http_error_of
+from kvtier.api.json_body import JsonBody
+from kvtier.api.limits import MAX_METADATA, MAX_RECORD_CHARACTERS
+from kvtier.api.prefixes.record import MAX_NAME_CHARACTERS
+from kvtier.engine.sampling_params import SamplingParams
+from kvtier.errors import InvalidParameter
+
+
+def check_texts(body: JsonBody, *names: str) -> None:
+    """Texts that callers send for their records change nothing: only type and length are looked at."""
+    for name in names:
+        body.short_text(name, MAX_RECORD_CHARACTERS)
+
+
+def read_metadata(body: JsonBody) -> dict[str, str]:
+    metadata = body.value("metadata")
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise body.wrong("metadata", f"an object of at most {MAX_METADATA} texts")
+    for value in metadata.values():
+        if not isinstance(value, str) or len(value) > MAX_RECORD_CHARACTERS:
+            raise body.wrong("metadata", f"an object of texts of at most {MAX_RECORD_CHARACTERS} characters")
+    return metadata
+
+
+def read_prefix(body: JsonBody) -> str:
+    """The name of a prefix that stands before the conversation; empty if there is none."""
+    return body.short_text("prefix", MAX_NAME_CHARACTERS) or ""
+
+
+def sampling_params(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> SamplingParams:
+    """`names` are those by which the client knows parameters, where they differ. Raises a `HttpError`."""
+    try:
+        return SamplingParams(**values)
+    except InvalidParameter as error:
+        own, _, rest = str(error).partition(" ")
+        raise http_error_of(InvalidParameter(f"{(names or {}).get(own, own)} {rest}")) from error

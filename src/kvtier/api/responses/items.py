@@ -1,0 +1,161 @@
+"""The items of a response: those of an input as messages of a conversation, and those of an output as clients get them.
+
+What clients send back has fields that say nothing to a model (ids, states, annotations): they are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.api.chat.answer_blocks import Block
+from kvtier.api.chat.inner_json import read_arguments
+from kvtier.api.chat.sealed_thoughts import sealed, unsealed
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import MAX_ID_CHARACTERS, MAX_PARTS, MAX_TOOL_NAME_CHARACTERS
+from kvtier.api.neutral_fields import invalid
+from kvtier.engine.process.messages import ChatMessage, ToolCall
+
+REFERENCE = "reference"
+"""The role of what stands for an item of an earlier response until that is looked up: its content is the item's id."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+def read_item(item: object, path: str) -> ChatMessage | None:
+    """The message, or the part of one, that an item of an input is; None for one that says nothing here."""
+    if not isinstance(item, dict):
+        raise invalid(path, f"{path} must be an object, not {shown(item)}")
+    body = JsonBody(item, f"{path}.")
+    kind = body.text("type") or ("message" if "role" in item else "item_reference")
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise HttpError(400, f"{path} is of the type {shown(kind)}, which is not supported here", "invalid_value", path)
+    return reader(body, path)
+
+
+def _read_message(body: JsonBody, path: str) -> ChatMessage:
+    role = _ROLES.get(body.needed_text("role"))
+    if role is None:
+        raise body.wrong("role", f"one of {', '.join(_ROLES)}")
+    return ChatMessage(role, _text(body, "content", path))
+
+
+def _read_call(body: JsonBody, path: str) -> ChatMessage:
+    arguments, num_characters = read_arguments(body.text("arguments"))
+    call = ToolCall(_name(body), arguments, _id(body, "call_id"))
+    return ChatMessage("assistant", "", tool_calls=[call], num_more_characters=num_characters)
+
+
+def _read_call_output(body: JsonBody, path: str) -> ChatMessage:
+    return ChatMessage("tool", _text(body, "output", path), call_id=_id(body, "call_id"))
+
+
+def _read_reasoning(body: JsonBody, path: str) -> ChatMessage | None:
+    parts = body.items("content", MAX_PARTS) or []
+    text = "".join(_part_text(part, f"{path}.content[{index}]", _REASONING) for index, part in enumerate(parts))
+    text = text or unsealed(body.text("encrypted_content") or "")
+    return ChatMessage("assistant", "", reasoning=text) if text else None
+
+
+_REASONING = {"reasoning_text": "text"}
+
+
+def _read_reference(body: JsonBody, path: str) -> ChatMessage:
+    return ChatMessage(REFERENCE, _id(body, "id"))
+
+
+_READERS = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_call_output,
+    "reasoning": _read_reasoning,
+    "item_reference": _read_reference,
+}
+
+
+def _text(body: JsonBody, name: str, path: str) -> str:
+    content = body.value(name)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise body.wrong(name, "text, or a list of parts of text")
+    body.items(name, MAX_PARTS)
+    parts = enumerate(content)
+    return "".join(_part_text(part, f"{path}.{name}[{index}]", _TEXT_PARTS) for index, part in parts)
+
+
+def _part_text(part: object, path: str, kinds: Mapping[str, str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = kinds.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        expected = " or ".join(kinds)
+        raise invalid(path, f"{path} must be a part of the type {expected}, not {shown(part)}: there is no other here")
+    assert isinstance(part, dict)
+    return JsonBody(part, f"{path}.").needed_text(name)
+
+
+def _id(body: JsonBody, name: str) -> str:
+    body.needed_text(name)
+    return body.short_text(name, MAX_ID_CHARACTERS) or ""
+
+
+def _name(body: JsonBody) -> str:
+    body.needed_text("name")
+    return body.short_text("name", MAX_TOOL_NAME_CHARACTERS) or ""
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def item_id(response_id: str, block: Block) -> str:
+    return f"{_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{block.index}"
+
+
+def response_of_item(item: str) -> str:
+    """The id of the response that an item with this id would be of."""
+    return f"resp_{item.partition('_')[2].rpartition('_')[0]}"
+
+
+def output_item(
+    response_id: str, block: Block, status: str, *, logprobs: object = (), seals_reasoning: bool = False
+) -> dict[str, object]:
+    """`status` is "in_progress", "completed" or "incomplete"; what is in progress has no content yet."""
+    own_id = item_id(response_id, block)
+    is_begun = status != "in_progress"
+    text = block.text if is_begun else ""
+    if block.kind == "call":
+        assert block.call is not None
+        call = {"call_id": block.call.call_id, "name": block.call.name, "arguments": text}
+        return {"id": own_id, "type": "function_call", "status": status, **call}
+    if block.kind == "reasoning":
+        content = [reasoning_part(text)] if is_begun else []
+        carried = {"encrypted_content": sealed(text) if is_begun else ""} if seals_reasoning else {}
+        return {"id": own_id, "type": "reasoning", "status": status, "summary": [], "content": content, **carried}
+    content = [text_part(text, logprobs)] if is_begun else []
+    return {"id": own_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def text_part(text: str, logprobs: object = ()) -> dict[str, object]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def reasoning_part(text: str) -> dict[str, object]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def message_part(block: Block) -> ChatMessage:
+    """A block of an answer as the part of a message that it is in the next turn's prompt."""
+    if block.kind == "call":
+        assert block.call is not None
+        arguments, num_characters = read_arguments(block.text)
+        call = ToolCall(block.call.name, arguments, block.call.call_id)
+        return ChatMessage("assistant", "", tool_calls=[call], num_more_characters=num_characters)
+    if block.kind == "reasoning":
+        return ChatMessage("assistant", "", reasoning=block.text)
+    return ChatMessage("assistant", block.text)

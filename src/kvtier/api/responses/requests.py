@@ -1,0 +1,314 @@
+"""The bodies of the Responses API as what the engine is asked. What would change the answer is followed or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.api.chat.conversation import Conversation, Tool, ToolChoice, ask
+from kvtier.api.chat.effort import EFFORTS, THINKS
+from kvtier.api.chat.tool_reading import check_tools, read_allowed_tools, read_flat_tool
+from kvtier.api.chat.turns import joined_turns, named_results
+from kvtier.api.engines import ModelCatalog
+from kvtier.api.generation import GenerationRequest
+from kvtier.api.http_error import HttpError
+from kvtier.api.json_body import JsonBody, shown
+from kvtier.api.limits import (
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_ID_CHARACTERS,
+    MAX_INPUT_ITEMS,
+    MAX_OPENAI_TEMPERATURE,
+    MAX_TOOLS,
+)
+from kvtier.api.neutral_fields import Neutral, invalid, refuse_others
+from kvtier.api.output_format import read_named_schema
+from kvtier.api.prompt_length import check_length
+from kvtier.api.request_rules import check_texts, read_metadata, read_prefix, sampling_params
+from kvtier.api.responses.items import REFERENCE, read_item
+from kvtier.api.responses.record import Record, encode_record
+from kvtier.api.retention_fields import read_retention
+from kvtier.engine.grammar import JSON_OBJECT, Grammar
+from kvtier.engine.process.messages import ChatMessage
+from kvtier.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+_LOGPROBS, _SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+_INCLUDABLE = (
+    *(_LOGPROBS, _SEALED_REASONING, "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "message.input_image.image_url"),
+    *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+)
+_TEXTS = ("user", "prompt_cache_key", "safety_identifier", "prompt_cache_retention")
+_NEUTRAL: Neutral = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "service_tier": ("auto", "default", "flex", "priority"),
+}
+_NEUTRAL_IN_TEXT: Neutral = {"verbosity": ("medium",)}
+_NEUTRAL_IN_REASONING: Neutral = {"context": ("auto",), "mode": ("standard",)}
+_NEUTRAL_IN_TOOLS: Neutral = {"defer_loading": (False,), "namespace": (), "output_schema": (), "async": (False,)}
+_SUMMARIES = ("auto", "concise", "detailed")
+
+
+def read_response(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
+    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    name = body.needed_text("model")
+    model = engines.find(name)
+    given = _Given(*_input(body), body.text("instructions"), _tools(body), _include(body))
+    conversation = _conversation(body, given)
+    asked = ask(conversation, model)
+    values = {**_sampling_values(body, given.include), **asked.sampling, "grammar": asked.grammar}
+    names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+    params = sampling_params({"max_tokens": None, **model.options, **values, "n": 1}, names)
+    check_length(asked.prompt, model.hello)
+    is_streamed = body.flag("stream") or False
+    _check_rest(body, is_streamed=is_streamed)
+    cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
+    explains = body.flag("explain") or False
+    prefix = read_prefix(body)
+    retention = read_retention(body)
+    record = _record(body, given, params)
+    body.refuse_rest()
+    return GenerationRequest(
+        name=name,
+        model=model,
+        prompts=[asked.prompt],
+        params=params,
+        is_streamed=is_streamed,
+        cache_salt=cache_salt or "",
+        form=asked.form,
+        record=encode_record(record),
+        session=body.text("prompt_cache_key") or "",
+        explains=explains,
+        prefix=prefix,
+        retention=retention,
+        grammar_field="tools" if conversation.output is None else "text.format",
+    )
+
+
+class _Given:
+    """What a body gives, as far as several parts of what is asked depend on it."""
+
+    def __init__(
+        self,
+        items: Sequence[object],
+        fragments: Sequence[ChatMessage],
+        instructions: str | None,
+        tools: Sequence[Tool],
+        include: Sequence[object],
+    ) -> None:
+        self.items = items
+        self.instructions = instructions
+        self.tools = tools
+        self.include = include
+        self.refers = any(one.role == REFERENCE for one in fragments)
+        self.leading = [] if instructions is None else [ChatMessage("system", instructions)]
+        self.messages = fragments if self.refers else named_results(joined_turns(fragments))
+
+
+def _conversation(body: JsonBody, given: _Given) -> Conversation:
+    choice, effort = _tool_choice(body), _effort(body)
+    check_tools(given.tools, choice)
+    return Conversation(
+        messages=[*given.leading, *given.messages],
+        tools=given.tools,
+        tool_choice=choice,
+        allows_several_calls=body.flag("parallel_tool_calls") is not False,
+        output=_output(body),
+        thinks=THINKS.get(effort),
+        effort=None if effort == "none" else effort,
+    )
+
+
+def _record(body: JsonBody, given: _Given, params: SamplingParams) -> Record:
+    previous = body.short_text("previous_response_id", MAX_ID_CHARACTERS) or ""
+    results = [(number, one) for number, one in enumerate(given.messages) if one.role == "tool"]
+    return Record(
+        shown={name: _raw(value) for name, value in _shown_fields(body, given, params).items()},
+        items=[_raw(item) for item in given.items],
+        is_stored=body.flag("store") is not False,
+        previous=previous,
+        num_instructions=len(given.leading),
+        refers=given.refers,
+        unnamed=[number for number, one in results if previous and one.name is None],
+        seals_reasoning=_SEALED_REASONING in given.include,
+    )
+
+
+def _shown_fields(body: JsonBody, given: _Given, params: SamplingParams) -> dict[str, object]:
+    """Those of a response that repeat the request's."""
+    reasoning, text = body.value("reasoning"), body.value("text")
+    return {
+        "instructions": given.instructions,
+        "max_output_tokens": body.whole("max_output_tokens"),
+        "metadata": read_metadata(body),
+        "parallel_tool_calls": body.flag("parallel_tool_calls") is not False,
+        "previous_response_id": body.value("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort") if isinstance(reasoning, dict) else None, "summary": None},
+        "service_tier": "default",
+        "store": body.flag("store") is not False,
+        "temperature": params.temperature,
+        "text": {"format": (text.get("format") if isinstance(text, dict) else None) or {"type": "text"}},
+        "tool_choice": body.value("tool_choice") or "auto",
+        "tools": [_shown_tool(tool) for tool in given.tools],
+        "top_logprobs": params.logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        **{field: body.value(field) for field in _TEXTS},
+    }
+
+
+def _shown_tool(tool: Tool) -> dict[str, object]:
+    function = tool.document["function"]
+    assert isinstance(function, dict)
+    return {"type": "function", "description": None, "parameters": None, **function, "strict": tool.is_strict}
+
+
+def _raw(value: object) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.json.encode(value))
+    except (OverflowError, RecursionError) as error:
+        raise HttpError(
+            400, "the body has a number that is too large, or is nested too deeply", "invalid_value"
+        ) from error
+
+
+def _input(body: JsonBody) -> tuple[list[object], list[ChatMessage]]:
+    """The items, and the messages or parts of messages that they are."""
+    given = body.value("input")
+    if isinstance(given, str):
+        content = [{"type": "input_text", "text": given}]
+        return [{"type": "message", "role": "user", "content": content}], [ChatMessage("user", given)]
+    if given is None:
+        raise HttpError(400, "input is missing", "missing_field", "input")
+    if not isinstance(given, list):
+        raise body.wrong("input", "text, or a list of items")
+    items = body.items("input", MAX_INPUT_ITEMS) or []
+    found = [read_item(item, f"input[{index}]") for index, item in enumerate(items)]
+    fragments = [one for one in found if one is not None]
+    if not fragments:
+        raise body.wrong("input", "text, or a list with at least one message")
+    return items, fragments
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _tools(body: JsonBody) -> list[Tool]:
+    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.items("tools", MAX_TOOLS) or [])]
+
+
+def _tool(tool: object, path: str) -> Tool:
+    if not isinstance(tool, dict):
+        raise invalid(path, f"{path} must be an object, not {shown(tool)}")
+    body = JsonBody(tool, f"{path}.")
+    kind = body.needed_text("type")
+    if kind != "function":
+        raise body.refuse("type", f"is {shown(kind)}: only tools of the type function are supported here")
+    found = read_flat_tool(body, path, "parameters")
+    refuse_others(body, _NEUTRAL_IN_TOOLS)
+    body.value("allowed_callers")
+    body.refuse_rest()
+    return found
+
+
+def _tool_choice(body: JsonBody) -> ToolChoice:
+    given = body.value("tool_choice")
+    if given is None or given == "auto":
+        return ToolChoice()
+    if given == "none":
+        return ToolChoice("none")
+    if given == "required":
+        return ToolChoice("required")
+    if isinstance(given, dict) and given.get("type") == "function" and isinstance(given.get("name"), str):
+        return ToolChoice("named", given["name"])
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        allowed = JsonBody(given, "tool_choice.")
+        allowed.value("type")
+        return read_allowed_tools(allowed, "tool_choice", lambda tool: tool.needed_text("name"))
+    raise body.wrong("tool_choice", 'none, auto, required, {"type": "function", "name": NAME}, or allowed_tools')
+
+
+# --- how the answer is made -------------------------------------------------------------------------------------------
+
+
+def _effort(body: JsonBody) -> str | None:
+    reasoning = body.inner("reasoning")
+    if reasoning is None:
+        return None
+    effort = reasoning.text("effort")
+    if effort is not None and effort not in EFFORTS:
+        raise reasoning.wrong("effort", f"one of {', '.join(EFFORTS)}")
+    for name in ("summary", "generate_summary"):
+        if (reasoning.text(name) or "auto") not in _SUMMARIES:
+            raise reasoning.wrong(name, f"one of {', '.join(_SUMMARIES)}")
+    refuse_others(reasoning, _NEUTRAL_IN_REASONING)
+    reasoning.refuse_rest()
+    return effort
+
+
+def _output(body: JsonBody) -> Grammar | None:
+    text = body.inner("text")
+    if text is None:
+        return None
+    refuse_others(text, _NEUTRAL_IN_TEXT)
+    form = text.inner("format")
+    text.refuse_rest()
+    if form is None:
+        return None
+    kind = form.needed_text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT
+    if kind != "json_schema":
+        raise form.wrong("type", "text, json_object or json_schema")
+    grammar = read_named_schema(form)
+    form.refuse_rest()
+    return grammar
+
+
+def _include(body: JsonBody) -> list[object]:
+    include = body.items("include", len(_INCLUDABLE)) or []
+    for one in include:
+        if one not in _INCLUDABLE:
+            raise body.wrong("include", f"a list of {', '.join(_INCLUDABLE)}")
+    return include
+
+
+def _sampling_values(body: JsonBody, include: Sequence[object]) -> dict[str, object]:
+    """Those that were given, by the names of `SamplingParams`."""
+    temperature = body.number("temperature")
+    if (temperature or 0.0) > MAX_OPENAI_TEMPERATURE:
+        given = shown(body.value("temperature"))
+        raise invalid("temperature", f"temperature must be from 0 to {MAX_OPENAI_TEMPERATURE:g}, not {given}")
+    top_logprobs = body.whole("top_logprobs")
+    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
+        raise body.wrong("top_logprobs", f"a whole number from 0 to {MAX_LOGPROBS}")
+    values = {
+        "temperature": temperature,
+        "top_p": body.number("top_p"),
+        "max_tokens": body.whole("max_output_tokens"),
+        "ignore_eos": body.flag("ignore_eos"),
+        "logprobs": (top_logprobs or 0) if top_logprobs or _LOGPROBS in include else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_rest(body: JsonBody, *, is_streamed: bool) -> None:
+    """Fields that change nothing here, at least with the values they have."""
+    check_texts(body, *_TEXTS)
+    body.whole("max_tool_calls")  # of tools that run here: there are none
+    body.inner("prompt_cache_options")
+    if (body.text("truncation") or "auto") not in ("auto", "disabled"):
+        raise body.wrong("truncation", "auto or disabled")
+    options = body.inner("stream_options")
+    if options is not None:
+        if not is_streamed:
+            raise invalid("stream_options", "stream_options needs stream to be true")
+        options.flag("include_obfuscation")  # padding, which no answer needs
+        options.refuse_rest()
+    refuse_others(body, _NEUTRAL)

@@ -1,0 +1,373 @@
+"""Evict what is least likely to be asked for soon, by what the traffic has shown; where LRU does better, be LRU.
+
+Blocks that were last used together are a `Run`: a stretch of one prompt, with the history of the gaps between its
+uses. A prompt loses its end first, so a run shrinks from its last block. Runs with similar gaps form a class, and each
+class learns how long its runs wait for their next use (`ReuseModel`); a block is worth the hits it can expect for the
+time that it takes up room. Candidates for eviction are the oldest run of each class and a few at random.
+
+The history outlives the blocks: a run that is evicted whole leaves a ghost, found by the hash of its first block. New
+blocks that continue a prompt inherit the history of what they continue; those that branch off a shared prefix begin
+without one. New blocks that are worth less than every candidate are declined, except for a first one that a match has
+asked for: what is stored behind a gap is found by nobody.
+
+`Duel` replays LRU beside it, run by run. While LRU is ahead, the oldest run goes and nothing is declined.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from kvtier.blocks.duel import Duel
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.reuse_model import NUM_CLASSES, ReuseModel, class_of
+from kvtier.blocks.run import Run, Scoped
+from kvtier.blocks.share import Share
+
+_RUN = operator.attrgetter("run")
+_POPS_OF_ONE = 16
+"""Blocks that leave one run before candidates are compared again."""
+_NUM_SAMPLED = 16
+_CAPACITY_WINDOW = 8
+"""In capacities: how many blocks are placed until a smaller one is believed."""
+_REST_S = 30.0
+"""For so long after a decline, blocks that continue nothing cached are the rest of that prompt: it comes in batches."""
+_GHOSTS_PER_RUN = 4
+_MIN_GHOSTS = 64
+_MAX_EXPECTED = 1024
+_ONE_USE_S = 0.05
+"""Uses closer together than this are one: the model tells no shorter gaps apart."""
+
+
+class RunBlock(Protocol):
+    """What the policy knows of a block; see `pool.Block`."""
+
+    hash: BlockHash
+    is_pinned: bool
+    is_retained: bool
+    num_refs: int
+    run: Run[RunBlock] | None
+
+    @property
+    def index(self) -> Scoped: ...
+
+
+_Block = TypeVar("_Block", bound=RunBlock)
+
+
+class AdaptivePolicy(Generic[_Block]):
+    """See `EvictionPolicy`. With `declines`, new blocks need not be admitted (`pop_coldest` with a newcomer)."""
+
+    counts_shares = False
+
+    def __init__(self, *, declines: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._declines = declines
+        self._clock = clock
+        self._model = ReuseModel()
+        self._duel = Duel()
+        self._runs: list[Run[_Block]] = []
+        self._classes: list[OrderedDict[Run[_Block], None]] = [OrderedDict() for _ in range(NUM_CLASSES)]
+        self._ghosts: OrderedDict[int, Run[_Block]] = OrderedDict()
+        self._expected: OrderedDict[int, Run[_Block] | None] = OrderedDict()
+        self._num_live = 0
+        self._capacity = 0
+        self._peak = 0
+        self._num_placed = 0
+        self._seed = 1
+        self._victim: Run[_Block] | None = None
+        self._weighed_for: Run[_Block] | None = None
+        self._num_left = 0
+        self._declined_at = -math.inf
+
+    # --- what is used ----------------------------------------------------------------------------------------------
+
+    def missed(self, parent: _Block | None, index: Scoped, block_hash: BlockHash) -> None:
+        """A match ended at `block_hash`, behind `parent`: what is stored under it next continues that prompt."""
+        run: Run[_Block] | None = None if parent is None else parent.run  # type: ignore[assignment]
+        self._expected[hash(block_hash) ^ index.scope] = run if run is not None and run.is_tail else None
+        if len(self._expected) > _MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def begin(self, parent: _Block | None, index: Scoped, block_hash: BlockHash, count: int) -> Run[_Block]:
+        """A run for `count` new blocks, from `block_hash` on: with the history of what they continue, if any."""
+        key = hash(block_hash) ^ index.scope
+        is_reachable = parent is not None or key in self._expected
+        ghost = self._ghosts.pop(key, None)
+        expected = self._expected.pop(key, None)
+        if ghost is not None:
+            self._duel.missed(ghost, count)
+            run = self._reused(ghost, self._clock())
+        else:
+            source: Run[_Block] | None = expected
+            if parent is not None and parent.run is not None and parent.run.is_tail:
+                source = parent.run  # type: ignore[assignment]
+            self._duel.missed(source, count)
+            run = Run() if source is None else self._heir(source)
+        run.num_wanted = count
+        run.is_reachable = is_reachable
+        return run
+
+    def add_all(self, blocks: Sequence[_Block]) -> None:
+        self._place(blocks, is_use=True)
+
+    def readmit(self, blocks: Sequence[_Block]) -> None:
+        """As new as those that were just used, with the history that they have."""
+        self._place(blocks, is_use=False)
+
+    def _place(self, blocks: Sequence[_Block], *, is_use: bool) -> None:
+        now = self._clock()
+        made: list[tuple[Run[_Block], int]] = []
+        first, num_blocks = 0, len(blocks)
+        self._num_live += num_blocks
+        self._note_capacity(num_blocks)
+        while first < num_blocks:
+            old = blocks[first].run
+            end = first + 1
+            if not first and len(set(map(_RUN, blocks))) == 1:
+                end = num_blocks
+            while end < num_blocks and blocks[end].run is old:
+                end += 1
+            self._place_stretch(old, blocks[first:end], made, now, is_use)  # type: ignore[arg-type]
+            first = end
+        for run, of_lru in reversed(made):
+            self._duel.use(run, of_lru, self._capacity)
+
+    def remove(self, block: _Block) -> None:
+        self._remove(block.run, 1)  # type: ignore[arg-type]
+
+    def remove_all(self, blocks: Sequence[_Block]) -> None:
+        for run, count in Counter(map(_RUN, blocks)).items():
+            self._remove(run, count)
+
+    def _remove(self, run: Run[_Block] | None, count: int) -> None:
+        assert run is not None
+        self._num_live -= count
+        run.num_live -= count
+        if not run.num_live:
+            self._unlist(run)
+
+    def _note_capacity(self, num_placed: int) -> None:
+        """The most blocks there were of late: a pool may shrink, and a share of it lose room to others."""
+        self._peak = max(self._peak, self._num_live)
+        self._num_placed += num_placed
+        if self._num_placed > _CAPACITY_WINDOW * self._capacity:
+            self._capacity, self._peak, self._num_placed = self._peak, self._num_live, 0
+        self._capacity = max(self._capacity, self._num_live)
+
+    def _place_stretch(
+        self,
+        old: Run[_Block] | None,
+        blocks: Sequence[_Block],
+        made: list[tuple[Run[_Block], int]],
+        now: float,
+        is_use: bool,
+    ) -> None:
+        """One stretch of blocks that were last used together, all of them or some."""
+        used_at = now
+        of_lru = len(blocks)
+        if old is None:
+            run: Run[_Block] = Run()
+            run.is_tail = True
+        elif old.used_at is None:
+            run = old
+            of_lru = max(of_lru, old.num_wanted)  # LRU declines nothing
+            run.is_tail = True
+        else:
+            if is_use and now - old.used_at >= _ONE_USE_S:
+                self._duel.hit(old, len(blocks))
+                run = self._reused(old, now)
+            else:
+                self._duel.moved(old, len(blocks))
+                run = Run(old.gap_class, old.log2_gap)
+                used_at = old.used_at if is_use else now
+            run.is_tail = old.is_tail and not old.num_live
+            if len(old.blocks) > 2 * old.num_live:
+                old.blocks = [block for block in old.blocks if block.run is old and _is_listed(block)]
+        before = made[-1][0] if made else None
+        if before is not None and before.gap_class == run.gap_class:
+            before.is_tail = run.is_tail
+            run = before
+            made[-1] = (run, made[-1][1] + of_lru)
+        else:
+            if before is not None:
+                before.is_tail = False
+            run.used_at = used_at
+            self._list(run)
+            made.append((run, of_lru))
+        for block in blocks:
+            block.run = run  # type: ignore[assignment]
+        run.blocks.extend(blocks)
+        run.num_live += len(blocks)
+        run.size += len(blocks)
+
+    def _reused(self, old: Run[_Block], now: float) -> Run[_Block]:
+        """A run with the history of `old` and one gap more, which ends now."""
+        assert old.used_at is not None
+        self._model.reused(old.gap_class, now - old.used_at)
+        return _after(old, now)
+
+    def _heir(self, source: Run[_Block]) -> Run[_Block]:
+        """A run with the history that `source` has, or will have once it is free again: it is in use with this one."""
+        if source.num_live or source.used_at is None:
+            return Run(source.gap_class, source.log2_gap)
+        return _after(source, self._clock())
+
+    # --- what goes -------------------------------------------------------------------------------------------------
+
+    def pop_coldest(self, requester: Share | None = None, newcomer: Run[_Block] | None = None) -> _Block | None:
+        """The next victim; None too where a block of `newcomer` is worth less than that."""
+        popped = self.pop_several(1, requester, newcomer)
+        return popped[0] if popped else None
+
+    def pop_several(
+        self, count: int, requester: Share | None = None, newcomer: Run[_Block] | None = None
+    ) -> list[_Block]:
+        run = self._victim
+        is_weighed = newcomer is None or newcomer is self._weighed_for
+        if run is None or not self._num_left or run.place is None or not is_weighed:
+            found = self._choose(newcomer)
+            if found is None:
+                return []
+            run, self._num_left = found, _POPS_OF_ONE
+            self._victim, self._weighed_for = run, newcomer
+        popped = self._pop(run, min(count, self._num_left))
+        self._num_left -= len(popped)
+        return popped
+
+    def pop_oldest(self) -> _Block | None:
+        """As LRU would, run by run."""
+        oldest = [next(iter(runs)) for runs in self._classes if runs]
+        return self._pop(min(oldest, key=_used_at), 1)[0] if oldest else None
+
+    def put_back(self, blocks: Sequence[_Block]) -> None:
+        for block in reversed(blocks):
+            run = block.run
+            assert run is not None
+            if run.place is None:
+                self._ghosts.pop(hash(block.hash) ^ block.index.scope, None)
+                self._list(run)  # type: ignore[arg-type]
+                self._classes[run.gap_class].move_to_end(run, last=False)  # type: ignore[arg-type]
+            run.blocks.append(block)
+            run.num_live += 1
+            run.size += 1
+            self._num_live += 1
+
+    def may_evict(self, block: _Block, requester: Share | None, victims: Sequence[_Block]) -> bool:
+        return True
+
+    def coldest(self, count: int) -> list[_Block]:
+        """About those that would go next: of each candidate in turn, as worths are now."""
+        found: list[_Block] = []
+        now = self._clock()
+        runs = sorted(self._runs, key=lambda run: (self._worth(run, now), run.used_at)) if self._runs else []
+        for run in runs:
+            for block in reversed(run.blocks):
+                if len(found) >= count:
+                    return found
+                if block.run is run and _is_listed(block):
+                    found.append(block)
+        return found
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    def _choose(self, newcomer: Run[_Block] | None) -> Run[_Block] | None:
+        oldest = [next(iter(runs)) for runs in self._classes if runs]
+        if not oldest:
+            return None
+        if self._duel.lru_rules:
+            return min(oldest, key=_used_at)
+        now = self._clock()
+        runs, seed = self._runs, self._seed
+        for _ in range(_NUM_SAMPLED):
+            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+            oldest.append(runs[(seed >> 8) % len(runs)])
+        self._seed = seed
+        worth_of = self._model.worth
+        found, worth = oldest[0], math.inf
+        for run in oldest:
+            its_worth = worth_of(run.gap_class, now - run.used_at)  # type: ignore[operator]
+            if its_worth < worth or (its_worth == worth and _used_at(run) < _used_at(found)):
+                found, worth = run, its_worth
+        if newcomer is not None and self._declines and self._is_declined(newcomer, worth, now):
+            newcomer.is_declined = True
+            return None
+        return found
+
+    def _is_declined(self, newcomer: Run[_Block], worth: float, now: float) -> bool:
+        if not newcomer.is_reachable and now - self._declined_at < _REST_S:
+            return True
+        if self._model.worth(newcomer.gap_class, 0.0) >= worth:
+            return False
+        self._declined_at = now
+        return True
+
+    def _worth(self, run: Run[_Block], now: float) -> float:
+        assert run.used_at is not None
+        return self._model.worth(run.gap_class, now - run.used_at)
+
+    def _pop(self, run: Run[_Block], count: int) -> list[_Block]:
+        """The last ones of a run that has some, at most `count`."""
+        blocks = run.blocks
+        popped: list[_Block] = []
+        num_wanted = min(count, run.num_live)
+        while len(popped) < num_wanted:
+            block = blocks.pop()
+            if block.run is run and not block.num_refs and not block.is_pinned and not block.is_retained:
+                popped.append(block)
+        self._num_live -= num_wanted
+        run.num_live -= num_wanted
+        run.size -= num_wanted
+        if not run.num_live:
+            self._unlist(run)
+            if not run.size:
+                self._keep_ghost(run, hash(popped[-1].hash) ^ popped[-1].index.scope)
+        return popped
+
+    def _keep_ghost(self, run: Run[_Block], key: int) -> None:
+        ghosts = self._ghosts
+        ghosts[key] = run
+        most = max(_MIN_GHOSTS, min(_GHOSTS_PER_RUN * len(self._runs), self._capacity // 2))
+        while len(ghosts) > most:
+            _, forgotten = ghosts.popitem(last=False)
+            assert forgotten.used_at is not None
+            self._model.given_up(forgotten.gap_class, self._clock() - forgotten.used_at)
+
+    # --- the runs that have blocks ---------------------------------------------------------------------------------
+
+    def _list(self, run: Run[_Block]) -> None:
+        run.place = len(self._runs)
+        self._runs.append(run)
+        self._classes[run.gap_class][run] = None
+
+    def _unlist(self, run: Run[_Block]) -> None:
+        assert run.place is not None
+        last = self._runs.pop()
+        if last is not run:
+            self._runs[run.place] = last
+            last.place = run.place
+        run.place = None
+        run.blocks = []  # those that are in use get another run
+        del self._classes[run.gap_class][run]
+
+
+def _after(run: Run[_Block], now: float) -> Run[_Block]:
+    """An empty run with the history of `run` and the gap since its last use."""
+    assert run.used_at is not None
+    log2_gap = math.log2(max(now - run.used_at, _ONE_USE_S))
+    if run.log2_gap is not None:
+        log2_gap = (log2_gap + run.log2_gap) / 2
+    return Run(class_of(log2_gap), log2_gap)
+
+
+def _is_listed(block: RunBlock) -> bool:
+    return not block.num_refs and not block.is_pinned and not block.is_retained
+
+
+def _used_at(run: Run[_Block]) -> float:
+    assert run.used_at is not None
+    return run.used_at

@@ -1,0 +1,118 @@
+"""How long prompts wait until they are asked for again, as seen so far, and what keeping one is worth by that.
+
+Gaps between uses are counted in buckets, each twice as wide as the one before, for each class of prompts: those never
+used again so far, and those whose gaps have been about as long. A class that has seen little leans on its neighbours,
+and these on all classes together. The worth of keeping a block of some age is the best ratio, over all times to stop,
+of the chance of a hit until then to the time that the block is kept for it: hits per second of one block's room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+NEW_CLASS = 0
+NUM_CLASSES = 24
+_NUM_BUCKETS = 40
+_FIRST_S = 0.05
+_LOG2_FIRST = math.log2(_FIRST_S)
+_EDGES = [0.0] + [_FIRST_S * 2.0**power for power in range(_NUM_BUCKETS)]
+_WIDTHS = [after - before for before, after in itertools.pairwise(_EDGES)]
+_PRIOR = 8.0
+"""What is known of more classes counts like this many gaps that were seen in fewer."""
+_MAX_EVENTS = 10_000
+"""Counts are halved then, so that old traffic is forgotten."""
+_MIN_NEWS = 8
+_frexp = math.frexp
+_FORGOTTEN = 1e-6
+
+
+def class_of(log2_gap: float) -> int:
+    """Of a prompt whose gaps are about `2 ** log2_gap` seconds: one class is twice as long as the one before."""
+    return min(NUM_CLASSES - 1, 1 + max(0, int(log2_gap - _LOG2_FIRST)))
+
+
+def bucket_of(age_s: float) -> int:
+    bucket = _frexp(age_s / _FIRST_S)[1]
+    return bucket if 0 <= bucket < _NUM_BUCKETS else 0 if bucket < 0 else _NUM_BUCKETS - 1
+
+
+class ReuseModel:
+    """Learns from each gap that ended in a use, and from each wait that was given up. Takes a few KiB."""
+
+    def __init__(self) -> None:
+        self._reused = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._ended = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._worths = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._news = [0.0] * NUM_CLASSES
+        self._limits = [1.0] * NUM_CLASSES
+        self._num_events = 0.0
+
+    def reused(self, gap_class: int, gap_s: float) -> None:
+        bucket = bucket_of(gap_s)
+        self._reused[gap_class][bucket] += 1
+        self._end(gap_class, bucket)
+
+    def given_up(self, gap_class: int, age_s: float) -> None:
+        """Nobody asked for it while its history was kept."""
+        self._end(gap_class, bucket_of(age_s))
+
+    def worth(self, gap_class: int, age_s: float) -> float:
+        """Hits per second that a block of this class and age can expect. Zero before anything was learned."""
+        if self._news[gap_class] >= self._limits[gap_class]:
+            self._refresh(gap_class)
+        return self._worths[gap_class][bucket_of(age_s)]
+
+    def _end(self, gap_class: int, bucket: int) -> None:
+        self._ended[gap_class][bucket] += 1
+        self._news[gap_class] += 1
+        self._num_events += 1
+        if self._num_events > _MAX_EVENTS:
+            self._num_events /= 2
+            for rows in (self._reused, self._ended):
+                for row in rows:
+                    row[:] = [count / 2 for count in row]
+
+    def _refresh(self, gap_class: int) -> None:
+        """Learn the worths of a class anew: seldom enough to cost little, often enough to follow the traffic."""
+        chances = self._chances(gap_class)
+        self._worths[gap_class] = _best_ratios(chances)
+        self._news[gap_class] = 0
+        self._limits[gap_class] = _MIN_NEWS + sum(self._ended[gap_class]) / 32
+
+    def _chances(self, gap_class: int) -> list[float]:
+        """Of a use within each bucket, for what has waited until it."""
+        chances = [0.0] * _NUM_BUCKETS
+        for first, end in ((0, NUM_CLASSES), _neighbours(gap_class), (gap_class, gap_class + 1)):
+            reused = [sum(column) for column in zip(*self._reused[first:end], strict=True)]
+            ended = [sum(column) for column in zip(*self._ended[first:end], strict=True)]
+            at_risk = 0.0
+            for bucket in range(_NUM_BUCKETS - 1, -1, -1):
+                at_risk += ended[bucket]
+                chances[bucket] = (reused[bucket] + _PRIOR * chances[bucket]) / (at_risk + _PRIOR)
+        return [min(0.999, chance) for chance in chances]
+
+
+def _neighbours(gap_class: int) -> tuple[int, int]:
+    """The class and those beside it; prompts that were never used again have none."""
+    if gap_class == NEW_CLASS:
+        return NEW_CLASS, NEW_CLASS + 1
+    return max(NEW_CLASS + 1, gap_class - 1), min(NUM_CLASSES, gap_class + 2)
+
+
+def _best_ratios(chances: list[float]) -> list[float]:
+    """For each bucket that a block may have reached: hits over time, for the best bucket to stop after."""
+    last = max((bucket for bucket, chance in enumerate(chances) if chance > 0), default=-1)
+    worths = [0.0] * _NUM_BUCKETS
+    for first in range(last + 1):
+        waiting, hits, time_s, best = 1.0, 0.0, 0.0, 0.0
+        for bucket in range(first, last + 1):
+            hit = waiting * chances[bucket]
+            hits += hit
+            time_s += _WIDTHS[bucket] * (waiting - hit / 2)
+            waiting -= hit
+            best = max(best, hits / time_s)
+            if waiting < _FORGOTTEN:
+                break
+        worths[first] = best
+    return worths

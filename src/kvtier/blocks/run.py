@@ -1,0 +1,57 @@
+"""Blocks of one prompt that were last used together, and the history of their uses."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+from kvtier.blocks.reuse_model import NEW_CLASS
+from kvtier.blocks.share import Share
+
+Item = TypeVar("Item")
+
+
+class Scoped(Protocol):
+    """Where a block is found: `scope` tells its hashes from those of others; see `pool.PrefixIndex`."""
+
+    scope: int
+    share: Share
+
+
+class Run(Generic[Item]):
+    """`blocks` lie in the prompt's order; some of them may have moved on to a later run, or are in use.
+
+    `num_live` of them may be evicted. `size` counts those not evicted since the run was made, `lru_size` those that
+    LRU would have now; `num_wanted` were to be stored at first. `used_at` is None until the run is first used;
+    `log2_gap` is a moving average of the logarithms of its gaps, None before the first. What `is_tail` ended its
+    prompt: what follows it next continues the same one. Of new blocks, `is_reachable` says that what is before them
+    is known to be cached, and `is_declined` that the policy was asked for room for them and gave less than it could.
+    """
+
+    __slots__ = (
+        "blocks",
+        "gap_class",
+        "is_declined",
+        "is_reachable",
+        "is_tail",
+        "log2_gap",
+        "lru_size",
+        "num_live",
+        "num_wanted",
+        "place",
+        "size",
+        "used_at",
+    )
+
+    def __init__(self, gap_class: int = NEW_CLASS, log2_gap: float | None = None) -> None:
+        self.blocks: list[Item] = []
+        self.num_live = 0
+        self.num_wanted = 0
+        self.size = 0
+        self.lru_size = 0
+        self.used_at: float | None = None
+        self.log2_gap = log2_gap
+        self.gap_class = gap_class
+        self.is_tail = False
+        self.is_reachable = False
+        self.is_declined = False
+        self.place: int | None = None

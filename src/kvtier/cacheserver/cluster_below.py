@@ -1,0 +1,205 @@
+"""A Valkey cluster below the server's memory and disk: blocks that hosts share.
+
+A match looks there, without the catalog's lock, for what the server has not; readers bring it into slots of the arena
+that the match has reserved. Nothing is leased in a cluster: a block may be gone when it is read, and the lease of
+its client ends before it. What clients store is written behind their backs: when it is committed, or when it is
+used again or is about to leave the host. Blocks that a client has reserved and not committed after a moment are being
+computed: they are announced in the cluster, and matches of other hosts wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.pool import Block, BlockState
+from kvtier.cacheserver.bandwidth import Bandwidth
+from kvtier.cacheserver.cluster_leavers import DiskLeavers
+from kvtier.cacheserver.cluster_spaces import NOWHERE, ClusterSpaces, Elsewhere
+from kvtier.cacheserver.cluster_threads import ClusterReader, SharedBlockOwner
+from kvtier.cacheserver.cluster_writer import ClusterWriter
+from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
+from kvtier.cacheserver.persistence import Disk
+from kvtier.memory.mapped import MappedArena
+from kvtier.stores.valkey.announcements import Announcer
+from kvtier.stores.valkey.config import ClusterConfig
+
+_FIRST_ANSWER_S = 2.0
+_ANNOUNCE_AFTER_S = 0.02
+"""Most reservations are filled at once: nothing is announced of those."""
+
+ShareOn: TypeAlias = Literal["commit", "reuse", "worth"]
+
+
+class ClusterBelow:
+    """One cluster. Threads start with `start` and end with `close`.
+
+    Blocks are written on commit, or once they are used again, or about to leave memory and the server has no disk
+    ("reuse"), or about to leave the disk that it has ("worth"). At most `write_bytes_per_s` are, unless that is None.
+    """
+
+    is_there = True
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        arena: MappedArena,
+        *,
+        shares_on: ShareOn = "commit",
+        write_bytes_per_s: int | None = None,
+        is_last_place: bool = True,
+    ) -> None:
+        """Raises `ConfigError`. The cluster need not answer now: it is used once it does."""
+        self._announcer = Announcer(_ANNOUNCE_AFTER_S) if config.compute_once else None
+        self._spaces = ClusterSpaces(config, self._announcer)
+        self._arena = arena
+        self._shares_on = shares_on
+        self._reader: ClusterReader | None = None
+        bandwidth = Bandwidth(write_bytes_per_s)
+        self._writer = ClusterWriter(self._spaces, arena, bandwidth, sweeps=is_last_place)
+        self._leavers = DiskLeavers(self._spaces, bandwidth)
+
+    def start(self, owner: SharedBlockOwner, disk: Disk) -> None:
+        """The cluster has a moment to answer, so that the first match can hit."""
+        self._reader = ClusterReader(self._spaces, self._arena, owner)
+        self._writer.start(owner)
+        if self._shares_on == "worth":
+            self._leavers.start(disk)
+        self._spaces.wait_until_known(_FIRST_ANSWER_S)
+
+    @property
+    def segment_blocks(self) -> int:
+        return self._spaces.config.segment
+
+    # --- called without a lock: may wait for the cluster -------------------------------------------------------------
+
+    def learn(self, space: MemorySpace, hashes: Hashes) -> None:
+        """A prompt's hashes from its beginning, or from a block on whose place is known, if it is not a beginning."""
+        self._spaces.of(space).places.complete(hashes)
+
+    def follow(self, space: MemorySpace, hashes: Hashes) -> None:
+        """Blocks in a row of one prompt, which need not be its first."""
+        self._spaces.of(space).places.follow(hashes)
+
+    def place(
+        self, space: MemorySpace, block_hash: BlockHash, head: BlockHash, position: int, before: BlockHash | None
+    ) -> None:
+        """A client says where a block stands in its prompt, and maybe which one is before it."""
+        self._spaces.of(space).places.place(block_hash, head, position, before)
+
+    def announce(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
+        """A client is going to write these. Only where they go to the cluster at once is it worth waiting for them."""
+        if self._announcer is None or self._shares_on != "commit":
+            return
+        shared = [block for block in blocks if isinstance(block, MemoryBlock) and not space.is_table(block)]
+        hashes = [block.hash for block in shared]
+
+        def is_under_way(position: int) -> bool:
+            block = shared[position]
+            return block.state is BlockState.PENDING or block.is_sharing
+
+        self._announcer.announce(self._spaces.of(space), hashes, is_under_way)
+
+    def look(self, space: MemorySpace, prompt: Hashes, absent: Hashes) -> Elsewhere:
+        """Which of those that are `absent` from the server the cluster has, up to the first that it has not."""
+        if space.is_awaited:  # no client that may write has given the block size
+            return NOWHERE
+        wanted = [block_hash for block_hash in absent if bytes(block_hash) != space.namespace]
+        if wanted or not absent:
+            self._spaces.use(space, prompt, wanted)
+        return self._spaces.look(space, wanted) if wanted else NOWHERE
+
+    def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
+        """Which blocks of a prompt the cluster has, opened or not, without using them. None where nobody could say."""
+        return self._spaces.presence(namespace, hashes)
+
+    def drop(self, space: MemorySpace, hashes: Hashes) -> int:
+        return self._spaces.drop(space, hashes)
+
+    def losses(self) -> dict[str, int]:
+        """What was lost, and failures, by kind."""
+        return self._spaces.losses()
+
+    def close(self) -> None:
+        """Write what is queued, for some seconds, and end."""
+        if self._announcer is not None:
+            self._announcer.close()
+        self._leavers.close()
+        self._writer.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._spaces.close()
+
+    # --- called by the catalog, under its lock: never blocks ---------------------------------------------------------
+
+    def load(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
+        """Fill these slots."""
+        assert self._reader is not None
+        self._reader.queue(space, [block for block in blocks if isinstance(block, MemoryBlock)])
+
+    def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
+        """These are READY from now on."""
+        if self._shares_on == "commit":
+            self._writer.queue(space, blocks)
+
+    def note_worth(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
+        """These were used again, or are about to leave."""
+        self._writer.queue(space, blocks)
+
+    def levels(self) -> dict[str, float]:
+        written = self._writer.levels()
+        written["cluster_written_blocks"] += self._leavers.num_written
+        return {
+            **written,
+            "cluster_nodes_up": self._spaces.num_nodes_up,
+            "cluster_found_blocks": self._spaces.num_found,
+            "cluster_read_blocks": 0 if self._reader is None else self._reader.num_read,
+        }
+
+
+class NoCluster:
+    """Has nothing; see `ClusterBelow`."""
+
+    is_there = False
+    segment_blocks = 0
+
+    def start(self, owner: SharedBlockOwner, disk: Disk) -> None: ...
+
+    def close(self) -> None: ...
+
+    def learn(self, space: MemorySpace, hashes: Hashes) -> None: ...
+
+    def follow(self, space: MemorySpace, hashes: Hashes) -> None: ...
+
+    def place(
+        self, space: MemorySpace, block_hash: BlockHash, head: BlockHash, position: int, before: BlockHash | None
+    ) -> None: ...
+
+    def announce(self, space: MemorySpace, blocks: Sequence[Block]) -> None: ...
+
+    def look(self, space: MemorySpace, prompt: Hashes, absent: Hashes) -> Elsewhere:
+        return NOWHERE
+
+    def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
+        return [False] * len(hashes)
+
+    def drop(self, space: MemorySpace, hashes: Hashes) -> int:
+        return 0
+
+    def load(self, space: MemorySpace, blocks: Sequence[Block]) -> None: ...
+
+    def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None: ...
+
+    def note_worth(self, space: MemorySpace, blocks: Sequence[Block]) -> None: ...
+
+    def levels(self) -> dict[str, float]:
+        return {}
+
+    def losses(self) -> dict[str, int]:
+        return {}
+
+
+SharedCluster: TypeAlias = ClusterBelow | NoCluster
+NO_CLUSTER = NoCluster()

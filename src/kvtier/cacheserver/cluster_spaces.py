@@ -1,0 +1,199 @@
+"""The namespaces of a server in one cluster: where their blocks stand in prompts, and which of them the cluster has.
+
+Thread-safe, and without the catalog's lock: everything here may wait for the cluster, within deadlines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.match_end import MatchEnd
+from kvtier.blocks.namespace import Namespace
+from kvtier.cacheserver.namespaces import Hashes, MemorySpace
+from kvtier.errors import KvtierError
+from kvtier.observe.log_limit import LogLimit
+from kvtier.stores.disk import StoreSpace
+from kvtier.stores.valkey.announcements import Announcer, ComputedElsewhere
+from kvtier.stores.valkey.blocks import ClusterBlocks
+from kvtier.stores.valkey.cluster import Cluster
+from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.renewals import Renewals
+
+logger = logging.getLogger(__name__)
+
+_DROP_S = 60.0
+_DROP_WAIT_S = 0.5
+_FIRST_ASKED = 64
+_GROWTH = 8
+_MAX_ASKED = 1 << 14
+_MAX_SPACES = 64
+_MAX_PLACES = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Of blocks that a server has not: those that the cluster has `found`, and `unknown` ones, if it did not answer.
+
+    Other hosts are `computing` a block that it has not got either.
+    """
+
+    found: frozenset[BlockHash] = frozenset()
+    unknown: frozenset[BlockHash] = frozenset()
+    computing: frozenset[BlockHash] = frozenset()
+
+    def why_absent(self, block_hash: BlockHash) -> MatchEnd | None:
+        """What ends a match at this block, which is not in the server's memory; None if the cluster cannot tell."""
+        if block_hash in self.found:
+            return MatchEnd.LIMIT  # there is no memory to load it into
+        if block_hash in self.computing:
+            return MatchEnd.PENDING
+        return MatchEnd.TIER_DOWN if block_hash in self.unknown else None
+
+
+NOWHERE = Elsewhere()
+
+
+class ClusterSpaces:
+    """Blocks of each namespace that is used, the latest 64 of them. Owns the connections.
+
+    With an `announcer` of this server's own blocks, those that other hosts are computing are told from misses.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, announcer: Announcer | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.config = config
+        self._clock = clock
+        self._renewals = Renewals()
+        self._computed = None if announcer is None else ComputedElsewhere(announcer)
+        self._cluster = Cluster(config.seeds, config.access())
+        self._lock = threading.Lock()
+        self._spaces: OrderedDict[tuple[Namespace, int], ClusterBlocks] = OrderedDict()
+        self._losses: Counter[str] = Counter()
+        self._log = LogLimit(logger)
+        self.num_found = 0
+
+    def wait_until_known(self, timeout_s: float) -> bool:
+        """Whether the cluster has said who has its slots; waits at most this long."""
+        return self._cluster.wait_until_known(timeout_s)
+
+    def of(self, space: MemorySpace | StoreSpace) -> ClusterBlocks:
+        key = space.namespace, space.block_bytes
+        with self._lock:
+            blocks = self._spaces.get(key)
+            if blocks is None:
+                blocks = self._spaces[key] = self._opened(*key)
+            self._spaces.move_to_end(key)
+            if len(self._spaces) > _MAX_SPACES:
+                self._spaces.popitem(last=False)
+            while self._num_places() > _MAX_PLACES:
+                max((each.places for each in self._spaces.values()), key=len).forget_older_half()
+            return blocks
+
+    def _opened(self, namespace: Namespace, block_bytes: int) -> ClusterBlocks:
+        return ClusterBlocks(
+            self._cluster,
+            namespace,
+            block_bytes,
+            ttl_s=self.config.ttl_s,
+            segment_blocks=self.config.segment,
+            on_loss=self.note_loss,
+            clock=self._clock,
+        )
+
+    def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
+        """Of a prompt from its first block on. What is known of places is neither asked nor changed."""
+        return self._opened(namespace, block_bytes=0).contains(hashes, self.config.timeout_s)
+
+    def use(self, space: MemorySpace, prompt: Hashes, absent: Hashes) -> None:
+        """A prompt is used: what the server has of it itself lives on in the cluster, too, now and then."""
+        first = prompt.index(absent[0]) if absent else len(prompt) - 1
+        self._renewals.ask(self.of(space), prompt[first:], wanted=absent)
+
+    def look(self, space: MemorySpace, hashes: Hashes) -> Elsewhere:
+        """Which of these the cluster has, up to the first that it has not: few are asked for first, then more."""
+        blocks = self.of(space)
+        computed = self._computed
+        if computed is not None and (position := computed.recall(hashes)) is not None:
+            return Elsewhere(frozenset(hashes[:position]), computing=frozenset([hashes[position]]))
+        deadline = time.monotonic() + self.config.timeout_s
+        found: list[BlockHash] = []
+        for part in _growing(hashes):
+            answers = blocks.ask(part, max(0.0, deadline - time.monotonic()))
+            num_found = next((at for at, is_there in enumerate(answers) if not is_there), len(answers))
+            found += part[:num_found]
+            if num_found < len(part):
+                next_one = part[num_found : num_found + 1]
+                if answers[num_found] is None:
+                    return self._noted(found, unknown=next_one)
+                left_s = deadline - time.monotonic()
+                is_computed = computed is not None and computed.ask(blocks, hashes, len(found), left_s)
+                return self._noted(found, computing=next_one if is_computed else ())
+        return self._noted(found)
+
+    def drop(self, space: MemorySpace, hashes: Hashes) -> int:
+        """Those without a known place are taken for a prompt from its beginning. All of the namespace without `hashes`.
+
+        For a whole namespace the caller waits only a moment: a cluster may take long to list its keys.
+        """
+        blocks = self.of(space)
+        if not hashes:
+            dropping = threading.Thread(target=self._drop_all, args=(blocks,), name="kvtier-cluster-drop", daemon=True)
+            dropping.start()
+            dropping.join(_DROP_WAIT_S)
+            return 0
+        known = {block_hash for block_hash in hashes if blocks.places.get(block_hash) is not None}
+        num_dropped = blocks.drop([each for each in hashes if each in known], self.config.timeout_s) if known else 0
+        if len(known) < len(hashes):
+            assumed = self._opened(space.namespace, space.block_bytes)  # what is assumed is not remembered
+            assumed.learn(hashes)
+            unknown = [each for each in hashes if each not in known]
+            num_dropped += assumed.drop(unknown, self.config.timeout_s)
+        return num_dropped
+
+    def note_loss(self, kind: str, times: int) -> None:
+        with self._lock:
+            self._losses[kind] += times
+
+    def losses(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._losses)
+
+    @property
+    def num_nodes_up(self) -> int:
+        return len(self._cluster.nodes()) - self._cluster.num_down
+
+    def close(self) -> None:
+        self._renewals.close()
+        self._cluster.close()
+
+    def _drop_all(self, blocks: ClusterBlocks) -> None:
+        try:
+            blocks.drop_all(_DROP_S)
+        except KvtierError as error:
+            self.note_loss("not dropped", 1)
+            self._log.warning("drop", "cluster: not all of a namespace was dropped: %s", str(error))
+
+    def _noted(
+        self, found: Sequence[BlockHash], unknown: Sequence[BlockHash] = (), computing: Sequence[BlockHash] = ()
+    ) -> Elsewhere:
+        with self._lock:
+            self.num_found += len(found)
+        return Elsewhere(frozenset(found), frozenset(unknown), frozenset(computing))
+
+    def _num_places(self) -> int:
+        return sum(len(blocks.places) for blocks in self._spaces.values())
+
+
+def _growing(hashes: Hashes) -> Iterator[Hashes]:
+    """A few first: for a prompt that is new on all hosts nothing more is asked."""
+    first, count = 0, _FIRST_ASKED
+    while first < min(len(hashes), _MAX_ASKED):
+        yield hashes[first : first + count]
+        first, count = first + count, _GROWTH * count

@@ -1,0 +1,51 @@
+"""Where blocks stand in their prompts, for a server that keeps them in a cluster by that. Thread-safe.
+
+A server is asked for parts of prompts: it knows the place of a part that it has seen the beginning of, or is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.blocks.hashing import BlockHash
+from kvtier.client.server_connection import ServerConnection
+from kvtier.stores.valkey.segments import Segments
+from kvtier.wire import messages as wire
+
+
+class PromptPlaces:
+    """Of blocks that the caller has shown lately. It costs nothing for a server that does not want to know."""
+
+    def __init__(self) -> None:
+        self._segments: Segments | None = None
+        self._segment_blocks = 0
+
+    def meet(self, connection: ServerConnection) -> None:
+        """The server has said how many blocks it keeps together, or nothing of that."""
+        if connection.segment_blocks != self._segment_blocks:
+            self._segment_blocks = connection.segment_blocks
+            self._segments = Segments(self._segment_blocks) if self._segment_blocks else None
+
+    def learn(self, hashes: Sequence[BlockHash]) -> None:
+        """All of a prompt's hashes so far, from its first block on."""
+        if self._segments is not None:
+            self._segments.learn(hashes)
+
+    def telling(
+        self, connection: ServerConnection, hashes: Sequence[BlockHash], *, is_stored: bool = False
+    ) -> list[wire.PlaceRequest]:
+        """What to tell the server before it is asked for `hashes`, a part of a prompt, or told that it `is_stored`.
+
+        Not when it is asked for a beginning: so the server takes what it has not heard of. Of a part that is asked for,
+        the block before it is told, too: the beginning of its prompt is used here, and is to live on in the cluster.
+        """
+        segments = self._segments
+        if segments is None or connection.segment_blocks != self._segment_blocks:
+            return []
+        place = segments.get(hashes[0])
+        if place is None or not (0 if is_stored else 1) <= place.position <= wire.MAX_POSITION:
+            return []
+        told = [(hashes[0], place)]
+        if not is_stored and place.before is not None and (before := segments.get(place.before)) is not None:
+            told.insert(0, (place.before, before))
+        return [wire.PlaceRequest(connection.space, block, at.head, at.position) for block, at in told]

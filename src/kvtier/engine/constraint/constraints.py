@@ -1,0 +1,197 @@
+"""The requests whose answers follow grammars, and which tokens each of them may have next. The engine's thread owns it.
+
+A grammar moves on by a token as soon as the host knows it, which may be before the request is given that token: the
+next step's tokens are sampled in between. Matchers of one step work side by side in threads of the library, without
+Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.engine.constraint.compiler import CompiledGrammar
+from kvtier.engine.constraint.library import llguidance
+from kvtier.engine.constraint.vetting import reason
+from kvtier.engine.grammar import Grammar
+from kvtier.engine.schedule.request import Request
+from kvtier.errors import AnswerFailed
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_MAX_THREADS = 8
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Of a step's rows that sample, those whose tokens are not free.
+
+    Bit `t % 32` of `words[i, t // 32]` says whether row `rows[i]` may have token `t`. The memory is used again for the
+    next step.
+    """
+
+    rows: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _Constraint:
+    """One answer's place in its grammar. `num_taken` of its tokens have moved the matcher on."""
+
+    compiled: CompiledGrammar
+    matcher: LLMatcher | None = None
+    num_taken: int = 0
+    end: int | None = None
+    """The answer is complete with this many tokens: the grammar allows no more."""
+    failed_at: int | None = None
+    failure: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None or self.failed_at is not None
+
+
+class Constraints:
+    """From `add` to `forget`."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], drop: Callable[[Grammar], None]) -> None:
+        """`drop` is told of a grammar that failed, which may be compiled anew for the next request."""
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._drop = drop
+        self._constraints: dict[Request, _Constraint] = {}
+        self._executor: LLExecutor | None = None
+        self._words = np.zeros((0, 0), np.int32)
+        self._not_ends: npt.NDArray[np.int32] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._constraints)
+
+    def add(self, request: Request, compiled: CompiledGrammar) -> None:
+        self._constraints[request] = _Constraint(compiled)
+
+    def forget(self, request: Request) -> None:
+        self._constraints.pop(request, None)
+
+    def rewind(self, request: Request) -> None:
+        """Back to the tokens that the request has."""
+        constraint = self._constraints.get(request)
+        if constraint is not None:
+            self._constraints[request] = _Constraint(constraint.compiled)
+
+    def waits_for_tokens(self, requests: Iterable[Request]) -> bool:
+        """Whether tokens of one of `requests`, which are about to sample, are still on the device.
+
+        Each counts the token that it is about to sample.
+        """
+        found = self._constraints
+        return any(request.num_in_flight > 1 for request in requests if request in found)
+
+    def advance(self, sampled: Iterable[tuple[Request, int]]) -> None:
+        """These tokens were sampled: the next ones of their requests."""
+        moved = []
+        for request, token_id in sampled:
+            constraint = self._constraints.get(request)
+            if constraint is not None and not constraint.is_over:
+                moved.append((request, constraint, self._matcher(request, constraint), token_id))
+        if not moved:
+            return
+        taken = self._get_executor().consume_token_par([(matcher, token_id) for _, _, matcher, token_id in moved])
+        for (request, constraint, matcher, _), is_taken in zip(moved, taken, strict=True):
+            constraint.num_taken += 1
+            if not is_taken:
+                self._note_failure(request, constraint, matcher, constraint.num_taken)
+            elif matcher.is_stopped():
+                constraint.end = constraint.num_taken
+
+    def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+        """Which tokens the rows of `requests` may have; None when all are free. All earlier tokens are known."""
+        rows: list[int] = []
+        moving = []
+        for row, request in enumerate(requests):
+            constraint = self._constraints.get(request)
+            if constraint is None:
+                continue
+            matcher = self._matcher(request, constraint)
+            if not constraint.is_over:
+                num_known = request.num_tokens - request.prompt_tokens - 1
+                assert constraint.num_taken == num_known, "a grammar has not seen all tokens"
+                moving.append((matcher, len(rows), request, constraint))
+                rows.append(row)
+        if not rows:
+            return None
+        words = self._words_for(len(rows), moving[0][3].compiled.num_words)
+        pairs = [(matcher, place) for matcher, place, _, _ in moving]
+        self._get_executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words))
+        for matcher, place, request, constraint in moving:
+            if matcher.is_error():
+                self._note_failure(request, constraint, matcher, constraint.num_taken + 1)
+                words[place] = -1
+            elif self._is_kept_from_ending(request, constraint):
+                words[place] &= self._get_not_ends(words.shape[1])
+                if not words[place].any():
+                    constraint.end = constraint.num_taken
+                    words[place] = -1  # what it samples is dropped
+        return TokenMasks(np.array(rows, np.int64), words[: len(rows)])
+
+    def end_of(self, request: Request) -> int | None:
+        """With how many tokens its answer is complete, once that is known.
+
+        Raises `AnswerFailed` when the grammar cannot say whether its next token is right.
+        """
+        constraint = self._constraints.get(request)
+        if constraint is None:
+            return None
+        if constraint.failed_at is not None and request.num_outputs + 1 >= constraint.failed_at:
+            raise AnswerFailed(f"the grammar could not be followed: {constraint.failure}")
+        return constraint.end
+
+    def _matcher(self, request: Request, constraint: _Constraint) -> LLMatcher:
+        """The matcher; at first, and after a rewind, it is moved on by what the request has said so far."""
+        if constraint.matcher is None:
+            constraint.matcher = constraint.compiled.matcher()
+            tokens = request.output_tokens
+            constraint.num_taken = len(tokens)
+            if not constraint.matcher.consume_tokens(tokens):
+                self._note_failure(request, constraint, constraint.matcher, len(tokens) + 1)
+            elif constraint.matcher.is_stopped():
+                constraint.end = len(tokens)
+        return constraint.matcher
+
+    def _note_failure(self, request: Request, constraint: _Constraint, matcher: LLMatcher, failed_at: int) -> None:
+        constraint.failed_at = failed_at
+        constraint.failure = reason(matcher.get_error())
+        if request.params.grammar is not None:
+            self._drop(request.params.grammar)
+
+    def _is_kept_from_ending(self, request: Request, constraint: _Constraint) -> bool:
+        """Whether no end of text can be sampled for it: a complete answer has to end without."""
+        params = request.params
+        return params.ignore_eos or not self._eos_token_ids or constraint.num_taken < params.min_tokens
+
+    def _words_for(self, num_rows: int, num_words: int) -> npt.NDArray[np.int32]:
+        if len(self._words) < num_rows:
+            self._words = np.zeros((max(num_rows, 2 * len(self._words)), num_words), np.int32)
+        return self._words
+
+    def _get_not_ends(self, num_words: int) -> npt.NDArray[np.int32]:
+        """All tokens of the vocabulary but those that end a text."""
+        if self._not_ends is None:
+            bits = np.zeros(num_words * _WORD_BITS, np.uint8)
+            bits[: self._vocab_size] = 1
+            bits[self._eos_token_ids] = 0
+            self._not_ends = np.packbits(bits, bitorder="little").view(np.int32)
+        return self._not_ends
+
+    def _get_executor(self) -> LLExecutor:
+        if self._executor is None:
+            num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
+            self._executor = llguidance().LLExecutor(num_threads)
+        return self._executor

@@ -1,0 +1,41 @@
+"""The `format` of texts in a schema: what the library knows is enforced, other formats only describe.
+
+OpenAPI and MCP have formats of their own everywhere (`int32`, `password`): a schema is not refused for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_FORMAT = "format"
+KNOWN_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"},
+)
+_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
+"""Keywords whose values are no schemas: a constant may have a key of that name."""
+
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by names that the client chose."""
+
+
+def with_known_formats(schema: Mapping[str, object]) -> dict[str, object]:
+    """The same schema without the formats that the library would refuse. Its depth is bounded by its JSON's."""
+    return {key: _kept(key, value) for key, value in schema.items() if not _is_unknown(key, value)}
+
+
+def _kept(key: str, value: object) -> object:
+    if key in _VALUES:
+        return value
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: _inner(one) for name, one in value.items()}
+    return _inner(value)
+
+
+def _inner(value: object) -> object:
+    if isinstance(value, list):
+        return [_inner(one) for one in value]
+    return with_known_formats(value) if isinstance(value, dict) else value
+
+
+def _is_unknown(key: str, value: object) -> bool:
+    return key == _FORMAT and isinstance(value, str) and value not in KNOWN_FORMATS

@@ -1,0 +1,144 @@
+"""Whether a grammar that may be hostile can be compiled within limits: a process of its own tries, and may be killed.
+
+The library bounds what a step costs, but not what it takes to build a grammar: a schema of a few lines can ask for
+minutes and gigabytes. `python -m kvtier.engine.constraint.vetting` reads a `Question` from its standard input, and says
+what is wrong with the grammar on its standard output. Grammars that are plainly harmless (`is_plain`) need none.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.engine.constraint.library import llguidance
+from kvtier.errors import InvalidParameter
+
+_CPU_S = 2
+_WALL_S = 30.0
+_MEMORY_BYTES = 768 << 20
+"""Of addresses, the interpreter's own 200 MiB among them."""
+
+_MAX_PLAIN_VALUES = 400
+_MAX_PLAIN_WIDTH = 100
+_MAX_PLAIN_CHARACTERS = 16 << 10
+_MAX_PLAIN_PATTERN = 128
+_MAX_PLAIN_MULTIPLE = 1000
+_COSTLY = {"allOf", "patternProperties", "propertyNames", "dependentSchemas", "contains", "not", "if", "oneOf"}
+_NO_ANSWER = "NoExtensionBias"
+_MAX_ERROR_CHARACTERS = 4096
+_REASON_CHARACTERS = 300
+_TOO_COMPLEX = "the grammar is too complex: compiling it takes more time or memory than there is for it"
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A grammar in the library's own words, and the special tokens that it may name."""
+
+    definition: str
+    special_tokens: Sequence[str]
+
+
+class _Bytes:
+    """A vocabulary of single bytes and special tokens, as llguidance asks for it: what is built is much the same."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = None
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [token.encode() for token in special_tokens]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def is_plain(schema: object) -> bool:
+    """Whether a JSON schema is so small and simple that compiling it takes milliseconds."""
+    left = [schema]
+    num_values = num_characters = 0
+    while left:
+        value = left.pop()
+        num_values += 1
+        if isinstance(value, dict):
+            if value.keys() & _COSTLY or len(value) > _MAX_PLAIN_WIDTH:
+                return False
+            pattern, multiple = value.get("pattern"), value.get("multipleOf")
+            if isinstance(pattern, str) and len(pattern) > _MAX_PLAIN_PATTERN:
+                return False
+            if isinstance(multiple, (int, float)) and not _is_small_multiple(multiple):
+                return False
+            num_characters += sum(map(len, value))
+            left += value.values()
+        elif isinstance(value, list):
+            if len(value) > _MAX_PLAIN_WIDTH:
+                return False
+            left += value
+        elif isinstance(value, str):
+            num_characters += len(value)
+        if num_values + len(left) > _MAX_PLAIN_VALUES or num_characters > _MAX_PLAIN_CHARACTERS:
+            return False
+    return True
+
+
+def _is_small_multiple(multiple: float) -> bool:
+    """Numbers are compared to multiples digit by digit: what counts is how many remainders there are."""
+    return math.isfinite(multiple) and float(multiple).is_integer() and 0 < multiple <= _MAX_PLAIN_MULTIPLE
+
+
+def vet(definition: str, special_tokens: Sequence[str]) -> None:
+    """Raises `InvalidParameter` for a grammar that cannot be compiled, or not within the limits. Waits for it."""
+    command = [sys.executable, "-P", "-m", __name__]
+    asked = msgspec.json.encode(Question(definition, special_tokens))
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, timeout=_WALL_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise InvalidParameter(_TOO_COMPLEX) from None
+    except OSError as error:
+        raise InvalidParameter(f"the grammar cannot be checked now: {error}") from error
+    if done.returncode:
+        raise InvalidParameter(_TOO_COMPLEX)
+    sentence = done.stdout.decode(errors="replace").strip()
+    if sentence:
+        raise InvalidParameter(f"the grammar cannot be compiled: {sentence}")
+
+
+def reason(error: str) -> str:
+    """What the library says of a grammar, in one line: without its pictures of the place, and cut where it is long."""
+    if error.startswith(_NO_ANSWER):
+        return "it allows no answer at all"
+    lines = [line.strip() for line in error[:_MAX_ERROR_CHARACTERS].splitlines()]
+    words = " ".join(line for line in lines if line.strip("^- ") and " | " not in line and not line.startswith("<"))
+    return words if len(words) <= _REASON_CHARACTERS else words[: _REASON_CHARACTERS - 3] + "..."
+
+
+def limits() -> object:
+    """What one answer's grammar may take of time and memory, step by step."""
+    return llguidance().LLParserLimits(
+        max_lexer_states=20_000,  # up to two KiB each
+        step_lexer_fuel=100_000,  # about seven milliseconds
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def main() -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    module = llguidance()
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    tokenizer = module.LLTokenizer(_Bytes(question.special_tokens))
+    matcher = module.LLMatcher(tokenizer, question.definition, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    sys.stdout.write(reason(matcher.get_error()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

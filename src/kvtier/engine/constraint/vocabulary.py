@@ -1,0 +1,72 @@
+"""A model's tokens as grammars see them: the bytes of each, which of them are special, and which end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from kvtier.engine.constraint.library import llguidance
+from kvtier.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer; its names. Any thread calls it, with Python's lock."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(eos_token_ids, default=None)
+        """Without one, the library adds a token behind the vocabulary, which the sampler never sees."""
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        special = tokenizer.special_token_ids | set(eos_token_ids)
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that the model would read `text` as, where a grammar leaves no choice. They spell it exactly.
+
+        Some tokenizers put a space before every text: then a tokenization of the bytes has to do, longest first.
+        """
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        size = len(self.tokens)
+        if b"".join(self.tokens[one] if one < size else b"" for one in found) == text.encode():
+            return found
+        return self._longest_first(text.encode())
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids, longest = self._ids_by_bytes
+        found: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + longest), start, -1)
+            end = next((end for end in ends if text[start:end] in ids), None)
+            if end is None:
+                return found  # a byte that no token has: what is forced ends before it
+            found.append(ids[text[start:end]])
+            start = end
+        return found
+
+    @property
+    def _ids_by_bytes(self) -> tuple[dict[bytes, int], int]:
+        if not hasattr(self, "_by_bytes"):
+            special = set(self.special_token_ids)
+            self._by_bytes = {
+                text: token_id for token_id, text in enumerate(self.tokens) if text and token_id not in special
+            }
+            self._longest = max(map(len, self._by_bytes), default=0)
+        return self._by_bytes, self._longest
+
+
+def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """For a model of `vocab_size` logits. It takes a second for 150,000 tokens: make it once.
+
+    Ids that the tokenizer does not know are never allowed, and special tokens only where a grammar names them.
+    """
+    inside = [token_id for token_id in sorted(eos_token_ids) if token_id < vocab_size]
+    tokens = _Tokens(tokenizer, vocab_size, inside)
+    made: LLTokenizer = llguidance().LLTokenizer(tokens, eos_token=inside or None)
+    return made

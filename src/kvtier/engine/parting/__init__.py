@@ -1,0 +1,1 @@
+"""Where prompts diverge from earlier ones: a bounded record of tokens, the comparison, causes and message numbers."""

@@ -1,0 +1,1 @@
+"""Packs: the blocks of a prefix in one file, for another cache."""

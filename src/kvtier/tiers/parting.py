@@ -1,0 +1,113 @@
+"""Where a prompt parts from one that an engine has recorded, and what may be the cause. Values only: any thread.
+
+An engine makes one `Parting` per prompt (`engine/parting`); answers carry it if that is asked for, and `kvtier explain`
+prints it. Text is in it only where the deployment allows that.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class How(enum.Enum):
+    """What a prompt is to the recorded one that has most of its beginning."""
+
+    NOTHING_RECORDED = "nothing_recorded"
+    CONTINUED = "continued"
+    REPEATED = "repeated"
+    PARTED = "parted"
+
+
+class Cause(enum.Enum):
+    """What differs behind the common beginning, as far as it can be told."""
+
+    TEMPLATE_DATE = "template_date"
+    DATE = "date"
+    ID = "id"
+    NUMBER = "number"
+    HEADER = "header"
+    TOOLS_REORDERED = "tools_reordered"
+    TOOL_KEYS_REORDERED = "tool_keys_reordered"
+    TOOLS_CHANGED = "tools_changed"
+    REASONING = "reasoning"
+    SAME_TEXT = "same_text"
+
+
+_ADVICE = {
+    Cause.TEMPLATE_DATE: (
+        "The model's chat template writes the current date: give the date in chat_template_kwargs (date_string, if the "
+        "template knows that name), or use a template without strftime_now."
+    ),
+    Cause.DATE: "A date or time changes: put it into the last message, behind all that stays the same.",
+    Cause.ID: "An id changes: leave it out of the prompt, or put it behind all that stays the same.",
+    Cause.NUMBER: "A number changes: if it is a counter, put it behind all that stays the same.",
+    Cause.HEADER: "A header line changes: strip such lines before the prompt is sent.",
+    Cause.TOOLS_REORDERED: "The same tools came in another order: always send them in one order, such as by name.",
+    Cause.TOOL_KEYS_REORDERED: "The keys of a tool came in another order: encode tools with a fixed order of keys.",
+    Cause.TOOLS_CHANGED: "The set of tools changed: keep it for a whole session, and choose with tool_choice.",
+    Cause.REASONING: (
+        "The history lacks the reasoning of an earlier answer: send it back as reasoning_content, if the model's "
+        "template keeps it."
+    ),
+    Cause.SAME_TEXT: (
+        "The text is the same, but the model wrote it in other tokens than the tokenizer makes of it: only prompts of "
+        "token ids avoid that."
+    ),
+}
+
+
+class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A prompt of `prompt_tokens` has its first `token` tokens in common with a recorded one of `recorded_tokens`.
+
+    The recorded one is of the same session if `same_session`, and of the same tenant in any case; its answer belongs to
+    it: `in_answer` says that the common beginning ends there. `message` is the number, from 1, of the message in which
+    the first other token lies, and `role` its role; without a number it is not known. `before`, `recorded` and `now`
+    are text around that place. `each_time` says that this happens near the head of prompt after prompt.
+    """
+
+    how: How
+    token: int
+    prompt_tokens: int
+    recorded_tokens: int = 0
+    same_session: bool = False
+    in_answer: bool = False
+    message: int | None = None
+    role: str = ""
+    before: str = ""
+    recorded: str = ""
+    now: str = ""
+    causes: list[Cause] = []
+    each_time: bool = False
+
+    def sentence(self) -> str:
+        """For people."""
+        if self.how is How.NOTHING_RECORDED:
+            return "No prompt is recorded that this one could be compared with."
+        other = "an earlier prompt of its session" if self.same_session else "a recorded prompt"
+        if self.how is How.CONTINUED:
+            return f"The prompt continues {other}, all {self.token} tokens of it."
+        if self.how is How.REPEATED:
+            return f"All {self.token} tokens of the prompt are the beginning of {other}."
+        if self.token == 0:
+            return f"The prompt has no beginning in common with {other}{self._place()}."
+        part = "in its answer" if self.in_answer else "in it"
+        return f"The prompt parts from {other} at token {self.token}, {part}{self._place()}."
+
+    def without_text(self) -> Parting:
+        """As it is where a deployment allows no text."""
+        return msgspec.structs.replace(self, before="", recorded="", now="")
+
+    def advice(self) -> list[str]:
+        """A sentence for each of the causes."""
+        found = [_ADVICE[cause] for cause in self.causes]
+        if self.each_time:
+            found.insert(0, "The head changes with each prompt, so that nothing behind it is used again.")
+        return found
+
+    def _place(self) -> str:
+        number = "" if self.message is None else f"message {self.message}" + (f" ({self.role})" if self.role else "")
+        text = f"cached {self.recorded!r}, now {self.now!r}" if self.recorded or self.now else ""
+        place = ": ".join(one for one in (number, text) if one)
+        return f": {place}" if place else ""

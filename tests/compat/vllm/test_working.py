@@ -1,0 +1,138 @@
+"""A worker's side by itself: what it saves and loads of opaque pages, alone and beside other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kvtier
+from kvtier.blocks.hashing import BlockHash
+from kvtier.blocks.layout import OpaqueLayout
+from kvtier.blocks.namespace import NamespaceFields
+from kvtier.client.client import CacheClient
+from kvtier.plugins.vllm.groups import Group
+from kvtier.plugins.vllm.identity import Identity
+from kvtier.plugins.vllm.plan import Load, Save, StepPlan
+from kvtier.plugins.vllm.working import WorkerSide
+from kvtier.testing.servers import ServerProcess
+from kvtier.transfer.reach import Attention, Reach
+from kvtier.transfer.shared_stores import SharedStores
+from tests.support.waiting import wait_until
+
+_PAGES, _TOKENS, _LATENT, _LAYERS = 8, 16, 576, ("a", "b")
+_PAGE_BYTES = len(_LAYERS) * _TOKENS * _LATENT * 2
+_HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]
+
+
+def _identity(num_ranks: int) -> Identity:
+    """MLA's: every rank has all latents of a token."""
+    layout = OpaqueLayout(nbytes=_PAGE_BYTES, block_tokens=_TOKENS)
+    group = Group(Reach(Attention.FULL, _TOKENS), _LAYERS, "latents", is_latent=True, is_handed_over=False)
+    return Identity(
+        layout=layout,
+        fields=NamespaceFields(
+            layout=layout, weights="w", model_config={}, quantization="", compute_dtype="float16", salt=""
+        ),
+        groups=(group,),
+        page_tokens=_TOKENS,
+        num_ranks=num_ranks,
+        num_parts=1,
+        num_pages=_PAGES,
+        name="latents",
+        is_opaque=True,
+    )
+
+
+def _client(server: ServerProcess, identity: Identity) -> CacheClient:
+    return kvtier.connect(server.unix, layout=identity.layout, namespace=identity.fields, name="latents", timeout_s=30)
+
+
+class _Rank:
+    def __init__(self, server: ServerProcess, identity: Identity, rank: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        memory = torch.randn(len(_LAYERS), _PAGES, 1, _TOKENS, _LATENT, generator=generator).half()
+        self.pages = dict(zip(_LAYERS, memory, strict=True))
+        self.before = memory.clone()
+        self.side = WorkerSide(_client(server, identity), identity, rank)
+        self.side.register(self.pages)
+
+    def load(self, pages: list[int], hashes: list[BlockHash]) -> None:
+        """Bring blocks into pages, and wait until all of them are there."""
+        load = Load(0, "request", pages, 0, hashes, 30.0, None, len(hashes) * _TOKENS)
+        self.side.start(StepPlan(1, loads=[load]))
+        wait_until(lambda: "request" in self.side.results().finished_recving, "loaded")
+
+    def is_copied(self, pages: Sequence[int], sources: Sequence[int]) -> bool:
+        now = torch.stack([self.pages[name] for name in _LAYERS])
+        return torch.equal(now[:, list(pages)], self.before[:, list(sources)])
+
+
+@contextlib.contextmanager
+def _ranks(server: ServerProcess, count: int) -> Iterator[list[_Rank]]:
+    ranks = [_Rank(server, _identity(count), rank) for rank in range(count)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.side.close()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[CacheClient]:
+    with _client(server, _identity(1)) as client:
+        yield client
+
+
+def test_a_preempted_request_with_the_name_of_a_save_leaves_that_save_alone(
+    server: ServerProcess, client: CacheClient
+) -> None:
+    saved: set[int] = set()
+    with _ranks(server, 1) as (rank,):
+        server.send_signal(signal.SIGSTOP)
+        try:
+            rank.side.save(StepPlan(1, saves=[Save("request", [1], 0, _HASHES[:1], number=5)]))
+            rank.side.drop_saves({"5"})
+        finally:
+            server.send_signal(signal.SIGCONT)
+
+        def is_saved() -> bool:
+            rank.side.results()
+            saved.update(rank.side.take_news().saved)
+            return saved == {5}
+
+        wait_until(is_saved, "the save reported")
+        wait_until(lambda: client.contains(_HASHES[:1]) == [True], "the block stored")
+
+
+def test_latents_are_written_by_two_ranks_and_loaded_by_both(server: ServerProcess, client: CacheClient) -> None:
+    with _ranks(server, 2) as ranks, ThreadPoolExecutor(1) as threads:
+        shared: SharedStores[Save] = SharedStores(client, 2, threads)
+        save = Save("request", [1, 2, 3], 0, list(_HASHES))
+        shared.begin(save.request_id, save.hashes, save)
+        ready: list[Save] = []
+
+        def is_ready() -> bool:
+            ready.extend(Save("request", one.pages, 0, one.hashes, slots) for one, slots in shared.take_ready())
+            return bool(ready)
+
+        wait_until(is_ready, "room reserved")
+        for rank in ranks:
+            rank.side.save(StepPlan(1, saves=ready))
+
+        def is_stored() -> bool:
+            for rank in ranks:
+                rank.side.results()
+                news = rank.side.take_news()
+                shared.note(news.written, news.unwritten)
+            return client.contains(_HASHES) == [True] * 3
+
+        wait_until(is_stored, "blocks stored")
+        for rank in ranks:
+            rank.load([4, 5, 6], list(_HASHES))
+            assert rank.is_copied([4, 5, 6], [1, 2, 3])
+        shared.close()

@@ -1,0 +1,146 @@
+"""`kvtier warm`, `kvtier prefix` and `kvtier pack` against a server in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtier.api.config import ApiKey
+from kvtier.cli.main import main
+from tests.support.fake_engine import Running, running
+from tests.support.storing_engine import StoringEngine, storing_engine
+
+DOCUMENT = " ".join(f"word{number}" for number in range(60))
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Iterator[StoringEngine]:
+    with storing_engine(tmp_path, disk=None) as one:
+        yield one
+
+
+@pytest.fixture
+def server(below: StoringEngine, tmp_path: Path) -> Iterator[Running]:
+    keys = (ApiKey(name="ann", key="key-ann", share=True), ApiKey(name="root", key="key-root", admin=True, share=True))
+    with running("openai", below.config(keys)) as one:
+        (tmp_path / "tiny").mkdir()
+        (tmp_path / "doc.md").write_text(DOCUMENT)
+        (tmp_path / "system.txt").write_text("Be brief.")
+        (tmp_path / "deploy.yml").write_text(
+            f"models: [{{model: tiny}}]\n"
+            f"http:\n  openai: {one.address[1]}\n  ollama: false\n"
+            "  api_keys:\n"
+            "    - {name: ann, key: key-ann, share: true}\n"
+            "    - {name: root, key: key-root, share: true, admin: true}\n"
+        )
+        yield one
+
+
+def run(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, [str(folder / one[1:]) if one.startswith("@") else one for one in arguments])
+
+
+def warm(folder: Path, *options: str) -> Result:
+    return run(folder, "warm", "@deploy.yml", "@doc.md", "--name", "rules", *options)
+
+
+def test_a_prefix_from_its_documents_to_its_end(server: Running, tmp_path: Path) -> None:
+    file = ("--deployment", "@deploy.yml")
+    warmed = warm(tmp_path, "--system", str(tmp_path / "system.txt"), "--pin", "--ttl", "7d")
+    assert warmed.exit_code == 0, warmed.output
+    assert "rules: 64 tokens of tiny in 16 blocks: 64KiB in server" in warmed.output
+    listed = run(tmp_path, "prefix", "ls", *file).output
+    assert "rules  tiny   64" in listed
+    assert "yes" in listed
+    assert '"is_cut":false' in run(tmp_path, "prefix", "ls", "--json", *file).output
+    assert "rules is no longer pinned" in run(tmp_path, "prefix", "unpin", "rules", *file).output
+    assert "rules is pinned" in run(tmp_path, "prefix", "pin", "rules", *file).output
+    assert "rules is called laws now" in run(tmp_path, "prefix", "rename", "rules", "laws", *file).output
+    assert "laws is gone, with 16 blocks" in run(tmp_path, "prefix", "drop", "laws", *file).output
+    gone = run(tmp_path, "prefix", "drop", "laws", *file)
+    assert gone.exit_code == 1
+    assert gone.output == "Error: there is no prefix called 'laws' here\n"
+
+
+def test_a_url_and_a_key_file_find_it_too(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("key-root\n")
+    (tmp_path / "other").write_text("key-ann\n")
+    assert run(tmp_path, "prefix", "ls", "--url", server.url, "--api-key-file", "@admin").exit_code == 0
+    refused = run(tmp_path, "prefix", "pin", "rules", "--url", server.url, "--api-key-file", "@other")
+    assert "give it admin: true" in refused.output
+    assert "an API key is needed" in run(tmp_path, "prefix", "ls", "--url", server.url).output
+    assert "is not a URL" in run(tmp_path, "prefix", "ls", "--url", "nonsense").output
+    assert "does not answer" in run(tmp_path, "prefix", "ls", "--url", "http://127.0.0.1:1").output
+
+
+def test_documents_are_warmed_by_url_without_the_file_of_the_deployment(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("key-root\n")
+    at = ("--url", server.url, "--api-key-file", str(tmp_path / "admin"))
+    warmed = run(tmp_path, "warm", "@doc.md", "--name", "rules", *at)
+    assert warmed.exit_code == 0, warmed.output
+    assert " tokens of tiny in " in warmed.output
+    assert "rules" in run(tmp_path, "prefix", "ls", *at).output
+    nothing = run(tmp_path, "warm", "--name", "rules")
+    assert nothing.exit_code == 1
+    assert "say which deployment: give its file first, or --url" in nothing.output
+    keyed = run(tmp_path, "warm", "@deploy.yml", "@doc.md", "--name", "rules", *at[2:])
+    assert "--api-key-file is for --url" in keyed.output
+
+
+def test_what_cannot_be_warmed_is_said_in_one_sentence(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "doc.md").write_bytes(b"\xff\xfe")
+    assert "is not text in UTF-8" in warm(tmp_path).output
+    (tmp_path / "doc.md").write_text("short")
+    assert "there is nothing to keep" in warm(tmp_path).output
+    assert "is not a time" in warm(tmp_path, "--ttl", "soon").output
+    assert "key must be the name of an API key" in warm(tmp_path, "--key", "nobody").output
+    text = (tmp_path / "deploy.yml").read_text().replace(", admin: true", "")
+    (tmp_path / "deploy.yml").write_text(text)
+    assert "give one admin: true" in warm(tmp_path).output
+
+
+@pytest.mark.parametrize("options", [(), ("--sign-key", "@key")])
+def test_a_pack_is_written_and_read_again(
+    server: Running, below: StoringEngine, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    file = ("--deployment", "@deploy.yml")
+    (tmp_path / "key").write_text("a key of sixteen bytes or more")
+    assert warm(tmp_path).exit_code == 0
+    exported = run(tmp_path, "pack", "export", "rules", "@rules.kvpack", "--with-text", *options, *file)
+    assert exported.exit_code == 0, exported.output
+    assert [path.name for path in tmp_path.glob("*.kvpack*")] == ["rules.kvpack"]
+    inspected = run(tmp_path, "pack", "inspect", "@rules.kvpack", "--verify", *options)
+    assert "whole      yes" in inspected.output
+    assert f"signed     {'yes' if options else 'no'}" in inspected.output
+    assert run(tmp_path, "prefix", "drop", "rules", *file).exit_code == 0
+    imported = run(tmp_path, "pack", "import", "@rules.kvpack", "--name", "laws", "--pin", *options, *file)
+    assert "laws: 15 of 15 blocks were absent" in imported.output
+    assert "laws   tiny" in run(tmp_path, "prefix", "ls", *file).output
+    assert below.client.stats()["pinned_bytes"] == 15 * 4096
+    again = run(tmp_path, "pack", "import", "@rules.kvpack", "--server", below.address, *options)
+    assert "without a name: 0 of 15 blocks were absent" in again.output
+
+
+def test_a_pack_that_does_not_fit_or_is_damaged_is_refused(
+    server: Running, below: StoringEngine, tmp_path: Path
+) -> None:
+    file = ("--deployment", "@deploy.yml")
+    assert warm(tmp_path).exit_code == 0
+    assert run(tmp_path, "pack", "export", "rules", "@rules.kvpack", *file).exit_code == 0
+    data = (tmp_path / "rules.kvpack").read_bytes()
+    (tmp_path / "rules.kvpack").write_bytes(data[:-100])
+    refused = run(tmp_path, "pack", "import", "@rules.kvpack", *file)
+    assert refused.exit_code == 1
+    assert refused.output.endswith("rules.kvpack is cut off\n")
+    (tmp_path / "rules.kvpack").write_bytes(b"#!/bin/sh\n" * 100)
+    assert "is no pack" in run(tmp_path, "pack", "inspect", "@rules.kvpack").output
+    assert "No such file" in run(tmp_path, "pack", "inspect", "@nothing.kvpack").output
+    missing = run(tmp_path, "pack", "export", "nothing", "@x.kvpack", *file)
+    assert "there is no prefix called 'nothing' here" in missing.output
+    assert not (tmp_path / "x.kvpack").exists()
+    below.client.drop()
+    assert run(tmp_path, "pack", "export", "rules", "@x.kvpack", *file).exit_code == 1
+    assert not list(tmp_path.glob("x.kvpack*"))
