@@ -215,15 +215,20 @@ class GpuStand:
 
     @contextlib.contextmanager
     def engine(
-        self, server: ServerProcess | None = None, *, shape: str | None = None, **overrides: Any
+        self,
+        server: ServerProcess | None = None,
+        *,
+        shape: str | None = None,
+        connector: tuple[str, str] = ("KvtierConnector", "kvtier.plugins.vllm"),
+        **overrides: Any,
     ) -> Iterator[VllmEngine]:
-        """With kvtier where there is a server."""
+        """With kvtier where there is a server: the `connector` of this class and module."""
         shape = shape or self.size.shape
         model = write_model(shape, self.folder / shape.replace(" ", "-"))
         always_load = overrides.pop("always_load", False)
         transfer = None
         if server is not None:
-            transfer = kvtier_transfer(server.unix)
+            transfer = kvtier_transfer(server.unix, connector=connector[0], module=connector[1])
             transfer["kv_connector_extra_config"]["always_load"] = always_load
         settings = {
             "dtype": self.size.dtype,
