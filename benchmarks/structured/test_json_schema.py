@@ -5,7 +5,7 @@
 One engine with random weights and a made-up vocabulary of the model's size; 32 streams decode at a time, greedily and
 drawn at random. Rounds take turns: no stream with a schema, all of them with one, and half of them. Ratios are medians
 over the turns: `json_schema_x` is all over none, greedily; `beside_json_schema_x` is what streams without a schema get
-beside as many with one.
+beside as many with one. At the end, one more round of each, in no ratio, shows where the host's time of a step goes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.harness import Result, console, print_table
 from benchmarks.model_configs import MODEL_CONFIGS, model_folder
 from benchmarks.prefix_caching.engine_stand import PromptMaker
 from benchmarks.prefix_caching.options import conclude, is_h200, make_parser, parse
+from benchmarks.structured.step_parts import StepParts
 from benchmarks.structured.vocabulary import make_tokenizer
 from benchmarks.tier_stand import chosen, kv_bytes, settings_of
 from kvtier import LLM, SamplingParams
@@ -99,7 +100,13 @@ def measure(arguments: argparse.Namespace, size: Size, result: Result) -> None:
             console.print(f"vocabulary and grammar: ready after {time.perf_counter() - started_at:.1f} s")
             for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
                 _compare(llm, prompts, size, result, name, temperature)
-    print_table(f"{arguments.model_shape}, {size.prompts} streams, medians of {size.repeats} turns", result.rows)
+            print_table(
+                f"{arguments.model_shape}, {size.prompts} streams, medians of {size.repeats} turns", result.rows
+            )
+            for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+                rows = _host_parts(llm, prompts, size, temperature)
+                print_table(f"{name}: the host's milliseconds of a step, and the 99th of 100", rows)
+                result.rows += [{"sampling": name, **row} for row in rows]
 
 
 def _compare(llm: LLM, prompts: list[list[int]], size: Size, result: Result, name: str, temperature: float) -> None:
@@ -127,6 +134,24 @@ def _compare(llm: LLM, prompts: list[list[int]], size: Size, result: Result, nam
     beside = [free.free_ms / half.free_ms for half, free in zip(rounds["half"], rounds["none"], strict=True)]
     if name == "greedy":
         result.figures["beside_json_schema_x"] = statistics.median(beside)
+
+
+def _host_parts(llm: LLM, prompts: list[list[int]], size: Size, temperature: float) -> list[dict[str, object]]:
+    """Each part of a step without any schema, and with one for all streams."""
+    found = {}
+    for name, num_bound in (("none", 0), ("all", size.prompts)):
+        parts = StepParts()
+        with parts.watch(llm.engine):
+            _run(llm, prompts, size, num_bound, temperature)
+        found[name] = parts.milliseconds()
+    rows: list[dict[str, object]] = []
+    for part in found["all"]:
+        row: dict[str, object] = {"part": part}
+        for name, milliseconds in found.items():
+            mean, late = milliseconds.get(part, (0.0, 0.0))
+            row |= {name: round(mean, 3), f"{name}, 99th": round(late, 3)}
+        rows.append(row)
+    return rows
 
 
 def _run(llm: LLM, prompts: list[list[int]], size: Size, num_bound: int, temperature: float) -> Round:

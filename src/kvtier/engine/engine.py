@@ -26,7 +26,7 @@ from kvtier.engine.building import make_current, make_parts, make_runner, make_t
 from kvtier.engine.canary import Canary, Finding
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.constraint.compiler import CompiledGrammar, GrammarCompiler
-from kvtier.engine.constraint.constraints import Constraints, TokenMasks
+from kvtier.engine.constraint.constraints import Constraints, MakeMasks, TokenMasks
 from kvtier.engine.device.kv_arena import KvArena
 from kvtier.engine.device.prompt_scores import ScoredTokens
 from kvtier.engine.device.runner import Submitted, TokenResult
@@ -503,12 +503,12 @@ class Engine:
             news += self._look_at_oldest()
         return news
 
-    def _masks(self, requests: Sequence[Request]) -> TokenMasks | None:
+    def _masks(self, requests: Sequence[Request], make: MakeMasks) -> TokenMasks | None:
         """The tokens that `requests` may have, once the host knows those before. Called when only sampling is left."""
         if self._constraints.waits_for_tokens(requests):
             for submitted in self._under_way:
                 self._read(submitted)
-        return self._constraints.masks(requests)
+        return self._constraints.masks(requests, make)
 
     def _read(self, submitted: Submitted) -> list[TokenResult]:
         """The tokens of a step, once the device has them. Advances the grammars."""

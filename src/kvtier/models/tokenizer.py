@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier.errors import ConfigError, InvalidParameter
 from kvtier.models.foreign_files import refuse_lfs_pointer
@@ -44,6 +44,8 @@ class Tokenizer:
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         """Raises `ConfigError` if there are tokenizer files that cannot be used."""
         self._inner: Any = None
+        self._decode: Callable[..., str] | None = None
+        """Without what transformers wraps around it, where that would change nothing."""
         self._token_bytes: dict[int, bytes] = {}
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             return
@@ -56,6 +58,8 @@ class Tokenizer:
             self._inner.model_max_length = sys.maxsize  # the engine decides how long a prompt may be
             # The first use turns a stored truncation off, which must not happen while another thread encodes.
             self._inner.encode("")
+            if _is_plain(type(self._inner)):
+                self._decode = self._inner.backend_tokenizer.decode
         except Exception as error:  # its parsers may raise anything
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {printable(reason)}") from error
@@ -149,6 +153,8 @@ class Tokenizer:
         return list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self._decode is not None:
+            return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
         return str(
             self._present().decode(
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -354,6 +360,12 @@ class TextStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether it decodes as its library's own class for tokenizers in Rust does."""
+    own = PreTrainedTokenizerFast
+    return issubclass(kind, own) and kind.decode is own.decode and kind._decode is own._decode
 
 
 @functools.cache

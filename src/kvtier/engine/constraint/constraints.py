@@ -25,7 +25,9 @@ from kvtier.errors import AnswerFailed
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_MAX_THREADS = 8
+_MAX_THREADS = 16
+_FEW_TOKENS = 8
+"""Waking threads takes as long as moving so many matchers on."""
 _WORD_BITS = 32
 
 
@@ -33,12 +35,23 @@ _WORD_BITS = 32
 class TokenMasks:
     """Of a step's rows that sample, those whose tokens are not free.
 
-    Bit `t % 32` of `words[i, t // 32]` says whether row `rows[i]` may have token `t`. The memory is used again for the
-    next step.
+    Bit `t % 32` of `words[i, t // 32]` says whether row `rows[i]` may have token `t`.
     """
 
     rows: npt.NDArray[np.int64]
     words: npt.NDArray[np.int32]
+
+
+MakeMasks = Callable[[int, int], TokenMasks]
+"""Memory for the masks of a number of rows, of a number of words each, with any values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Tokens that end a text: the bits `bits[i]` of word `places[i]` of a mask."""
+
+    places: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -68,8 +81,7 @@ class Constraints:
         self._drop = drop
         self._constraints: dict[Request, _Constraint] = {}
         self._executor: LLExecutor | None = None
-        self._words = np.zeros((0, 0), np.int32)
-        self._not_ends: npt.NDArray[np.int32] | None = None
+        self._ends: _Ends | None = None
 
     def __bool__(self) -> bool:
         return bool(self._constraints)
@@ -103,7 +115,10 @@ class Constraints:
                 moved.append((request, constraint, self._matcher(request, constraint), token_id))
         if not moved:
             return
-        taken = self._get_executor().consume_token_par([(matcher, token_id) for _, _, matcher, token_id in moved])
+        if len(moved) <= _FEW_TOKENS:
+            taken = [matcher.consume_token(token_id) for _, _, matcher, token_id in moved]
+        else:
+            taken = self._get_executor().consume_token_par([(matcher, token_id) for _, _, matcher, token_id in moved])
         for (request, constraint, matcher, _), is_taken in zip(moved, taken, strict=True):
             constraint.num_taken += 1
             if not is_taken:
@@ -111,8 +126,11 @@ class Constraints:
             elif matcher.is_stopped():
                 constraint.end = constraint.num_taken
 
-    def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """Which tokens the rows of `requests` may have; None when all are free. All earlier tokens are known."""
+    def masks(self, requests: Sequence[Request], make: MakeMasks) -> TokenMasks | None:
+        """Which tokens the rows of `requests` may have; None when all are free. All earlier tokens are known.
+
+        The library's threads write the masks where `make` says.
+        """
         rows: list[int] = []
         moving = []
         for row, request in enumerate(requests):
@@ -127,19 +145,23 @@ class Constraints:
                 rows.append(row)
         if not rows:
             return None
-        words = self._words_for(len(rows), moving[0][3].compiled.num_words)
+        masks = make(len(rows), moving[0][3].compiled.num_words)
+        masks.rows[:] = rows
+        words = masks.words
         pairs = [(matcher, place) for matcher, place, _, _ in moving]
         self._get_executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words))
+        ends = self._get_ends(words.shape[1])
+        has_end = np.any(words[:, ends.places] & ends.bits, axis=1)
         for matcher, place, request, constraint in moving:
             if matcher.is_error():
                 self._note_failure(request, constraint, matcher, constraint.num_taken + 1)
                 words[place] = -1
-            elif self._is_kept_from_ending(request, constraint):
-                words[place] &= self._get_not_ends(words.shape[1])
+            elif has_end[place] and self._is_kept_from_ending(request, constraint):
+                words[place, ends.places] &= ~ends.bits
                 if not words[place].any():
                     constraint.end = constraint.num_taken
                     words[place] = -1  # what it samples is dropped
-        return TokenMasks(np.array(rows, np.int64), words[: len(rows)])
+        return masks
 
     def end_of(self, request: Request) -> int | None:
         """With how many tokens its answer is complete, once that is known.
@@ -176,19 +198,16 @@ class Constraints:
         params = request.params
         return params.ignore_eos or not self._eos_token_ids or constraint.num_taken < params.min_tokens
 
-    def _words_for(self, num_rows: int, num_words: int) -> npt.NDArray[np.int32]:
-        if len(self._words) < num_rows:
-            self._words = np.zeros((max(num_rows, 2 * len(self._words)), num_words), np.int32)
-        return self._words
-
-    def _get_not_ends(self, num_words: int) -> npt.NDArray[np.int32]:
-        """All tokens of the vocabulary but those that end a text."""
-        if self._not_ends is None:
+    def _get_ends(self, num_words: int) -> _Ends:
+        """Also tokens behind the vocabulary: the library has one there if the model has no end of text."""
+        if self._ends is None:
             bits = np.zeros(num_words * _WORD_BITS, np.uint8)
-            bits[: self._vocab_size] = 1
-            bits[self._eos_token_ids] = 0
-            self._not_ends = np.packbits(bits, bitorder="little").view(np.int32)
-        return self._not_ends
+            bits[self._vocab_size :] = 1
+            bits[self._eos_token_ids] = 1
+            words = np.packbits(bits, bitorder="little").view(np.int32)
+            places = np.flatnonzero(words)
+            self._ends = _Ends(places, words[places])
+        return self._ends
 
     def _get_executor(self) -> LLExecutor:
         if self._executor is None:

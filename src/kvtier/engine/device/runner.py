@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.engine.constraint.constraints import TokenMasks
+from kvtier.engine.constraint.constraints import MakeMasks, TokenMasks
 from kvtier.engine.device.chunk_graphs import MAX_GRAPH_TOKENS, ChunkGraphs
 from kvtier.engine.device.decode_graphs import DecodeGraphs
 from kvtier.engine.device.kv_arena import KvArena
+from kvtier.engine.device.mask_upload import MaskUpload
 from kvtier.engine.device.prompt_scores import MAX_SLICE_ROWS, PromptScores, ScoredTokens
-from kvtier.engine.device.sampler import AllowedTokens, SampledTokens, Sampler
+from kvtier.engine.device.sampler import SampledTokens, Sampler
 from kvtier.engine.device.sampling_batch import SamplingBatch, SamplingRow
 from kvtier.engine.schedule.request import Request
 from kvtier.engine.schedule.step import Step, StepRow
@@ -37,8 +38,8 @@ _MAX_TOKENS_AFTER_ARRIVALS = 256
 """Up to this many tokens, a graph that runs after all layers have arrived is faster than going layer by layer."""
 
 
-Constrain = Callable[[Sequence[Request]], TokenMasks | None]
-"""The tokens that each sampling request may have; None if all are free."""
+Constrain = Callable[[Sequence[Request], MakeMasks], TokenMasks | None]
+"""The tokens that each sampling request may have, in memory that is made for them; None if all are free."""
 
 
 class TokenResult(NamedTuple):
@@ -216,6 +217,7 @@ class Runner:
         self._places: dict[int, _Place] = {}
         self._last_tokens = torch.zeros(max_num_requests, dtype=torch.int64, device=self._device)
         self._sampler = Sampler(vocab_size=model.config.vocab_size, device=self._device, eos_token_ids=eos_token_ids)
+        self._mask_upload = MaskUpload(self._device)
         self._sampling_rows: dict[Request, SamplingRow] = {}
         self._sampling: _Sampling | None = None
         self._scale = float(model.config.head_dim**-0.5)
@@ -264,8 +266,7 @@ class Runner:
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             logits = self.model.logits(states)
-            masks = None if constrain is None else constrain([row.request for row in sampling])
-            sampled = self._sampler.sample(logits, together.batch, self._allowed(masks))
+            sampled = self._sample(logits, together, constrain)
             kept = LastTokens(self._last_tokens, together.slots)
             return Submitted(sampling, sampled, kept, is_long=is_long, scores=scores)
 
@@ -275,11 +276,15 @@ class Runner:
         max_rows = min(MAX_SLICE_ROWS, len(self._tables))
         return PromptScores(step, hidden, self.model.logits, max_rows=max_rows, vocab_size=self.model.config.vocab_size)
 
-    def _allowed(self, masks: TokenMasks | None) -> AllowedTokens | None:
+    def _sample(self, logits: torch.Tensor, sampling: _Sampling, constrain: Constrain | None) -> SampledTokens:
+        masks = None if constrain is None else constrain(sampling.requests, self._mask_upload.make)
         if masks is None:
-            return None
-        rows, words = upload([masks.rows, masks.words], self._device)
-        return AllowedTokens(rows, words)
+            return self._sampler.sample(logits, sampling.batch)
+        allowed = self._mask_upload.upload(masks)
+        try:
+            return self._sampler.sample(logits, sampling.batch, allowed)
+        finally:
+            self._mask_upload.done()
 
     def _end_so_far(self) -> torch.cuda.Event | None:
         """An event at the end of everything handed over so far. None on a CPU, where it is done."""
