@@ -122,7 +122,7 @@ def test_writes_that_fail_take_the_disk_down_with_a_sentence_and_it_comes_back_b
         _set(client, 2)
         wait_until(lambda: not _is_up(client))
         sentence = (
-            f"disk store {tmp_path / 'data'} failed: {os.strerror(number)}; going on in memory, it is tried again"
+            f"disk store {tmp_path / 'data'} failed: {os.strerror(number)}; going on with memory only, and retrying"
         )
         assert [record.getMessage() for record in caplog.records].count(sentence) == 1
         _set(client, 3)
@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_made_again_comes_back_when_it_can(
         shutil.rmtree(data)
         data.write_text("something else is here")
         wait_until(lambda: not _is_up(client))
-        assert caplog.text.count("its folder or file was taken away") == 1
+        assert caplog.text.count("its folder or file has disappeared") == 1
         _assert_served(client, 1)
         _set(client, 2)
         data.unlink()
@@ -361,7 +361,7 @@ def test_a_writer_that_fails_by_a_bug_is_not_silent_and_is_made_up_for(
     with _served(tmp_path / "data", files) as client:
         files.is_broken = True
         _set(client, 1)
-        with pytest.raises(TierRefused, match="the disk is down: what is in memory is not on it"):
+        with pytest.raises(TierRefused, match="the disk is down: blocks in memory were not written to it"):
             client.flush()
         assert not _is_up(client)
         assert client.stats()["disk_losses"]["internal error"] >= 1
@@ -420,5 +420,5 @@ def test_a_flush_fails_for_blocks_that_left_memory_before_the_disk_came_to_them(
         files.delay_s = 0.3
         for seed in range(40):
             _set(client, seed)
-        with pytest.raises(TierRefused, match="the disk did not keep up, and they had to leave memory"):
+        with pytest.raises(TierRefused, match="the disk did not keep up, and they were evicted from memory"):
             client.flush()

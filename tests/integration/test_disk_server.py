@@ -372,7 +372,7 @@ def test_settings_that_make_no_sense_are_refused_in_a_sentence(tmp_path: Path) -
     unix = UnixAddress(str(tmp_path / "kvtier.sock"))
     with pytest.raises(ConfigError, match="needs both a folder"):
         CacheServerConfig(memory_bytes=1 << 20, unix=unix, folder=tmp_path)
-    with pytest.raises(ConfigError, match="a server without memory needs a folder"):
+    with pytest.raises(ConfigError, match="a server that keeps no blocks in memory needs a folder"):
         CacheServerConfig(memory_bytes=1 << 20, unix=unix, keeps_memory=False)
 
 

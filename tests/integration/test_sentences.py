@@ -80,13 +80,13 @@ def test_another_block_size_under_the_same_namespace_is_refused() -> None:
     other = KvLayout(layers=3, kv_heads=1, head_dim=80, dtype="float16")
     with _serving() as server, open_client(server.unix):
         for address in (server.unix, server.tcp):
-            with pytest.raises(TierRefused, match="has blocks of 10240 bytes here; this client says 15360"):
+            with pytest.raises(TierRefused, match="has blocks of 10240 bytes here; this client's have 15360"):
                 kvtier.connect(address, token=server.token, layout=other, namespace=NAMESPACE, timeout_s=CALL_S)
 
 
 def test_a_block_larger_than_the_arena_is_refused() -> None:
     huge = KvLayout(layers=64, kv_heads=8, head_dim=128)
-    with _serving() as server, pytest.raises(TierRefused, match="does not fit into this server's 768KiB"):
+    with _serving() as server, pytest.raises(TierRefused, match="does not fit into this server's memory of 768KiB"):
         kvtier.connect(server.unix, layout=huge, namespace=b"h" * 32, timeout_s=CALL_S)
 
 
@@ -261,7 +261,7 @@ def test_more_memory_than_the_machine_has_is_refused(tmp_path: Path) -> None:
 
 def test_tcp_without_a_token_is_refused_on_loopback_too(tmp_path: Path) -> None:
     said = _refused_start("--socket", f"{tmp_path}/s", "--memory", "1MiB", "--tcp", "127.0.0.1:0")
-    assert "TCP needs a token, also on loopback: set one with --token-file" in said
+    assert "TCP needs a token, even on loopback: set one with --token-file" in said
 
 
 @pytest.mark.parametrize(

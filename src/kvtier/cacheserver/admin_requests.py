@@ -1,4 +1,4 @@
-"""What a client asks about the server and about blocks that it neither reads nor writes."""
+"""Requests that move no block bytes: about the server itself, and to pin, retain, drop, list or verify blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_LISTED = 1 << 18
 
 
 class AdminRequests:
-    """Of one connection of `client`; `space_of` knows the namespaces that are open on it."""
+    """Carries out the requests of one connection of `client`; `space_of` finds a namespace opened on it by number."""
 
     def __init__(
         self, context: ConnectionContext, client: ServedClient, space_of: Callable[[int], MemorySpace]
@@ -86,14 +86,14 @@ class AdminRequests:
         space = self._space_of(request.space)
         disk = self._context.disk
         try:
-            # Each reads from the disk: no other request has to wait for its turn meanwhile.
+            # Every piece reads from the disk, so this does not take `bulk`: other requests are served meanwhile.
             found = in_pieces(nullcontext(), lambda hashes: disk.verify(space, hashes), request.hashes)
             return wire.Contained(b"".join(map(bytes, found)))
         except TierUnavailable as error:
             raise TierRefused(str(error)) from error
 
     def on_flush(self, request: wire.Flush) -> wire.Done:
-        """When it is answered, what was committed before is on disk, if there is one."""
+        """With a disk, every block committed before the request is on disk when the reply is sent."""
         try:
             self._context.disk.flush(self._context.config.flush_timeout_s)
         except (TierTimeout, TierUnavailable) as error:
@@ -120,7 +120,7 @@ class AdminRequests:
 
     def on_misscurve(self, request: wire.MissCurveRequest) -> wire.Document:
         if not self._tenant.sees_all:
-            raise TierRefused("only the server's owner and its admins may ask what all of its clients ask for")
+            raise TierRefused("only the server's owner and its admins may see the requests of all clients")
         traffic = self._context.traffic
         first = request.prompts_from
         return wire.Document(json.dumps(traffic.prompts_from(first) if first else traffic.curve()))

@@ -1,4 +1,4 @@
-"""How many bytes a second a tenant moves, over all of its connections."""
+"""Limits the bytes per second that a tenant moves over all of its connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 _BURST_S = 0.25
-"""What was not used in the last moments may be made up for."""
+"""Unused bandwidth of this long may be caught up on."""
 
 
 class Bandwidth:
@@ -20,7 +20,7 @@ class Bandwidth:
         self._free_at = 0.0
 
     def spend(self, nbytes: int) -> float:
-        """So many bytes were moved. Returns for how many seconds no more should be."""
+        """Record `nbytes` moved. Returns the seconds to wait before moving more."""
         rate = self.bytes_per_s
         if rate is None:
             return 0.0

@@ -1,6 +1,7 @@
-"""The blocks of all namespaces: in memory, on disk, in a cluster, and on their way. Under the catalog's lock.
+"""The blocks of all namespaces: in memory, on disk, in a cluster, and in flight between them.
 
-What the threads of the disk and the cluster call takes that lock itself, for a moment.
+Callers hold the catalog's lock. The exceptions are the methods for the disk's and the cluster's threads, which take it
+themselves, briefly.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ Clock: TypeAlias = Callable[[], float]
 class CachedBlocks:
     """One pool over the arena, the disk behind it, and a cluster that hosts share.
 
-    Without `keeps_stored`, what is safe on disk leaves memory as soon as it is unreferenced. If it `is_shared`, tenants
-    have shares of it.
+    Without `keeps_stored`, a block leaves memory as soon as it is on disk and unreferenced. With `is_shared`, each
+    tenant has a share of the memory.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CachedBlocks:
         eviction: Eviction,
     ) -> None:
         self.ghosts = Ghosts()
-        is_last = cluster is NO_CLUSTER  # else the cluster is fed from what memory takes
+        is_last = cluster is NO_CLUSTER  # with a cluster, blocks reach it through memory, so memory declines none
         make_policy = functools.partial(
             disk.eviction_policy, eviction, clock, evicts_unsafe=keeps_stored, declines=is_last
         )
@@ -80,14 +81,14 @@ class CachedBlocks:
         self._log = LogLimit(logger)
         self._num_dropping = 0
         self._awaited: dict[Block, list[threading.Event]] = {}
-        """Blocks that are being read, and the clients that wait for just them."""
+        """Blocks being loaded, with one event per client that waits for exactly that block."""
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def absent(self, space: MemorySpace, hashes: Hashes) -> tuple[list[BlockHash], bool]:
-        """Those that are neither in memory nor on disk, and whether a match may go on behind the last of `hashes`.
+        """The hashes found neither in memory nor on disk, and whether a match may continue past the last of `hashes`.
 
-        That is not so behind a block that is being written, at which any match ends.
+        It may not if one of the blocks is still being written: every match ends there.
         """
         blocks, pending = space.index.blocks, BlockState.PENDING
         if all(map(blocks.__contains__, hashes)):
@@ -107,7 +108,7 @@ class CachedBlocks:
     def find(
         self, space: MemorySpace, hashes: Hashes, max_blocks: int, elsewhere: Elsewhere = NOWHERE
     ) -> tuple[list[Block], MatchEnd]:
-        """Reference the longest prefix in memory, on disk and `elsewhere`; what is not in memory begins to load."""
+        """Reference the longest prefix in memory, on disk and `elsewhere`; blocks not in memory start to load."""
         match = self.find_in_memory(space, hashes, max_blocks)
         blocks, ended = match.blocks, match.ended
         num_in_memory = len(blocks)
@@ -123,14 +124,14 @@ class CachedBlocks:
             blocks += more.blocks
             ended = more.ended
         if num_in_memory or len(blocks) > 1:
-            # A block that is loaded counts as used on disk by itself, but several in no certain order.
+            # A load marks its block as used on disk, but several loads do so in no particular order.
             self._disk.note_used(space, hashes, len(blocks))
         if ended is Presence.MISS:
             return blocks, self._why_absent(space, hashes[len(blocks)], elsewhere)
         return blocks, ENDED[ended]
 
     def find_in_memory(self, space: MemorySpace, hashes: Hashes, max_blocks: int) -> Match:
-        """Reference the longest prefix that is in memory, or on its way there: it is used again."""
+        """Reference the longest prefix that is in memory or loading, and count it as reused."""
         match = self.pool.match(space.index, hashes, max_blocks)
         self._disk.note_reused(space, match.blocks)
         self._cluster.note_worth(space, match.blocks)
@@ -139,7 +140,7 @@ class CachedBlocks:
     def find_lazily(
         self, space: MemorySpace, hashes: Hashes, max_blocks: int, elsewhere: Elsewhere = NOWHERE
     ) -> tuple[list[Block], MatchEnd, int]:
-        """Reference the longest prefix in memory, and count what follows it on disk, `elsewhere` or in memory."""
+        """Reference the longest prefix in memory; count the blocks that follow it on disk, `elsewhere` or in memory."""
         match = self.find_in_memory(space, hashes, max_blocks)
         if match.blocks:
             self._disk.note_used(space, hashes, len(match.blocks))
@@ -158,7 +159,10 @@ class CachedBlocks:
         return match.blocks, MatchEnd.ALL, num_stored
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
-        """Wait for the first `count`; `num_ready` are known to be here. Returns how many are, maybe more."""
+        """Wait until the first `count` blocks are READY, of which the first `num_ready` are known to be.
+
+        Returns the number of leading READY blocks, which may exceed `count`.
+        """
         deadline = self._clock() + timeout_s
         end = min(count, len(blocks))
         is_in_time = True
@@ -167,12 +171,12 @@ class CachedBlocks:
                 num_ready += 1
             if num_ready >= end or blocks[num_ready].state is not BlockState.LOADING or not is_in_time:
                 return num_ready
-            # Only for the last of them: clients woken for each would keep the disk's threads from their work.
+            # Wait for the last block only: waking clients for every block would slow the disk's threads.
             last = next(block for block in reversed(blocks[num_ready:end]) if block.state is BlockState.LOADING)
             is_in_time = self._wait_for(last, deadline)
 
     def _wait_for(self, block: Block, deadline: float) -> bool:
-        """Until it was read, or could not be; False when that takes too long. Others have the lock meanwhile."""
+        """Wait until `block` was loaded or its load failed; False past the deadline. Releases the lock meanwhile."""
         event = threading.Event()
         self._awaited.setdefault(block, []).append(event)
         self._lock.release()
@@ -187,18 +191,18 @@ class CachedBlocks:
                     del self._awaited[block]
 
     def _why_absent(self, space: MemorySpace, block_hash: BlockHash, elsewhere: Elsewhere) -> MatchEnd:
-        """What a lease says of a hash that is not in memory."""
+        """Why a match ended at a hash that is not in memory."""
         if (reason := elsewhere.why_absent(block_hash)) is not None:
             return reason
         flags = self._disk.presence(space.namespace, [block_hash])[0]
         if flags & LISTED_DISK:
-            return MatchEnd.LIMIT  # it is on disk, and there is no more memory to load it into
+            return MatchEnd.LIMIT  # the block is on disk, but no memory is left to load it into
         if self.ghosts.has(block_hash, space.index.scope):
-            return MatchEnd.EVICTED  # before it was stored: a disk that is down does not have it either
+            return MatchEnd.EVICTED  # evicted before it was stored, so a disk that is down cannot have it
         return match_end_of(flags)
 
     def _load(self, space: MemorySpace, store: DiskStore, stored: Sequence[StoredBlock]) -> list[Block]:
-        """Slots for the leading ones of `stored`, as far as there is memory, referenced and being filled."""
+        """Start to load the leading blocks of `stored`, as many as memory has room for. Returns them, referenced."""
         blocks = self.pool.reserve(space.index, [each.hash for each in stored], state=BlockState.LOADING).blocks
         self.pool.reference(blocks)  # one for the client, one for the reader
         self.num_loading += len(blocks)
@@ -209,7 +213,7 @@ class CachedBlocks:
         return blocks
 
     def _fetch(self, space: MemorySpace, hashes: Hashes, elsewhere: Elsewhere) -> list[Block]:
-        """As `_load`, from the cluster: for the leading ones that it has and memory has not."""
+        """Like `_load`, from the cluster: the leading blocks that the cluster has and memory lacks."""
         present = space.index.blocks
         wanted: dict[BlockHash, None] = {}
         for block_hash in hashes:
@@ -225,7 +229,7 @@ class CachedBlocks:
     # --- writing and forgetting ------------------------------------------------------------------------------------
 
     def reserve(self, space: MemorySpace, hashes: Hashes, max_blocks: int, *, may_decline: bool = True) -> Grant:
-        """Room for those that are neither in memory nor on disk."""
+        """Reserve slots for the blocks that are neither in memory nor on disk."""
         absent, positions = self._disk.to_write(space, hashes)
         if not self._keeps_stored:
             self._wait_for_room(min(len(absent), max_blocks) * space.index.block_units)
@@ -237,7 +241,7 @@ class CachedBlocks:
         )
 
     def _wait_for_room(self, units: int) -> None:
-        """Where memory is only a passage, writers wait for the disk, a moment at a time."""
+        """If memory is only a buffer before the disk, let the writer wait up to `_ROOM_S` for the disk to catch up."""
         deadline = self._clock() + _ROOM_S
         wanted = min(units, self.pool.num_units // 2)
         while self.pool.free_units < wanted and self._changed.wait(max(0.0, deadline - self._clock())):
@@ -256,7 +260,7 @@ class CachedBlocks:
         self._leave_memory(blocks)
 
     def _leave_memory(self, blocks: Sequence[Block]) -> None:
-        """Of a server that keeps nothing in memory: blocks that are safe on disk and unreferenced go."""
+        """If the server keeps nothing in memory, drop the blocks that are on disk and unreferenced."""
         if self._keeps_stored:
             return
         for block in blocks:
@@ -264,7 +268,7 @@ class CachedBlocks:
                 self.pool.drop(block.index, [block.hash])
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Forget `hashes` in memory. Waits for what is being written: it has to be on disk to be dropped there."""
+        """Forget `hashes` in memory. Waits for blocks being written to disk, so that they can be dropped there."""
         found = list(filter(None, map(space.index.blocks.get, hashes)))
         num_dropped = self.pool.drop(space.index, hashes)
         for block_hash in hashes:
@@ -277,7 +281,7 @@ class CachedBlocks:
         return num_dropped
 
     def store_again(self, space: MemorySpace, hashes: Hashes) -> None:
-        """After `hashes` were dropped on disk: those of them that were set again meanwhile are wanted there."""
+        """After a drop of `hashes` on disk, queue those that clients have set again meanwhile."""
         for block in filter(None, map(space.index.blocks.get, hashes)):
             if isinstance(block, MemoryBlock) and block.is_stored and block.is_ready and not block.is_queued:
                 block.is_stored = False
@@ -285,7 +289,7 @@ class CachedBlocks:
 
     def _note_evicted(self, block: Block) -> None:
         assert isinstance(block, MemoryBlock)
-        if not block.is_stored:  # else the disk knows what becomes of it
+        if not block.is_stored:  # a stored block is not lost: the disk notes its eviction
             self.ghosts.add(block.hash, block.index.scope)
 
     # --- the disk's threads, without the lock ----------------------------------------------------------------------
@@ -302,7 +306,7 @@ class CachedBlocks:
             return held
 
     def drop_altered(self, blocks: Sequence[MemoryBlock]) -> int:
-        """Forget blocks that were written to after they were committed. What the disk has of them is as it was."""
+        """Forget blocks whose bytes changed after their commit. Their copies on disk stay as they were."""
         with self._lock:
             num_dropped = 0
             for block in blocks:
@@ -317,7 +321,7 @@ class CachedBlocks:
 
     def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
         with self._lock:
-            if not self._keeps_stored:  # it would stay in memory for ever
+            if not self._keeps_stored:  # only the disk's writers free memory here: a refused block would stay for ever
                 for block in blocks:
                     if block.is_ready:
                         self.pool.drop(block.index, [block.hash])
@@ -326,7 +330,7 @@ class CachedBlocks:
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None:
         with self._lock:
             for block, is_stored in zip(blocks, stored, strict=True):
-                block.is_queued = False  # not before: two writers must never hold one block
+                block.is_queued = False  # only now: two writers must never hold the same block
                 block.is_stored = block.is_stored or is_stored
                 self.pool.let_go(block)
             self._leave_memory(blocks)
@@ -360,7 +364,8 @@ class CachedBlocks:
                 self.pool.commit([block])
             else:
                 self.pool.fail(block)
-                self.ghosts.discard(block.hash, block.index.scope)  # it was stored again since, and is lost now
+                # The block was stored again after an earlier eviction and is lost now, which is no eviction.
+                self.ghosts.discard(block.hash, block.index.scope)
         for block in blocks:
             for event in self._awaited.pop(block, ()):
                 event.set()
@@ -409,13 +414,13 @@ class CachedBlocks:
 
 
 def num_ready(blocks: Sequence[Block]) -> int:
-    """How many of the blocks just found are in memory, up to the first that is not."""
+    """The number of leading READY blocks."""
     ready = BlockState.READY
     return next((position for position, block in enumerate(blocks) if block.state is not ready), len(blocks))
 
 
 def _leaving(pool: BlockPool, namespaces: Namespaces) -> dict[MemorySpace, list[Block]]:
-    """What memory would evict next, if it is nearly full."""
+    """The blocks that memory would evict next, by namespace; none unless it is nearly full."""
     if pool.free_units * _NEARLY_FULL > pool.num_units or len(namespaces) > _MAX_SWEPT_SPACES:
         return {}
     space_of = {space.index: space for space in namespaces}

@@ -1,4 +1,4 @@
-"""What the server holds and for whom: namespaces, clients with their leases and reservations, cached blocks.
+"""The server's state: namespaces, clients with their leases and reservations, and cached blocks.
 
 Thread-safe: one short lock around everything, never held over I/O.
 """
@@ -33,16 +33,16 @@ from kvtier.sizes import format_size
 from kvtier.wire.messages import LISTED_CACHED, LISTED_CLUSTER, LISTED_DISK, LISTED_DOWN, LISTED_EVICTED, LISTED_PENDING
 
 MAX_AT_ONCE = 1 << 14
-"""Blocks that are looked at under one hold of the lock: some milliseconds."""
+"""Most blocks to look at under one hold of the lock, which takes a few milliseconds."""
 _PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """The blocks of a lease; the first `num_ready` are in memory, the others on their way.
+    """The blocks of a lease; the first `num_ready` are in memory, the others are loading.
 
-    `num_stored` more follow on disk, in the cluster or in memory, which a lazy lease does not hold; the
-    cluster has `num_shared` of those.
+    For a lazy lease, `num_stored` counts the blocks that follow on disk, in the cluster or in memory, which the lease
+    does not hold. `num_shared` of them are in the cluster.
     """
 
     blocks: list[Block]
@@ -53,21 +53,21 @@ class LeaseOutcome:
 
 
 def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units: int) -> str:
-    """A sentence if some got no room, of all the `num_units` or of the `max_blocks` that the client might have."""
+    """A sentence on why blocks were refused: the client reached its `max_blocks`, or all `num_units` are in use."""
     if not grant.num_refused:
         return ""
     if len(grant.blocks) == max_blocks:
         limit = format_size(client.max_held_units * SLOT_ALIGN_BYTES)
-        whose = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
-        return f"this client may hold at most {limit} at once{whose}"
+        tenant = f", and its tenant {client.tenant.name} has a limit of its own" if client.tenant.name else ""
+        return f"this client may hold at most {limit} at once{tenant}"
     room = f"all of the server's {format_size(num_units * SLOT_ALIGN_BYTES)}"
     if grant.num_declined:
-        return f"{room} is used by blocks that are likelier to be asked for"
+        return f"{room} is used by blocks that are likelier to be used again"
     return f"{room} is leased, pinned or being written"
 
 
 def _own(disk: Disk, tenant: Tenant, called: Namespace) -> Namespace:
-    """What the server keeps under the name that `tenant` has for it, or that `spaces` showed to it."""
+    """The server's own namespace for the one that `tenant` asks for, by its own name or by one listed in `spaces`."""
     if not tenant.sees_all:
         stored = disk.stored_space(called)
         if stored is not None and split_tagged(stored.name)[0] == tenant.name:
@@ -93,7 +93,7 @@ class Catalog:
         clock: Clock = time.monotonic,
         eviction: Eviction = "lru",
     ) -> None:
-        """Without `keeps_stored`, what is safe on disk leaves memory as soon as it is unreferenced."""
+        """Without `keeps_stored`, a block leaves memory as soon as it is on disk and unreferenced."""
         self.tenants = Tenants(memory_bytes=memory_bytes, file_bytes=None, file=None) if tenants is None else tenants
         num_units = memory_bytes // SLOT_ALIGN_BYTES
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class Catalog:
         self._lease_timeout_s = lease_timeout_s
         self._clock = clock
         self._clients: dict[tuple[Tenant, bytes], ServedClient] = {}
-        """By the tenant itself: one whose role has changed is another of the same name."""
+        """Keyed by the `Tenant` object, not its name: a changed role makes a new object of the same name."""
         self.inventory = Inventory(
             self._lock,
             self._pool,
@@ -126,9 +126,9 @@ class Catalog:
     # --- clients and namespaces ------------------------------------------------------------------------------------
 
     def join(self, client_id: bytes, pid: int | None, tenant: Tenant | None = None) -> ServedClient:
-        """A connection of `tenant`'s client `client_id`, the owner's by default.
+        """Register a connection of the client `client_id` of `tenant`, by default the server's owner.
 
-        Raises `TierRefused` when another process has that id.
+        Raises `TierRefused` if another process uses that id.
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
@@ -142,7 +142,7 @@ class Catalog:
             return client
 
     def leave(self, client: ServedClient) -> None:
-        """A connection ended. A client without connections is gone, unless it is local and holds something."""
+        """Note that a connection ended. A client ends with its last one, unless it is local and holds blocks."""
         with self._lock:
             client.num_connections -= 1
             holds_nothing = not client.leases and not client.reservations
@@ -150,7 +150,7 @@ class Catalog:
                 self._end(client)
 
     def end(self, client: ServedClient) -> None:
-        """The client said good-bye, or its process is gone: everything it held comes back."""
+        """End a client that said goodbye or whose process died: its leases and reservations end."""
         with self._lock:
             self._end(client)
 
@@ -165,16 +165,16 @@ class Catalog:
         *,
         may_write: bool = True,
     ) -> MemorySpace:
-        """Use a namespace; `close` it once per call. Raises `TierRefused` for another block size than it has.
+        """Open a namespace; call `close` once for each `open`. Raises `TierRefused` if its block size differs.
 
-        `fields` is the JSON of what the namespace covers, for people to look at; empty if unknown. What a client says
-        that may not write changes nothing for others.
+        `fields` is JSON of the values that the namespace's digest covers, for people to read; empty if unknown. A
+        client that may not write cannot change a namespace's name or fields for others.
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
             namespace = _own(self._disk, tenant, called)
             stored = self._disk.stored_space(namespace)
-            if tenant.sees_all:  # the namespace may be somebody else's
+            if tenant.sees_all:  # the namespace may be another tenant's
                 tenant = self.tenants.owner if stored is None else self.tenants.owner_of(stored.name)
             may_make = may_write
             if not may_write and stored is not None and len(stored.index) and stored.block_bytes == block_bytes:
@@ -194,7 +194,7 @@ class Catalog:
     def lease(
         self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes, *, is_lazy: bool = False
     ) -> LeaseOutcome:
-        """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, what of it is in memory."""
+        """Lease the longest cached prefix of `hashes` to `client` under `number`; if lazy, only its part in memory."""
         elsewhere = self._look_elsewhere(space, hashes)
         before = self._lease_beginning(client, number, space, hashes) if len(hashes) > MAX_AT_ONCE else []
         with self._lock:
@@ -219,7 +219,7 @@ class Catalog:
             return LeaseOutcome(blocks, ended, num_here, num_stored, num_shared)
 
     def _look_elsewhere(self, space: MemorySpace, hashes: Hashes) -> Elsewhere:
-        """What the cluster has of those that are neither in memory nor on disk. Waits for it, without the lock."""
+        """Look in the cluster for the hashes neither in memory nor on disk. Waits for it, without the lock."""
         if not self._cluster.is_there:
             return NOWHERE
         self._cluster.learn(space, hashes)
@@ -233,7 +233,7 @@ class Catalog:
         return self._cluster.look(space, hashes, wanted)
 
     def _lease_beginning(self, client: ServedClient, number: int, space: MemorySpace, hashes: Hashes) -> list[Block]:
-        """Reference what is in memory of a huge prompt, but for its end, in pieces: others are served in between."""
+        """Reference the blocks in memory of a huge prompt, except its last piece. Serves others between pieces."""
         blocks: list[Block] = []
         for first in range(0, len(hashes) - MAX_AT_ONCE, MAX_AT_ONCE):
             with self._lock:
@@ -247,7 +247,10 @@ class Catalog:
         return blocks
 
     def await_lease(self, client: ServedClient, number: int, count: int, timeout_s: float) -> int | None:
-        """Wait until the first `count` blocks of a lease are in memory. Returns how many leading ones are, or more."""
+        """Wait until the first `count` blocks of a lease are in memory.
+
+        Returns the number of leading blocks in memory, which may exceed `count`, or None if the lease has ended.
+        """
         with self._lock:
             claim = client.leases.get(number)
             if claim is None:
@@ -256,7 +259,7 @@ class Catalog:
             return claim.num_ready
 
     def await_blocks(self, blocks: Sequence[Block], timeout_s: float) -> int:
-        """As `await_lease`, for blocks from `borrow`."""
+        """Like `await_lease`, for blocks from `borrow`."""
         with self._lock:
             return self.blocks.wait(blocks, len(blocks), timeout_s, 0)
 
@@ -268,7 +271,7 @@ class Catalog:
                 return
             client.take(client.leases, number)
         blocks = claim.blocks
-        while blocks:  # from the end on, which is to be the coldest; others are served in between
+        while blocks:  # the end first, since it is to become the coldest; others are served between pieces
             with self._lock:
                 self.blocks.free(blocks[-MAX_AT_ONCE:])
             del blocks[-MAX_AT_ONCE:]
@@ -279,10 +282,10 @@ class Catalog:
     def borrow(
         self, space: MemorySpace, hashes: Hashes, at_least: int = 1, tenant: Tenant | None = None
     ) -> tuple[list[Block], bool]:
-        """Reference the longest cached prefix while it is sent, and whether that is all of it.
+        """Reference the longest cached prefix to send it. Returns the blocks, and whether they are all of the prefix.
 
-        Some may yet be loading. It is as much as `tenant` may hold, but `at_least` this many blocks if present.
-        `return_borrowed` ends it.
+        Some blocks may still be loading. The tenant's limit on held blocks applies, but never below `at_least` blocks.
+        `return_borrowed` returns the references.
         """
         holds = (self.tenants.owner if tenant is None else tenant).holds
         elsewhere = self._look_elsewhere(space, hashes)
@@ -307,7 +310,7 @@ class Catalog:
             return bytes([there or presence(each) is ready for each, there in zip(hashes, stored, strict=True)])
 
     def presence(self, called: Namespace, hashes: Hashes, tenant: Tenant | None = None) -> bytes:
-        """Where each of `hashes` is, or why it is not there: LISTED_ flags. Uses nothing, opens nothing."""
+        """LISTED_ flags for each of `hashes`: where it is, or why it is absent. Uses no block and opens no space."""
         with self._lock:
             namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, called)
             scope = scope_of(namespace)
@@ -328,7 +331,7 @@ class Catalog:
     def presence_elsewhere(
         self, called: Namespace, hashes: Hashes, flags: bytes, tenant: Tenant | None = None
     ) -> bytes:
-        """The `flags` of a prompt's blocks, and which others the cluster has. Waits for it, without the lock."""
+        """Add to a prompt's `flags` the blocks that only the cluster has. Waits for the cluster, without the lock."""
         if all(flag & (LISTED_CACHED | LISTED_PENDING) for flag in flags):
             return flags
         with self._lock:
@@ -356,11 +359,11 @@ class Catalog:
         is_short: bool = False,
         may_decline: bool = False,
     ) -> tuple[Grant, str]:
-        """Room for the absent ones of `hashes`, and why some got none.
+        """Reserve slots for the absent blocks of `hashes`. Returns the grant, and why blocks were refused, if any.
 
-        A reservation may be made in steps: this one adds to the `num_before` blocks that were granted under `number`.
-        When the one before `is_short`, or the reservation has ended meanwhile, no block is granted. With `may_decline`,
-        blocks that are worth less than those they would replace are refused, too.
+        A reservation may be made in steps: this one adds to the `num_before` blocks already granted under `number`.
+        If the previous step `is_short`, or the reservation has ended meanwhile, no block is granted. With
+        `may_decline`, blocks worth less than those they would replace are refused, too.
         """
         self._cluster.follow(space, hashes)
         with self._lock:
@@ -377,10 +380,10 @@ class Catalog:
         return grant, _why_refused(client, grant, max_blocks, self._pool.num_units)
 
     def fill(self, client: ServedClient, number: int, first: int, count: int) -> Filling | None:
-        """Blocks of a reservation to receive bytes into, with a reference of their own.
+        """Reference blocks of a reservation, to receive bytes into them.
 
-        They count as held until `end_filling`, also when the reservation ends before that. None when it has ended
-        already or some of them are committed.
+        They count as held until `end_filling`, even if the reservation ends earlier. None if the reservation has
+        ended already, or if some of these blocks are committed.
         """
         with self._lock:
             claim = client.reservations.get(number)
@@ -394,7 +397,7 @@ class Catalog:
             return client.begin_filling(claim, blocks)
 
     def end_filling(self, filling: Filling, *, has_arrived: bool = True) -> int:
-        """The bytes of blocks from `fill` have arrived, or will not come. Returns how many blocks became READY."""
+        """Commit the blocks of a `fill` whose bytes have arrived, or give them up. Returns how many became READY."""
         with self._lock:
             num_committed = self.blocks.commit(filling.space, filling.blocks) if has_arrived else 0
             filling.claim.touched_at = self._clock()
@@ -403,7 +406,7 @@ class Catalog:
             return num_committed
 
     def commit(self, client: ServedClient, number: int, first: int, count: int) -> int | None:
-        """A local client has written these blocks of its reservation itself; None when it has ended."""
+        """Commit blocks that a local client has written in place; None if the reservation has ended."""
         with self._lock:
             claim = client.reservations.get(number)
             return None if claim is None else self.blocks.commit(claim.space, claim.part(first, count))
@@ -415,7 +418,7 @@ class Catalog:
     # --- keeping and forgetting ------------------------------------------------------------------------------------
 
     def pin(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Raises `TierRefused` when the share for pinned blocks is used up; the leading ones are pinned then."""
+        """Raises `TierRefused` if the share for pinned blocks is used up; the leading blocks are pinned even so."""
         with self._lock:
             num_ready = sum(space.index.presence(block_hash) is Presence.READY for block_hash in hashes)
             share = space.tenant.memory.max_pinned
@@ -432,14 +435,14 @@ class Catalog:
             return max(self._pool.unpin(space.index, hashes), self._disk.pin(space, hashes, keep=False))
 
     def touch(self, space: MemorySpace, hashes: Hashes) -> None:
-        """Those of `hashes` that are cached become the most recently used, the first of them last to go."""
+        """Make the cached ones of `hashes` the most recently used blocks; the first hash becomes the hottest."""
         with self._lock:
             self._pool.touch(list(filter(None, map(space.index.blocks.get, hashes))))
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Forget `hashes`, or all of the namespace when there are none, in memory, on disk and in the cluster.
+        """Forget `hashes`, or the whole namespace if empty, in memory, on disk and in the cluster.
 
-        Of all, a piece at a time: others are served in between.
+        A whole namespace is dropped in pieces: other requests are served in between.
         """
         with self._lock:
             wanted = list(hashes) or list(space.index.blocks)
@@ -460,7 +463,7 @@ class Catalog:
     # --- time ------------------------------------------------------------------------------------------------------
 
     def expire(self) -> int:
-        """End what remote clients have held too long without a sign. Returns how many leases and reservations.
+        """End the leases and reservations of remote clients that have been idle too long. Returns how many ended.
 
         Also forgets unused namespaces without blocks.
         """

@@ -1,10 +1,10 @@
 """A Valkey cluster below the server's memory and disk: blocks that hosts share.
 
-A match looks there, without the catalog's lock, for what the server has not; readers bring it into slots of the arena
-that the match has reserved. Nothing is leased in a cluster: a block may be gone when it is read, and the lease of
-its client ends before it. What clients store is written behind their backs: when it is committed, or when it is
-used again or is about to leave the host. Blocks that a client has reserved and not committed after a moment are being
-computed: they are announced in the cluster, and matches of other hosts wait for them.
+A match looks there, without the catalog's lock, for blocks that the server lacks; readers load them into slots of the
+arena that the match has reserved. A cluster has no leases: a block may be gone when it is read, and the client's lease
+then ends before it. Blocks are written in the background: at their commit, or when they are reused or about to leave
+the host. Blocks that a client has reserved, but not committed after a moment, are being computed: they are announced in
+the cluster, and matches of other hosts wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtier.stores.valkey.config import ClusterConfig
 
 _FIRST_ANSWER_S = 2.0
 _ANNOUNCE_AFTER_S = 0.02
-"""Most reservations are filled at once: nothing is announced of those."""
+"""Delay before an announcement: most reservations are filled at once, and need none."""
 
 ShareOn: TypeAlias = Literal["commit", "reuse", "worth"]
 
@@ -36,8 +36,8 @@ ShareOn: TypeAlias = Literal["commit", "reuse", "worth"]
 class ClusterBelow:
     """One cluster. Threads start with `start` and end with `close`.
 
-    Blocks are written on commit, or once they are used again, or about to leave memory and the server has no disk
-    ("reuse"), or about to leave the disk that it has ("worth"). At most `write_bytes_per_s` are, unless that is None.
+    Blocks are written at their commit ("commit"), or once they are reused or, without a disk, about to leave memory
+    ("reuse"), or once they are reused or about to leave the disk ("worth"); at most `write_bytes_per_s`, if given.
     """
 
     is_there = True
@@ -51,7 +51,7 @@ class ClusterBelow:
         write_bytes_per_s: int | None = None,
         is_last_place: bool = True,
     ) -> None:
-        """Raises `ConfigError`. The cluster need not answer now: it is used once it does."""
+        """Raises `ConfigError`. The cluster need not be up yet: it is used once it answers."""
         self._announcer = Announcer(_ANNOUNCE_AFTER_S) if config.compute_once else None
         self._spaces = ClusterSpaces(config, self._announcer)
         self._arena = arena
@@ -62,7 +62,7 @@ class ClusterBelow:
         self._leavers = DiskLeavers(self._spaces, bandwidth)
 
     def start(self, owner: SharedBlockOwner, disk: Disk) -> None:
-        """The cluster has a moment to answer, so that the first match can hit."""
+        """Start the threads, and wait a moment for the cluster's answer, so that the first match can hit."""
         self._reader = ClusterReader(self._spaces, self._arena, owner)
         self._writer.start(owner)
         if self._shares_on == "worth":
@@ -76,21 +76,24 @@ class ClusterBelow:
     # --- called without a lock: may wait for the cluster -------------------------------------------------------------
 
     def learn(self, space: MemorySpace, hashes: Hashes) -> None:
-        """A prompt's hashes from its beginning, or from a block on whose place is known, if it is not a beginning."""
+        """Learn the places of a prompt's blocks: `hashes` begin with its first block, or with one of known place."""
         self._spaces.of(space).places.complete(hashes)
 
     def follow(self, space: MemorySpace, hashes: Hashes) -> None:
-        """Blocks in a row of one prompt, which need not be its first."""
+        """Learn the places of consecutive blocks of a prompt, from any block of known place on."""
         self._spaces.of(space).places.follow(hashes)
 
     def place(
         self, space: MemorySpace, block_hash: BlockHash, head: BlockHash, position: int, before: BlockHash | None
     ) -> None:
-        """A client says where a block stands in its prompt, and maybe which one is before it."""
+        """Note a block's place in its prompt, as a client sent it, and possibly the block before."""
         self._spaces.of(space).places.place(block_hash, head, position, before)
 
     def announce(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """A client is going to write these. Only where they go to the cluster at once is it worth waiting for them."""
+        """Announce blocks that a client is about to write, if they go to the cluster at once ("commit").
+
+        Otherwise it is not worth waiting for them.
+        """
         if self._announcer is None or self._shares_on != "commit":
             return
         shared = [block for block in blocks if isinstance(block, MemoryBlock) and not space.is_table(block)]
@@ -103,7 +106,7 @@ class ClusterBelow:
         self._announcer.announce(self._spaces.of(space), hashes, is_under_way)
 
     def look(self, space: MemorySpace, prompt: Hashes, absent: Hashes) -> Elsewhere:
-        """Which of those that are `absent` from the server the cluster has, up to the first that it has not."""
+        """Which blocks `absent` from the server are in the cluster, up to the first that is not."""
         if space.is_awaited:  # no client that may write has given the block size
             return NOWHERE
         wanted = [block_hash for block_hash in absent if bytes(block_hash) != space.namespace]
@@ -112,18 +115,18 @@ class ClusterBelow:
         return self._spaces.look(space, wanted) if wanted else NOWHERE
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
-        """Which blocks of a prompt the cluster has, opened or not, without using them. None where nobody could say."""
+        """Which blocks of a prompt the cluster has, without using them; None where no node answered."""
         return self._spaces.presence(namespace, hashes)
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
         return self._spaces.drop(space, hashes)
 
     def losses(self) -> dict[str, int]:
-        """What was lost, and failures, by kind."""
+        """Blocks lost and failures, by kind."""
         return self._spaces.losses()
 
     def close(self) -> None:
-        """Write what is queued, for some seconds, and end."""
+        """Write queued blocks for a few seconds at most, then end."""
         if self._announcer is not None:
             self._announcer.close()
         self._leavers.close()
@@ -140,12 +143,12 @@ class ClusterBelow:
         self._reader.queue(space, [block for block in blocks if isinstance(block, MemoryBlock)])
 
     def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
-        """These are READY from now on."""
+        """Note that these blocks have just become READY."""
         if self._shares_on == "commit":
             self._writer.queue(space, blocks)
 
     def note_worth(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """These were used again, or are about to leave."""
+        """Note that these blocks were reused, or are about to be evicted."""
         self._writer.queue(space, blocks)
 
     def levels(self) -> dict[str, float]:

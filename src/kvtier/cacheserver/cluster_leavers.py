@@ -1,8 +1,8 @@
-"""What a disk is about to evict goes to the cluster first: a thread reads the coldest blocks, ahead of their eviction.
+"""Writes blocks that a disk is about to evict to the cluster: a thread reads the coldest blocks ahead of eviction.
 
-Only blocks whose places in their prompts the server still knows, and that the cluster lacks. They are read into memory
-of their own: what is cold must not push out of the arena what is warm. Best effort: a disk that evicts faster than the
-cluster takes loses what it would have lost anyway.
+It takes only blocks that the cluster lacks and whose places in their prompts the server still knows. They are read into
+separate memory: cold blocks must not push warm ones out of the arena. Best effort: if the disk evicts faster than the
+cluster accepts, blocks are lost, as they would be without this thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DiskLeavers:
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._known: dict[int, int] = {}
-        """Blocks that were looked at: by their number, when they were last used."""
+        """Blocks already looked at: their last use, by their number."""
         self._log = LogLimit(logger)
         self.num_written = 0
 
@@ -60,12 +60,12 @@ class DiskLeavers:
                 batch = self._next_batch(disk)
                 if batch is not None:
                     pause_s = self._bandwidth.spend(self._pass_on(disk, *batch))
-            except Exception as error:  # a thread that ended would pass nothing on any more
+            except Exception as error:  # the thread must survive any failure
                 self._spaces.note_loss("not written", 1)
-                self._log.warning("failed", "cluster: what leaves the disk was not written: %s", str(error))
+                self._log.warning("failed", "cluster: blocks that leave the disk were not written: %s", str(error))
 
     def _next_batch(self, disk: Disk) -> tuple[StoreSpace, list[StoredBlock]] | None:
-        """Blocks of one namespace that were not looked at before, no longer held; None if there are none."""
+        """Blocks of one namespace not looked at before; None if there are none. They are no longer held."""
         batch: list[StoredBlock] = []
         with disk.leaving(_LEAVING_BLOCKS) as found:
             for block in () if found is None else found[1]:
@@ -82,7 +82,7 @@ class DiskLeavers:
         return (batch[0].space, batch) if batch else None
 
     def _pass_on(self, disk: Disk, space: StoreSpace, blocks: Sequence[StoredBlock]) -> int:
-        """Write those that the cluster lacks. Returns how many bytes. What fails of the cluster is not the disk's."""
+        """Write the blocks that the cluster lacks. Returns the bytes written. A cluster's failure is not the disk's."""
         cluster = self._spaces.of(space)
         placed = [block for block in blocks if cluster.places.get(block.hash) is not None]
         timeout_s = self._spaces.config.timeout_s + _CALL_S
@@ -112,7 +112,7 @@ class DiskLeavers:
 
 
 def _read(disk: Disk, blocks: Sequence[StoredBlock], slots: Sequence[memoryview]) -> list[int]:
-    """Which of `blocks` were read: those that are still about to leave, and are whole."""
+    """Positions of the `blocks` that were read: those still about to be evicted, and intact."""
     read: list[int] = []
     with disk.leaving(_LEAVING_BLOCKS) as found:
         if found is None:

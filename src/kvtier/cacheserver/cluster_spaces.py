@@ -1,4 +1,4 @@
-"""The namespaces of a server in one cluster: where their blocks stand in prompts, and which of them the cluster has.
+"""The namespaces of a server in one cluster: the places of blocks in prompts, and which blocks the cluster has.
 
 Thread-safe, and without the catalog's lock: everything here may wait for the cluster, within deadlines.
 """
@@ -38,9 +38,9 @@ _MAX_PLACES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Of blocks that a server has not: those that the cluster has `found`, and `unknown` ones, if it did not answer.
+    """Blocks that the server lacks: `found` in the cluster, `unknown` if it did not answer.
 
-    Other hosts are `computing` a block that it has not got either.
+    Other hosts are `computing` a block that the cluster lacks, too.
     """
 
     found: frozenset[BlockHash] = frozenset()
@@ -48,9 +48,9 @@ class Elsewhere:
     computing: frozenset[BlockHash] = frozenset()
 
     def why_absent(self, block_hash: BlockHash) -> MatchEnd | None:
-        """What ends a match at this block, which is not in the server's memory; None if the cluster cannot tell."""
+        """Why a match ends at this block, which is not in the server's memory; None if the cluster cannot tell."""
         if block_hash in self.found:
-            return MatchEnd.LIMIT  # there is no memory to load it into
+            return MatchEnd.LIMIT  # no memory is left to load it into
         if block_hash in self.computing:
             return MatchEnd.PENDING
         return MatchEnd.TIER_DOWN if block_hash in self.unknown else None
@@ -60,9 +60,9 @@ NOWHERE = Elsewhere()
 
 
 class ClusterSpaces:
-    """Blocks of each namespace that is used, the latest 64 of them. Owns the connections.
+    """The cluster's blocks for each of the 64 most recently used namespaces. Owns the connections.
 
-    With an `announcer` of this server's own blocks, those that other hosts are computing are told from misses.
+    With an `announcer` of this server's own blocks, blocks that other hosts are computing are told from misses.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ClusterSpaces:
         self.num_found = 0
 
     def wait_until_known(self, timeout_s: float) -> bool:
-        """Whether the cluster has said who has its slots; waits at most this long."""
+        """Wait until the cluster has told which node has which slot. Returns whether it has."""
         return self._cluster.wait_until_known(timeout_s)
 
     def of(self, space: MemorySpace | StoreSpace) -> ClusterBlocks:
@@ -108,16 +108,16 @@ class ClusterSpaces:
         )
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
-        """Of a prompt from its first block on. What is known of places is neither asked nor changed."""
+        """Which blocks of a whole prompt the cluster has. Neither uses nor changes the known places."""
         return self._opened(namespace, block_bytes=0).contains(hashes, self.config.timeout_s)
 
     def use(self, space: MemorySpace, prompt: Hashes, absent: Hashes) -> None:
-        """A prompt is used: what the server has of it itself lives on in the cluster, too, now and then."""
+        """Note that a prompt is used, so that its blocks in the server are renewed in the cluster from time to time."""
         first = prompt.index(absent[0]) if absent else len(prompt) - 1
         self._renewals.ask(self.of(space), prompt[first:], wanted=absent)
 
     def look(self, space: MemorySpace, hashes: Hashes) -> Elsewhere:
-        """Which of these the cluster has, up to the first that it has not: few are asked for first, then more."""
+        """Which of these blocks the cluster has, up to the first miss. Asks for a few blocks first, then for more."""
         blocks = self.of(space)
         computed = self._computed
         if computed is not None and (position := computed.recall(hashes)) is not None:
@@ -138,7 +138,7 @@ class ClusterSpaces:
         return self._noted(found)
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Those without a known place are taken for a prompt from its beginning. All of the namespace without `hashes`.
+        """Drop `hashes`, or the whole namespace if empty. Without known places, `hashes` are taken for a whole prompt.
 
         For a whole namespace the caller waits only a moment: a cluster may take long to list its keys.
         """
@@ -178,7 +178,7 @@ class ClusterSpaces:
             blocks.drop_all(_DROP_S)
         except KvtierError as error:
             self.note_loss("not dropped", 1)
-            self._log.warning("drop", "cluster: not all of a namespace was dropped: %s", str(error))
+            self._log.warning("drop", "cluster: a namespace was dropped only in part: %s", str(error))
 
     def _noted(
         self, found: Sequence[BlockHash], unknown: Sequence[BlockHash] = (), computing: Sequence[BlockHash] = ()
@@ -192,7 +192,7 @@ class ClusterSpaces:
 
 
 def _growing(hashes: Hashes) -> Iterator[Hashes]:
-    """A few first: for a prompt that is new on all hosts nothing more is asked."""
+    """Parts of growing size, a small one first: a prompt that is new to all hosts needs no more."""
     first, count = 0, _FIRST_ASKED
     while first < min(len(hashes), _MAX_ASKED):
         yield hashes[first : first + count]

@@ -1,7 +1,6 @@
-"""The threads between the arena and a cluster, and what they ask of the owner of the blocks.
+"""The threads between the arena and a cluster, and the interface they need of the blocks' owner.
 
-Readers fill slots of the arena that a match has reserved. A writer (`cluster_writer`) stores blocks behind the clients'
-backs.
+Readers fill slots of the arena that a match has reserved. A writer (`cluster_writer`) stores blocks in the background.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NUM_READERS = 4
 _BATCH_BYTES = 8 << 20
 _READ_S = 0.35
 SLOWEST_BYTES_PER_S = 25e6
-"""What a deadline assumes of a network, while some batches are under way."""
+"""The bandwidth of the network that deadlines assume, with several batches in flight."""
 
 _Task = TypeVar("_Task")
 
@@ -36,17 +35,17 @@ class SharedBlockOwner(Protocol):
     def end_fetching(self, space: MemorySpace, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None: ...
 
     def begin_sharing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
-        """Hold the blocks' room while they are written; returns those that have not gone from memory meanwhile."""
+        """Hold the blocks' slots while they are written. Returns the blocks that are still in memory."""
 
     def end_sharing(self, blocks: Sequence[MemoryBlock], shared: Sequence[bool]) -> None:
-        """Those that are `shared` are in the cluster now."""
+        """Let go of the blocks; those `shared` are in the cluster now."""
 
     def share_what_leaves(self) -> None:
-        """Queue what memory would lose next, if it is nearly full."""
+        """Queue the blocks that memory would evict next, if it is nearly full."""
 
 
 class TaskThreads(Generic[_Task]):
-    """Threads that `carry_out` what is queued, from construction to `close`."""
+    """Threads that `carry_out` queued tasks, from construction to `close`."""
 
     def __init__(self, name: str, count: int, carry_out: Callable[[_Task], None]) -> None:
         self._carry_out = carry_out
@@ -62,7 +61,7 @@ class TaskThreads(Generic[_Task]):
         self._queue.put(task)
 
     def close(self) -> None:
-        """Do what is queued, and end the threads."""
+        """Carry out the queued tasks, then end the threads."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -72,7 +71,7 @@ class TaskThreads(Generic[_Task]):
         while (task := self._queue.get()) is not None:
             try:
                 self._carry_out(task)
-            except Exception as error:  # a thread that ended would leave its queue unserved
+            except Exception as error:  # if the threads ended, the queue would never be served
                 self._log.warning("failed", "cluster: %s", str(error))
 
 
@@ -85,7 +84,7 @@ class _Read:
 
 
 class ClusterReader:
-    """Brings blocks into slots of the arena that a match has reserved."""
+    """Loads blocks into slots of the arena that a match has reserved."""
 
     def __init__(self, spaces: ClusterSpaces, arena: MappedArena, owner: SharedBlockOwner) -> None:
         self._spaces = spaces
@@ -96,7 +95,7 @@ class ClusterReader:
         self._threads = TaskThreads[_Read]("kvtier-cluster-reader", _NUM_READERS, self._read)
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
-        """Some megabytes at a time: the first can be used while the next are on their way."""
+        """Queue slots to fill, some megabytes at a time: the first are usable while the next are in flight."""
         step = max(1, _BATCH_BYTES // space.block_bytes)
         for first in range(0, len(blocks), step):
             self._threads.put(_Read(space, blocks[first : first + step]))

@@ -1,8 +1,8 @@
-"""Writes blocks to a cluster behind the clients' backs, within bounds: bytes that wait, bytes a second, deadlines.
+"""Writes blocks to a cluster in the background, within bounds on queued bytes, bytes per second and time.
 
-What cannot be written is counted and given up; it is queued again when it is next used, seconds later at the earliest.
-Blocks that the cluster has are queued now and then, too, so that they live on there, and come back to a cluster that
-was restarted empty.
+A block that cannot be written is counted and given up; its next use queues it again, at the earliest after some
+seconds. Blocks that the cluster has are queued from time to time, too: that renews them there, and brings them back to
+a cluster that was restarted empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.memory.mapped import MappedArena
 _NUM_WRITERS = 2
 _BATCH_BYTES = 4 << 20
 _ARENA_SHARE = 32
-"""A batch is a small part of memory: what is being written cannot be evicted."""
+"""A batch is at most one part in this many of memory, since blocks being written cannot be evicted."""
 _QUEUED_BYTES = 256 << 20
 _WRITE_S = 1.0
 _SWEEP_S = 0.25
@@ -34,12 +34,12 @@ _CLOSE_S = 5.0
 _RENEWALS_PER_LIFE = 4
 _LONGEST_RENEWAL_S = 600.0
 _RETRY_S = 10.0
-"""A cluster that has no room, or a place that is not known, is asked again no sooner."""
+"""Delay before a retry, if the cluster had no room or the block's place was unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """Blocks of one namespace that go together."""
+    """Blocks of one namespace, to be written together."""
 
     space: MemorySpace
     blocks: Sequence[MemoryBlock]
@@ -47,7 +47,7 @@ class _Write:
 
 
 class ClusterWriter:
-    """Threads from `start` to `close`. If it `sweeps`, what memory is about to lose is written as well."""
+    """Threads run from `start` to `close`. With `sweeps`, blocks that memory is about to evict are written as well."""
 
     def __init__(self, spaces: ClusterSpaces, arena: MappedArena, bandwidth: Bandwidth, *, sweeps: bool) -> None:
         self._spaces = spaces
@@ -82,7 +82,7 @@ class ClusterWriter:
     # --- under the catalog's lock: never blocks ----------------------------------------------------------------------
 
     def queue(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """Those of `blocks` that are READY, and that the cluster has not got or has had for long."""
+        """Queue the READY ones of `blocks` that the cluster lacks, or that are due for a renewal."""
         if self._threads is None or self._is_closing.is_set():
             return
         now = time.monotonic()
@@ -138,7 +138,7 @@ class ClusterWriter:
             self._is_closing.wait(wait_s)
 
     def _share(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> tuple[list[bool], int]:
-        """Which of `blocks` the cluster has now, and how many were sent. Blocks without a known place are not."""
+        """Whether each of `blocks` is in the cluster now, and how many were sent: none of unknown place."""
         cluster = self._spaces.of(space)
         placed = [at for at, block in enumerate(blocks) if cluster.places.get(block.hash) is not None]
         shared = [False] * len(blocks)
@@ -177,7 +177,7 @@ class ClusterWriter:
 
 
 def _sealed(space: MemorySpace, block: MemoryBlock, view: memoryview) -> int:
-    """The checksum that the block has had since it was committed, or has from now on."""
+    """The block's checksum; computed now if it has none."""
     if block.checksum is None:
         block.checksum = checksum_of(space.namespace, block.hash, view)
     return block.checksum

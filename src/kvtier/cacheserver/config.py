@@ -1,4 +1,4 @@
-"""The cache server's settings. Checked wherever they come from."""
+"""The cache server's settings, checked on construction, wherever the values come from."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ DEFAULT_MAX_RETENTION_S = 24 * 3600.0
 _MIN_DISK_WRITES_PER_DAY = 1 << 20
 _MAX_DISK_WRITES_PER_DAY = 1 << 60
 DEFAULT_CLUSTER_TIMEOUT_S = 0.15
-"""An engine waits 0.25 s for its cache server's answer: a cluster that hangs must not look as if that did."""
+"""Shorter than the 0.25 s that an engine waits for its cache server: a cluster that hangs must not look like a
+cache server that hangs."""
 
 
 class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`memory_bytes` is a hard bound on the arena. A server listens on a Unix socket, on TCP, or on both.
 
-    `max_leased_bytes` (half of the memory unless given) is how much one client may hold at once; `lease_timeout_s`
-    ends leases of TCP clients, who hold copies, and never those of local ones; `gone_grace_s` is how long the memory
-    of a client that died is left alone, for copies still in flight. TCP clients know the `token`, and are the server's
-    owner then, or are among the tenants of `tenants_file`, by a token or by a certificate that `tls_client_ca` signed.
-    With `tcp_secret` all that goes over TCP is encrypted, for those without certificates.
+    `max_leased_bytes` (by default half of the memory) bounds what one client holds at once. `lease_timeout_s` ends the
+    leases of idle TCP clients, which hold copies, but never those of local clients. `gone_grace_s` is how long the
+    memory of a dead client is left alone, for copies still in flight. A TCP client that knows the `token` acts as the
+    server's owner; the others are tenants from `tenants_file`, identified by a token or by a certificate signed by
+    `tls_client_ca`. `tcp_secret` encrypts all TCP traffic without certificates.
 
-    With `folder`, blocks are kept on disk too, at most `file_bytes` of everything in it. `stores_on` says when a block
-    is written: when it is committed, or when it is first used again. `disk_writes_per_day` bounds the bytes that are
-    written in a day (`disk_admission`). Without `keeps_memory` memory is only a passage.
-    With `cluster`, what neither has is looked for there, and hosts share it (`cluster_below`). `shares_on` says when a
-    block is written there, at most `share_bytes_per_s` of them.
-    Clients may have `max_retained_share` of what is theirs retained, in memory and on disk, for `max_retention_s`.
-    `eviction` says how blocks leave memory and disk (`blocks/adaptive_policy`).
-    With `key_file`, blocks on disk are sealed under the key in it (`stores/cipher`).
-    With `needs_disk`, a folder that cannot be used is an error at start; without, the server starts in memory.
+    With `folder`, blocks are kept on disk too; everything in the folder takes at most `file_bytes`. `stores_on` says
+    when a block is written to disk: at its commit, or at its first reuse. `disk_writes_per_day` bounds the bytes
+    written in a day (`disk_admission`). Without `keeps_memory`, memory is only a buffer before the disk.
+    With `cluster`, blocks in neither place are looked up in a cluster that hosts share (`cluster_below`). `shares_on`
+    says when a block is written there, and `share_bytes_per_s` how fast at most.
+    Clients may retain up to `max_retained_share` of their memory and disk, for at most `max_retention_s`.
+    `eviction` names the policy that evicts blocks from memory and disk (`blocks/adaptive_policy`).
+    With `key_file`, blocks on disk are encrypted with the key in that file (`stores/cipher`).
+    With `needs_disk`, an unusable folder is an error at start; otherwise the server starts with memory only.
     """
 
     memory_bytes: int
@@ -91,15 +92,15 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.unix is None and self.tcp is None:
             raise ConfigError("a cache server needs a Unix socket or a TCP address to listen on")
         if self.tcp is not None and not self.token and self.tenants_file is None:
-            raise ConfigError("TCP needs a token, also on loopback: set one with --token-file, or give --tenants")
+            raise ConfigError("TCP needs a token, even on loopback: set one with --token-file, or give --tenants")
         if self.tenants_file is not None and self.tcp is None:
-            raise ConfigError("tenants come over TCP: give a TCP address too")
+            raise ConfigError("tenants connect over TCP: give a TCP address too")
         if self.tcp_secret is not None:
             if self.tcp is None or self.tls_certificate is not None:
-                raise ConfigError("a secret for encryption is for TCP without TLS")
+                raise ConfigError("an encryption secret is for TCP without TLS: give a TCP address, no certificate")
             check_secret(self.tcp_secret)
         if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise ConfigError("clients' certificates need TLS: give a certificate and a key too")
+            raise ConfigError("client certificates need TLS: give the server a certificate and a key too")
         if self.token is not None and len(self.token) < MIN_TOKEN_BYTES:
             raise ConfigError(f"the token is too short: use {MIN_TOKEN_BYTES} characters or more")
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -107,21 +108,21 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.tls_certificate is not None and self.tcp is None:
             raise ConfigError("TLS is for TCP: give a TCP address too")
         if (self.folder is None) != (self.file_bytes is None):
-            raise ConfigError("the disk needs both a folder (--folder) and a bound (--disk)")
+            raise ConfigError("the disk needs both a folder (--folder) and a size (--disk)")
         if self.folder is None and not self.keeps_memory:
-            raise ConfigError("a server without memory needs a folder")
+            raise ConfigError("a server that keeps no blocks in memory needs a folder (--folder)")
         if self.folder is None and (self.fsync or self.stores_on != "commit"):
-            raise ConfigError("fsync and store-on are about the disk: give a folder (--folder) too")
+            raise ConfigError("fsync and store-on apply to the disk: give a folder (--folder) too")
         if self.disk_writes_per_day is not None:
             self._check_disk_writes(self.disk_writes_per_day)
         if self.folder is None and self.key_file is not None:
             raise ConfigError("an encryption key is for the disk: give a folder (--folder) too")
         if self.cluster is None and (self.shares_on != "commit" or self.share_bytes_per_s is not None):
-            raise ConfigError("when and how fast blocks are shared is about a cluster: give one (--cluster) too")
+            raise ConfigError("share-on and the write rate apply to a cluster: give one (--cluster) too")
         if self.share_bytes_per_s is not None and self.share_bytes_per_s <= 0:
-            raise ConfigError("at least a byte a second must go to the cluster: --cluster-write-rate")
+            raise ConfigError("the cluster's write rate (--cluster-write-rate) must be positive")
         if not self.keeps_memory and self.stores_on == "reuse":
-            raise ConfigError("a server that keeps blocks on disk alone must store them when they are committed")
+            raise ConfigError("a server that keeps blocks only on disk must store them when they are committed")
         if self.eviction not in ("adaptive", "lru"):
             raise ConfigError(f"eviction must be adaptive or lru, not {self.eviction!r}")
         if self.max_leased_bytes is not None and self.max_leased_bytes <= 0:
@@ -137,9 +138,9 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def _check_disk_writes(self, num_bytes: int) -> None:
         if self.folder is None:
-            raise ConfigError("a budget of disk writes is about the disk: give a folder (--folder) too")
+            raise ConfigError("a budget of disk writes applies to the disk: give a folder (--folder) too")
         if not self.keeps_memory:
-            raise ConfigError("a server that keeps blocks on disk alone must write all of them: --disk-writes")
+            raise ConfigError("a server that keeps blocks only on disk must write all of them: leave out --disk-writes")
         if not _MIN_DISK_WRITES_PER_DAY <= num_bytes <= _MAX_DISK_WRITES_PER_DAY:
             raise ConfigError(f"disk writes must be 1MiB to 1EiB a day, not {format_size(num_bytes)}")
 

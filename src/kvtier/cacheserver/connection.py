@@ -1,7 +1,6 @@
-"""One client connection: a thread that reads a request, carries it out, answers it, until the peer leaves.
+"""One client connection: its thread reads a request, carries it out and replies, until the peer disconnects.
 
-Block bytes go straight between the socket and the arena. Whatever the peer sends, the worst that happens is that its
-own connection ends.
+Block bytes go straight between the socket and the arena. Bad input from a peer ends its own connection at worst.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from kvtier.wire.session import DECLINES, ENCRYPTED_SERVER, PLACES, SERVER, Serv
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
-"""For all of it, TLS too."""
+"""For the whole handshake, including TLS."""
 _WRONG_TOKEN_S = 1.0
 """Delay after a wrong token."""
 _SLOWEST_BYTES_PER_S = 256 << 10
@@ -65,10 +64,10 @@ _PIECE_RESERVED = 1024
 
 
 class ClientRequests:
-    """`client` asks over `stream`. With `close` one of its connections leaves.
+    """Carries out the requests that `client` sends over `stream`. `close` ends this connection of the client.
 
-    A message like `MatchRequest` or `Release` is the operation "match" or "release", and `on_match` or `on_release`
-    carries it out.
+    A message such as `MatchRequest` or `Release` is the operation "match" or "release", carried out by `on_match` or
+    `on_release`.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ClientRequests:
         knows_places: bool = False,
         takes_declines: bool = False,
     ) -> None:
-        """A client that `knows_places` is told what the server's cluster has."""
+        """Replies tell a client that `knows_places` which blocks are in the server's cluster."""
         self._context = context
         self._knows_places = knows_places
         self._takes_declines = takes_declines
@@ -97,10 +96,10 @@ class ClientRequests:
         self._filling: Filling | None = None
         self._last_place: wire.PlaceRequest | None = None
         self._note_traffic: Callable[[], None] | None = None
-        """What is left to do for a request once it is answered."""
+        """Records a request for the traffic statistics, after its reply is sent."""
 
     def answer(self, number: int, request: wire.Request) -> None:
-        """Carry out the request that came under `number`, and reply to it."""
+        """Carry out request number `number` and send its reply."""
         started_at = time.perf_counter()
         self._number = number
         metrics = self._context.metrics
@@ -122,7 +121,7 @@ class ClientRequests:
             note()
 
     def place(self, message: wire.Fill, payload_bytes: int) -> BufferList:
-        """Where a payload goes: the slots of the reservation it fills, or nowhere if that has ended."""
+        """Where a payload goes: into the slots of its reservation, or into scratch memory if that has ended."""
         try:
             filling = self._catalog.fill(self._client, message.reservation, message.first, message.count)
         except TierRefused as error:
@@ -151,7 +150,7 @@ class ClientRequests:
 
     def on_open(self, request: wire.Open) -> wire.Opened:
         if request.block_bytes > self._context.config.max_payload_bytes:
-            raise TierRefused(f"a block of {request.block_bytes} bytes is over the frame limit of this server")
+            raise TierRefused(f"a block of {request.block_bytes} bytes exceeds this server's frame limit")
         if len(self._spaces) >= _MAX_SPACES:
             raise TierRefused(f"a connection may use at most {_MAX_SPACES} namespaces")
         if request.fields:
@@ -184,7 +183,7 @@ class ClientRequests:
         with self._split(request.hashes) as hashes:
             outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
             self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
-        if outcome.ended is not MatchEnd.PENDING:  # else the client asks again, or computes it
+        if outcome.ended is not MatchEnd.PENDING:  # a pending match is asked for again, or computed
             self._note_asked(space, request.hashes, Asking.LAZY_MATCH if request.is_lazy else Asking.MATCH)
         ended = wire.ENDING_WORDS[outcome.ended]
         if not outcome.num_shared or not self._knows_places:
@@ -221,7 +220,7 @@ class ClientRequests:
                     ready = part[: self._catalog.await_blocks(part, _LOAD_S)]
                     is_short = len(ready) < len(part)
                     is_last = is_short or (is_all and first + len(ready) == end)
-                    # Counted first: a client that has its last block may ask for the counts.
+                    # Count before sending: once a client has its last block, it may ask for the counts.
                     self._count_hits(len(ready), num_hashes - first if is_last else len(ready))
                     self._send_blocks(space, first, ready, is_last)
                     first += len(ready)
@@ -241,7 +240,7 @@ class ClientRequests:
         self._spend(len(blocks) * space.block_bytes)
 
     def _spend(self, nbytes: int) -> None:
-        """Wait until the tenant's bandwidth allows for more."""
+        """Wait until the tenant's bandwidth limit allows more."""
         wait_s = self._tenant.bandwidth.spend(nbytes)
         if wait_s:
             self._context.is_stopping.wait(wait_s)
@@ -252,7 +251,10 @@ class ClientRequests:
         return wire.Contained(b"".join(answers))
 
     def on_suspect(self, request: wire.SuspectRequest) -> wire.Counted:
-        """A client wrote where it must not, or the network corrupted bytes: find out which."""
+        """Check blocks whose checksum failed at a client: those altered in memory are dropped.
+
+        Otherwise the network is at fault.
+        """
         space = self._space(request.space)
         num_altered = 0
         for block_hash in split_hashes(request.hashes[: _MAX_SUSPECTS * HASH_BYTES]):
@@ -278,9 +280,9 @@ class ClientRequests:
         return wire.Contained(self._with_cluster(namespace, request.hashes, b"".join(answers)))
 
     def _with_cluster(self, namespace: Namespace, joined: bytes, flags: bytes) -> bytes:
-        """What the cluster has of blocks that the server has not.
+        """Add to `flags` the blocks that only the cluster has.
 
-        A client that has the namespace open looks for its own requests, often: for it the cluster is not asked.
+        A client that has the namespace open asks often, for its own requests: the cluster is left out of these.
         """
         if not self._context.cluster.is_there or namespace in self._called.values():
             return flags
@@ -289,7 +291,10 @@ class ClientRequests:
         return self._catalog.presence_elsewhere(namespace, hashes, asked, self._tenant) + flags[len(hashes) :]
 
     def on_place(self, request: wire.PlaceRequest) -> wire.Done:
-        """A read-only client changes nothing for others. It is never refused: another request is behind it already."""
+        """Note a block's place in its prompt; ignored from a read-only client, which changes nothing for others.
+
+        Never refused: the client has already sent its next request.
+        """
         space = self._spaces.get(request.space)
         if self._may_write and space is not None:
             last, self._last_place = self._last_place, request
@@ -301,7 +306,7 @@ class ClientRequests:
 
     @contextlib.contextmanager
     def _split(self, joined: bytes) -> Iterator[list[BlockHash]]:
-        """Hashes to work with. Many take memory and the interpreter's time: one such list at a time."""
+        """Split hashes into a list. Long lists cost memory and interpreter time, so only one exists at a time."""
         if len(joined) <= MAX_AT_ONCE * HASH_BYTES:
             yield split_hashes(joined)
             return
@@ -319,7 +324,7 @@ class ClientRequests:
         return wire.Reserved(positions, offsets, grant.num_ready, grant.num_pending, grant.num_refused, reason)
 
     def _reserve(self, space: MemorySpace, number: int, joined: bytes) -> tuple[Grant, str]:
-        """Room for all of the hashes under one number; for many of them in steps."""
+        """Reserve slots for all of the hashes under one number; many hashes in steps."""
         if len(joined) <= _FEW_RESERVED * HASH_BYTES:
             hashes = split_hashes(joined)
             return self._catalog.reserve(self._client, number, space, hashes, may_decline=self._takes_declines)
@@ -347,14 +352,14 @@ class ClientRequests:
             num_hashes += len(hashes)
 
         in_pieces(self._context.bulk, reserve, joined, few=0, step=_PIECE_RESERVED)
-        if total.num_ready:  # a prompt loses its end before its beginning
+        if total.num_ready:  # so that the prompt's end is evicted before its beginning
             step = _PIECE_RESERVED * HASH_BYTES
             for first in reversed(range(0, len(joined), step)):
                 self._catalog.touch(space, split_hashes(joined[first : first + step]))
         return total, reason
 
     def on_commit(self, request: wire.Commit) -> wire.Counted:
-        if not self._client.is_local:  # it has written nothing there: the slot holds somebody's old bytes
+        if not self._client.is_local:  # a remote client cannot write there: the slot holds a former block's bytes
             raise TierRefused("only a client on this host can write in place; send a Fill")
         return self._committed(self._catalog.commit(self._client, request.reservation, request.first, request.count))
 
@@ -368,7 +373,7 @@ class ClientRequests:
 
     def _committed(self, num_committed: int | None) -> wire.Counted:
         if num_committed is None:
-            raise TierRefused("the reservation has ended, or these blocks of it are committed")
+            raise TierRefused("the reservation has ended, or these of its blocks are already committed")
         self._context.metrics.stored_blocks.inc(num_committed)
         return wire.Counted(num_committed)
 
@@ -399,23 +404,23 @@ def _operation(kind: type[wire.Request]) -> tuple[str, Callable[[ClientRequests,
 
 
 _OPERATIONS = {kind: _operation(kind) for kind in get_args(wire.Request)}
-"""By message: its name in the metrics, and the method that carries it out."""
+"""For each type of message: its name in the metrics, and the method that carries it out."""
 
 _WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "retain", "drop", "verify", "flush", "note"))
-"""What a tenant that only reads may not ask for."""
+"""Operations refused to a client that may only read."""
 
 
 def _checksum(called: Namespace, space: MemorySpace, block: Block, view: memoryview) -> int:
-    """Computed once, at the latest when the block is first read; READY blocks do not change.
+    """The block's checksum, computed at most once, on the first read at the latest; READY blocks do not change.
 
-    Over what the client calls the namespace: of a tenant's, that is not what the server does.
+    It covers the client's own id of the namespace. For a tenant, the server's id differs.
     """
     assert isinstance(block, MemoryBlock)
     if called != space.namespace:
         if block.called_checksum is None:
             found = checksum_of(called, block.hash, view)
             if block.checksum not in (None, checksum_of(space.namespace, block.hash, view)):
-                return found ^ 1  # somebody has written to it: the client sees that, and has us look
+                return found ^ 1  # the bytes were altered: the client notices and sends SuspectRequest
             block.called_checksum = found
         return block.called_checksum
     if block.checksum is None:
@@ -428,7 +433,7 @@ def _offsets(blocks: list[Block]) -> bytes:
 
 
 class ServedConnection:
-    """Owns its socket and its thread. `on_end` is called from that thread when it is over."""
+    """Owns its socket and its thread, which calls `on_end` last."""
 
     def __init__(
         self,
@@ -443,7 +448,7 @@ class ServedConnection:
         self.address = "" if self.is_unix else _network_of(sock)
         self._is_unwanted = threading.Event()
         self._on_end = on_end
-        # TLS takes several messages: they are exchanged later, in the connection's own thread.
+        # The TLS handshake takes several messages, so it happens later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         self._stream = Stream(self._sock, self._place, HANDSHAKE_LIMITS)
         self._requests: ClientRequests | None = None
@@ -454,17 +459,17 @@ class ServedConnection:
         self._thread.start()
 
     def discard(self) -> None:
-        """Close it before it began."""
+        """Close a connection whose thread was never started."""
         self._stream.close()
 
     def end_if_unknown(self) -> None:
-        """Shut down if what it was let in by is not valid any more."""
+        """Shut down if the credential used at the handshake is no longer valid."""
         if self._let_in_by is not None and not self._context.catalog.tenants.still_knows(*self._let_in_by):
-            self._context.log.warning("revoked", "connection closed: %s is not known any more", self._peer)
+            self._context.log.warning("revoked", "connection closed: the credential of %s was revoked", self._peer)
             self.shut_down()
 
     def stop_receiving(self) -> None:
-        """Take no more requests; the one under way is answered."""
+        """Take no more requests; the current one is still answered."""
         self._is_unwanted.set()
         self._stream.stop_receiving()
 
@@ -473,7 +478,7 @@ class ServedConnection:
         self._stream.shut_down()
 
     def join(self, timeout_s: float) -> None:
-        if self._thread.ident is not None:  # else it was just being accepted, and ends by itself
+        if self._thread.ident is not None:  # a connection just being accepted ends by itself
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -487,7 +492,7 @@ class ServedConnection:
                 if frame is None:
                     break
                 requests.answer(frame.request, session.request(frame.message))
-                del frame  # it may be large, and the next one far away
+                del frame  # free its memory now: the next request may be long in coming
         except TierError as error:
             logger.debug("connection ended: %s", error)
         except RemoteProtocolError as error:
@@ -495,7 +500,7 @@ class ServedConnection:
             self._context.log.warning("protocol", "connection of %s closed: %s", self._peer, error)
             self._say_last(wire.Failure("protocol", str(error)))
         except Exception:
-            logger.exception("connection closed by a bug of ours")
+            logger.exception("connection closed by a bug in the cache server")
         finally:
             self._end()
 
@@ -531,13 +536,13 @@ class ServedConnection:
             if known is None and session.token is not None:
                 known = context.catalog.tenants.holder_of(session.token)
             if known is None:
-                raise TierRefused("the token is not the server's any more")
+                raise TierRefused("the token is no longer valid")
             requests = self._join(session.hello, *known)
         except TierRefused as error:
             context.metrics.refusals.labels(kind="refused").inc()
             context.log.warning("refused", "%s refused: %s", self._peer, error)
             if not self.is_unix:
-                self._is_unwanted.wait(_WRONG_TOKEN_S)  # its thread ends once another stranger has its place
+                self._is_unwanted.wait(_WRONG_TOKEN_S)  # cut short when another stranger needs the place
             self._say_last(wire.Failure("refused", str(error)))
             raise
         self._stream.set_limits(session.limits)
@@ -548,7 +553,7 @@ class ServedConnection:
         return session, requests
 
     def _identify(self) -> tuple[tuple[Tenant, Credential] | None, list[bytes]]:
-        """The peer's identity, if known before its first message, or the tokens, one of which it has to know."""
+        """The peer's identity if known before its first message; else the tokens of which it must know one."""
         tenants = self._context.catalog.tenants
         if self.is_unix:
             return (tenants.owner, PROCESS_OF_THIS_HOST), []
@@ -558,15 +563,15 @@ class ServedConnection:
                 return certified, []
         tokens = tenants.tokens()
         if not tokens:
-            raise TierRefused("no tenant has this certificate, and there are no tokens")
+            raise TierRefused("no tenant has this certificate, and the server has no tokens")
         return None, tokens
 
     def _join(self, hello: wire.Hello, tenant: Tenant, credential: Credential) -> ClientRequests:
         context = self._context
         context.guests.let_in(self, tenant)
         self._let_in_by = (tenant, credential)
-        if not context.catalog.tenants.still_knows(tenant, credential):  # the file was read again meanwhile
-            raise TierRefused("the token or certificate is not known any more")
+        if not context.catalog.tenants.still_knows(tenant, credential):  # the tenants' file was reloaded meanwhile
+            raise TierRefused("the token or certificate is no longer valid")
         if tenant.name:
             self._peer = f"the tenant {tenant.name} ({self._peer})"
         pid, pidfd = peer_process(self._sock) if self.is_unix else (None, None)
@@ -590,7 +595,7 @@ class ServedConnection:
         return self._requests
 
     def _next_frame(self) -> Frame[wire.Message] | None:
-        """The next request; None when the peer left between two of them."""
+        """The next request; None if the peer disconnected between two requests."""
         while True:
             try:
                 return self._stream.receive()
@@ -613,7 +618,7 @@ class ServedConnection:
             self._stream.send(0, failure, deadline=time.monotonic() + _LAST_WORDS_S)
             self._stream.drain(_LAST_WORDS_S)
         except KvtierError:
-            pass  # the peer does not listen any more
+            pass  # the peer is gone
 
     def _end(self) -> None:
         if self._requests is not None:
@@ -624,13 +629,13 @@ class ServedConnection:
 
 
 def _shown(sock: socket.socket) -> str:
-    """The address of a TCP peer, for people."""
+    """The address of a TCP peer, for log lines."""
     host, port = sock.getpeername()[:2]
     return f"{host}:{port}"
 
 
 def _network_of(sock: socket.socket) -> str:
-    """The address of a TCP peer's host; a client with one IPv6 address has all of its /64."""
+    """The address of a TCP peer's host; for IPv6 its /64, since one host usually has all of it."""
     address = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)

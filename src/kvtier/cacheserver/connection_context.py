@@ -46,4 +46,4 @@ class ConnectionContext:
     is_stopping: threading.Event = field(default_factory=threading.Event)
     log: LogLimit = field(default_factory=lambda: LogLimit(logger))
     bulk: threading.Lock = field(default_factory=threading.Lock)
-    """Of requests about many blocks one is carried out at a time, a piece of each in turn."""
+    """Held for each piece of a request about many blocks: such requests take turns, piece by piece."""

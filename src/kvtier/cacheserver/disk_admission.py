@@ -1,4 +1,4 @@
-"""Which blocks a server writes to its disk: all that are committed or those used again, within a budget of writes."""
+"""Which blocks a server writes to its disk: all committed blocks or only reused ones, within a budget of writes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ StoreOn: TypeAlias = Literal["commit", "reuse"]
 
 DAY_S = 86_400.0
 _BURST_S = 3600.0
-"""What was not written in the last hour may be made up for."""
+"""Unused budget of this long may be caught up on."""
 _KEPT_PART = 2
-"""One in so many bytes of the burst is kept for blocks that are worth more than others."""
+"""One byte in this many of the burst is reserved for blocks worth more than the others."""
 
 
 class WriteBudget:
     """At most `bytes_per_day` in the long run, in bursts of an hour's writes. Thread-safe.
 
-    A write may take more than is left: what follows waits until that was made up for.
+    A write may exceed what is left: later writes then wait until the budget is positive again.
     """
 
     def __init__(self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,14 +32,14 @@ class WriteBudget:
 
     @property
     def left_bytes(self) -> float:
-        """Below zero once more was written than the budget had."""
+        """Negative after a write that exceeded the budget."""
         with self._lock:
             self._fill()
             return self._left
 
     @property
     def is_short(self) -> bool:
-        """What is left is for blocks that are worth more than others."""
+        """The rest of the budget is reserved for blocks worth more than the others."""
         return self.left_bytes < self._burst_bytes / _KEPT_PART
 
     @property
@@ -47,7 +47,7 @@ class WriteBudget:
         return self.left_bytes <= 0
 
     def spend(self, num_bytes: int) -> None:
-        """So much is to be written; less than nothing for what was not written after all."""
+        """Take `num_bytes` from the budget; a negative number returns bytes that were not written after all."""
         with self._lock:
             self._fill()
             self._left -= num_bytes
@@ -59,10 +59,10 @@ class WriteBudget:
 
 
 class DiskAdmission:
-    """Of a disk that stores blocks on `stores_on`, with a `budget` or with none.
+    """Decides what is written to a disk that stores blocks at `stores_on`, with an optional `budget`.
 
-    While the budget is short, a new block is withheld until it is used again or is about to leave memory; once it is
-    spent, everything is. A disk that stores what is used again stores nothing else.
+    While the budget is short, a new block is withheld until it is reused or about to leave memory. Once the budget is
+    spent, every block is withheld. With `stores_on` "reuse", only reused blocks are written.
     """
 
     def __init__(self, stores_on: StoreOn, budget: WriteBudget | None = None) -> None:
@@ -71,7 +71,7 @@ class DiskAdmission:
         self.num_withheld = 0
 
     def takes_new(self, num_blocks: int) -> bool:
-        """Whether blocks that were just committed are written; those that only the budget keeps back are counted."""
+        """Whether blocks just committed are written now; blocks withheld only for the budget are counted."""
         if self._stores_on != "commit":
             return False
         if self.budget is not None and self.budget.is_short:
@@ -81,7 +81,7 @@ class DiskAdmission:
 
     @property
     def looks_at_reused(self) -> bool:
-        """Blocks in memory may have been left out, and are worth a write once they are used again."""
+        """Blocks in memory may have been withheld, and are worth a write once they are reused."""
         return self._stores_on == "reuse" or self.budget is not None
 
     @property
@@ -90,11 +90,11 @@ class DiskAdmission:
 
     @property
     def takes_valued(self) -> bool:
-        """Whether blocks that were used again, or are about to leave memory, are written now."""
+        """Whether blocks that are reused or about to leave memory are written now."""
         return self.budget is None or not self.budget.is_spent
 
     def levels(self) -> dict[str, float]:
-        """What there is to count where there is a budget."""
+        """Metrics of the budget; empty without one."""
         if self.budget is None:
             return {}
         return {"disk_withheld_blocks": self.num_withheld, "disk_budget_left_bytes": max(0.0, self.budget.left_bytes)}

@@ -1,6 +1,6 @@
-"""Least recently used first, but what is safe on disk before what still has to get there.
+"""Least recently used first, but blocks that are on disk before blocks that are still queued for it.
 
-When all that could be evicted is unsafe, because the disk does not keep up, the coldest goes all the same: a slow disk
+If the disk cannot keep up and all evictable blocks are still queued, the coldest is evicted all the same: a slow disk
 never stops a set. Such losses are counted, and reported to the client that asked for the write.
 """
 
@@ -18,10 +18,10 @@ _MAX_PASSED_OVER = 256
 
 
 class DiskAwareLru(LruPolicy[Block]):
-    """An exact LRU once nothing waits to be written. Looks past a bounded number of blocks that do.
+    """An exact LRU when no block waits to be written; otherwise it passes over a bounded number of waiting blocks.
 
-    Without `evicts_unsafe`, what is not on disk yet stays, and nothing is withheld from the disk. `on_unsafe` hears of
-    each block that goes while it waits.
+    Without `evicts_unsafe`, blocks that are not on disk yet are never evicted; nothing may be withheld from the disk
+    then. `on_unsafe` is called with each block evicted while it waits.
     """
 
     def __init__(self, *, evicts_unsafe: bool, on_unsafe: Callable[[Block], None]) -> None:
@@ -51,5 +51,5 @@ class DiskAwareLru(LruPolicy[Block]):
 
 
 def may_go(block: MemoryBlock, *, evicts_unsafe: bool) -> bool:
-    """It is on disk, or was never to go there: a disk may store only what is used again, within a budget."""
+    """The block is on disk, or is not queued for it: a disk may store only reused blocks, within a budget."""
     return block.is_stored or (evicts_unsafe and not block.is_queued)

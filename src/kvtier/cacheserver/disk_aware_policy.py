@@ -1,4 +1,4 @@
-"""The adaptive policy for memory above a disk: what is safe on disk goes before what still has to get there."""
+"""The adaptive policy for memory above a disk: evicts blocks that are on disk before blocks still queued for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _POPS_BY_AGE = 64
 
 
 class DiskAwarePolicy(AdaptivePolicy[Block]):
-    """Looks past a bounded number of blocks that wait to be written; see `DiskAwareLru`.
+    """Passes over a bounded number of blocks that wait to be written; see `DiskAwareLru`.
 
-    The block worth least is often the newest, which no disk has yet: after a few tries, victims are looked for among
-    the oldest for a while. It declines nothing, since the disk is fed from memory alone.
+    The block of least worth is often the newest, which is not on disk yet: after a few tries, the next victims are
+    picked among the oldest blocks. No block is declined, since blocks reach the disk only through memory.
     """
 
     def __init__(self, *, evicts_unsafe: bool, on_unsafe: Callable[[Block], None], clock: Callable[[], float]) -> None:

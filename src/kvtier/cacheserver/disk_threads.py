@@ -1,7 +1,7 @@
-"""The threads between the arena and the store, and what they ask of the owner of the blocks.
+"""The threads between the arena and the store, and the interface they need of the blocks' owner.
 
-Writers store committed blocks behind the clients' backs, and hold on to them while the disk is down. Readers fill slots
-of the arena that a match has reserved.
+Writers store committed blocks in the background, and keep them queued while the disk is down. Readers fill slots of
+the arena that a match has reserved.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvtier.memory.mapped import MappedArena
 from kvtier.stores.disk import DiskStore, StoredBlock, Written
 
 _NUM_WRITERS = min(16, 4 * (os.cpu_count() or 1))  # each also computes checksums
-_NUM_READERS = min(64, 8 * (os.cpu_count() or 1))  # each also computes checksums, and reads nothing meanwhile
-_BATCH_BYTES = 2 << 20  # what a thread moves in one go: fewer than all of a prompt, more than one block
+_NUM_READERS = min(64, 8 * (os.cpu_count() or 1))  # each also computes checksums, between its reads
+_BATCH_BYTES = 2 << 20  # moved by a thread at once: more than a block, less than a prompt
 _ORDER_S = 2.0
 _ROOM_TRIES = 25
 _ROOM_TRY_S = 0.02
@@ -39,28 +39,28 @@ class BlockOwner(Protocol):
     """Each method takes the catalog's lock for a moment."""
 
     def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
-        """Hold the blocks' room while they are written; returns those that have not gone from memory meanwhile."""
+        """Hold the blocks' slots while they are written. Returns the blocks that are still in memory."""
 
     def drop_altered(self, blocks: Sequence[MemoryBlock]) -> int:
-        """These have other bytes than when they were committed."""
+        """Forget blocks whose bytes changed after their commit."""
 
     def refuse(self, blocks: Sequence[MemoryBlock]) -> None:
-        """The disk has no room for these."""
+        """Note that the disk has no room for these blocks."""
 
     def end_storing(self, blocks: Sequence[MemoryBlock], stored: Sequence[bool]) -> None: ...
 
     def end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None: ...
 
     def store_what_leaves(self) -> None:
-        """What memory is about to evict is written, if the disk was not given it and takes it now."""
+        """Queue the blocks that memory will evict next and that were not queued yet, if the disk takes them now."""
 
     def unstored(self) -> list[tuple[MemorySpace, MemoryBlock]]:
-        """After an outage: what is in memory and should be on disk. Nothing is on the disk for sure now."""
+        """After an outage: the blocks in memory that should be on disk, where no block is certain to be now."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskTask:
-    """Something to do. Tasks of one size and space may be done together, up to a batch's bytes."""
+    """A unit of work. Tasks of the same size and space may be carried out as a batch, up to `_BATCH_BYTES`."""
 
     space: object
     nbytes: int
@@ -89,7 +89,7 @@ class DiskThreads(Generic[_AnyTask]):
             thread.start()
 
     def close(self) -> None:
-        """Do what is queued, and end the threads."""
+        """Carry out the queued tasks, then end the threads."""
         started = [thread for thread in self._threads if thread.ident is not None]
         for _ in started:
             self._queue.put(None)
@@ -100,7 +100,7 @@ class DiskThreads(Generic[_AnyTask]):
         raise NotImplementedError
 
     def _run(self) -> None:
-        """Take tasks that wait already and belong to the first, as many as may move in one go."""
+        """Take a task, and with it the waiting tasks of the same size and space, up to a batch."""
         following = self._queue.get()
         while following is not None:
             first = following
@@ -116,7 +116,7 @@ class DiskThreads(Generic[_AnyTask]):
             is_ahead = following is not batch[-1]
             try:
                 self._carry_out(batch)
-            except Exception as error:  # a thread that ended would leave its queue unserved
+            except Exception as error:  # if the threads ended, the queue would never be served
                 self._store.fail_now(error)
             if not is_ahead:
                 following = self._queue.get()
@@ -124,7 +124,7 @@ class DiskThreads(Generic[_AnyTask]):
 
 @dataclass(slots=True, eq=False)
 class _Write(DiskTask):
-    """A block to be written. `number` is its place in the queue."""
+    """A block to write. `number` is its place in the queue."""
 
     space: MemorySpace
     number: int
@@ -133,7 +133,7 @@ class _Write(DiskTask):
 
 @dataclass(slots=True, eq=False)
 class _Order(DiskTask):
-    """Blocks of one prompt, queued up to `last`: once they are written, the first shall be the last to go."""
+    """A prompt's blocks, queued up to the number `last`: once written, its first block is to be evicted last."""
 
     space: MemorySpace
     last: int
@@ -141,7 +141,7 @@ class _Order(DiskTask):
 
 
 class DiskWriter(DiskThreads[_Write | _Order]):
-    """Writes committed blocks. What the threads share is guarded by the store's condition."""
+    """Writes committed blocks. The store's condition guards the state that the threads share."""
 
     def __init__(
         self, store: RecoveringStore, arena: MappedArena, refusals: Refusals, admission: DiskAdmission
@@ -155,7 +155,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         self._refusals = refusals
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
-        """Blocks to be written when a thread comes to it."""
+        """Queue blocks to be written in the background."""
         self._admission.spend(sum(block.size for block in blocks) * SLOT_ALIGN_BYTES)
         with self._condition:
             for block in blocks:
@@ -165,10 +165,10 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                 self._queue.put(_Write(space, block.size * SLOT_ALIGN_BYTES, self.last_number, block))
 
     def order(self, space: MemorySpace, hashes: Hashes) -> None:
-        """Blocks that were queued in this order are one prompt: it shall lose its end before its beginning."""
+        """Note that blocks queued in this order are one prompt, whose end is to be evicted before its beginning."""
         if len(hashes) > 1:
             with self._condition:
-                self._queue.put(_Order(space, _BATCH_BYTES, self.last_number, hashes))  # it goes alone
+                self._queue.put(_Order(space, _BATCH_BYTES, self.last_number, hashes))  # a batch of its own
 
     @property
     def num_queued(self) -> int:
@@ -176,9 +176,9 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             return len(self._unwritten)
 
     def wait(self, last: int, timeout_s: float) -> None:
-        """Wait until what was queued up to the number `last` is written.
+        """Wait until the blocks queued up to the number `last` are written.
 
-        Raises `TierUnavailable` when the disk is down, and `TierTimeout`.
+        Raises `TierUnavailable` if the disk is down, and `TierTimeout`.
         """
         with self._condition:
             self._awaited.append(last)
@@ -191,23 +191,23 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             if not is_in_time:
                 raise TierTimeout("the disk did not keep up within the deadline")
             if not self._is_written(last):
-                raise TierUnavailable("the disk is down: what is in memory is not on it")
+                raise TierUnavailable("the disk is down: blocks in memory were not written to it")
 
     def note_gone(self, block: Block) -> None:
-        """A block was evicted before a thread came to it."""
-        self._refusals.note(block, "the disk did not keep up, and they had to leave memory")
+        """Note that a block was evicted before it was written."""
+        self._refusals.note(block, "the disk did not keep up, and they were evicted from memory")
 
     def _is_written(self, last: int) -> bool:
         return not self._unwritten or next(iter(self._unwritten)) > last
 
     def _carry_out(self, batch: Sequence[_Write | _Order]) -> None:
-        if isinstance(batch[0], _Order):  # alone
+        if isinstance(batch[0], _Order):  # always the only task of its batch
             self._put_in_order(batch[0])
         else:
             self._write_when_up([task for task in batch if isinstance(task, _Write)])
 
     def _write_when_up(self, batch: Sequence[_Write]) -> None:
-        """Holds on to the blocks while the disk is down."""
+        """Write a batch; while the disk is down, wait until it is back."""
         with self._condition:
             while self._store.current is None and not self._store.is_closing:
                 self._condition.wait()
@@ -227,7 +227,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
                     self._condition.notify_all()
 
     def _write(self, store: DiskStore, space: MemorySpace, wanted: Sequence[MemoryBlock]) -> int:
-        """Returns how many blocks were written that were not there."""
+        """Write blocks. Returns how many of them were new on disk."""
         failures = self._store.failures
         blocks = self._owner.begin_storing(wanted)
         if len(blocks) < len(wanted):
@@ -240,7 +240,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         try:
             stored_space = self._store.space_of(store, space)
             if stored_space is None:
-                self._refusals.note(blocks[0], "their namespace has blocks of another size there", len(blocks))
+                self._refusals.note(blocks[0], "their namespace has a different block size on disk", len(blocks))
                 return num_new
             slots = [
                 self._arena.view(block.start * SLOT_ALIGN_BYTES, block.size * SLOT_ALIGN_BYTES) for block in blocks
@@ -267,14 +267,14 @@ class DiskWriter(DiskThreads[_Write | _Order]):
             for _ in range(_ROOM_TRIES):
                 if Written.NO_ROOM not in outcomes or not store.is_busy:
                     break
-                time.sleep(_ROOM_TRY_S)  # room that others are writing into can be taken from them once they are done
+                time.sleep(_ROOM_TRY_S)  # blocks that others are writing now can be evicted once they are whole
                 again = store.write(stored_space, hashes, slots, checksums)
                 outcomes = [
                     old if old is not Written.NO_ROOM else new for old, new in zip(outcomes, again, strict=True)
                 ]
             stored = [outcome in (Written.NEW, Written.PRESENT) for outcome in outcomes]
             pinned = [block.hash for block in blocks if block.is_pinned]
-            if pinned:  # while they were on their way
+            if pinned:  # pinned while they were being written
                 store.pin(stored_space, pinned)
             refused = [block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Written.NO_ROOM]
             num_new = outcomes.count(Written.NEW)
@@ -294,7 +294,7 @@ class DiskWriter(DiskThreads[_Write | _Order]):
         return num_new
 
     def _put_in_order(self, order: _Order) -> None:
-        """Once those that are queued before are written: they are with other writers by now."""
+        """Wait for the blocks queued before, which other writers may still be writing; then order them."""
         with contextlib.suppress(TierError):
             self.wait(order.last, _ORDER_S)
         with self._store.using() as store:
@@ -315,7 +315,7 @@ def _without(
 
 @dataclass(slots=True, eq=False)
 class _Read(DiskTask):
-    """A block to bring from `store` into its reserved slot."""
+    """A block to read from `store` into its reserved slot."""
 
     store: DiskStore
     stored: StoredBlock
@@ -343,7 +343,7 @@ class DiskReader(DiskThreads[_Read]):
         stored = [read.stored for read in batch]
         spans = [(read.block.start * SLOT_ALIGN_BYTES, read.nbytes) for read in batch]
         try:
-            for offset, nbytes in spans:  # page by page, faults inside a read would scatter them, and slow later reads
+            for offset, nbytes in spans:  # page faults during the read would scatter the pages, and slow later reads
                 self._arena.populate(offset, nbytes)
             failures = store.read(stored, [self._arena.view(offset, nbytes) for offset, nbytes in spans])
             arrived = [failure is None for failure in failures]

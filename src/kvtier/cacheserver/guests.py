@@ -1,8 +1,8 @@
-"""Connections: how many there may be, strangers apart from clients, so that none shuts out another.
+"""Limits on connections, separate for strangers and clients, so that no peer can shut out another.
 
-A stranger is a peer that has not yet authenticated. Strangers have a small share of their own, over TCP and on this
-host each, and one that arrives when it is full takes the place of the oldest at the address that has the most; TCP
-clients leave a part of all places to processes of this host; a tenant has no more than its own.
+A stranger is a peer that has not yet authenticated. Strangers have a small share of the places, one over TCP and one
+on this host. When a share is full, a new stranger replaces the oldest one of the address that has the most. TCP clients
+leave some places to processes of this host, and each tenant has its own limit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvtier.errors import TierRefused
 
 MAX_TCP_STRANGERS = 32
 _SHORTEST_S = {True: 1.0, False: 0.05}
-"""For which a stranger on this host, or over TCP, keeps its place, however many come after it from its own address.
+"""How long a stranger on this host (True) or over TCP (False) keeps its place, however many follow from its address.
 
-A handshake takes a few milliseconds. Longer, and one address that connects all the time would keep all places taken.
+A handshake takes a few milliseconds. A longer time would let one address that keeps connecting hold all places.
 """
 _LAST_WORDS_S = 0.5
 _MAX_LEAVING = 64
 
 
 class Guest(Protocol):
-    """A connection. `address` is that of its peer's host, or of its network; empty on this host."""
+    """A connection. `address` is the address of the peer's host or network; empty on this host."""
 
     is_unix: bool
     address: str
@@ -57,7 +57,7 @@ class Guests:
 
     @property
     def unused_s(self) -> float:
-        """For how long no client has been connected, from when one could: 0 while one is."""
+        """Seconds since the last client left, or since the start if none came; 0 while a client is connected."""
         with self._lock:
             is_used = self._clients or any(guest.is_unix for guest in self._strangers)
             return 0.0 if is_used else self._clock() - self._unused_since
@@ -67,10 +67,10 @@ class Guests:
             return [*self._strangers, *self._clients]
 
     def arrive(self, guest: Guest) -> str | None:
-        """A stranger has connected. Returns a sentence if there is no place for it.
+        """Give a new stranger a place. Returns a sentence if there is none.
 
-        One that has been silent for a while makes room for it: an honest client is done in an instant. One at an
-        address with more strangers than this one's makes room at once.
+        If all places are taken, the oldest stranger of the most crowded address is shut down: at once if that address
+        has more strangers than the newcomer's, else if its time is up. An honest client authenticates within that time.
         """
         with self._lock:
             now = self._clock()
@@ -82,7 +82,7 @@ class Guests:
                 oldest = next(other for other in others if counts[other.address] == most)
                 is_crowd = most > counts[guest.address] + 1
                 if not is_crowd and now - self._strangers[oldest] < _SHORTEST_S[guest.is_unix]:
-                    return f"{limit} connections have not said yet who they are, which is the limit: try again"
+                    return f"{limit} connections have not authenticated yet, which is the limit: try again"
                 del self._strangers[oldest]
                 oldest.shut_down()
             sentence = self._why_full(guest)
@@ -91,7 +91,7 @@ class Guests:
             return sentence
 
     def let_in(self, guest: Guest, tenant: Tenant) -> None:
-        """The stranger is a client of `tenant`. Raises `TierRefused` when there is no place for it."""
+        """The stranger has authenticated as a client of `tenant`. Raises `TierRefused` if there is no place for it."""
         with self._lock:
             self._strangers.pop(guest, None)
             sentence = self._why_full(guest)
@@ -120,7 +120,7 @@ class Guests:
 
 
 class LastWords:
-    """Says a few bytes to peers that are not let in, and closes their sockets a moment later, in the background."""
+    """Sends a few bytes to peers that are turned away, and closes their sockets a moment later, in the background."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -128,7 +128,7 @@ class LastWords:
         self._leaving: deque[tuple[float, socket.socket]] = deque()
 
     def say(self, sock: socket.socket, words: bytes) -> None:
-        """Takes over `sock`. A peer that does not listen misses the words."""
+        """Send `words` without waiting, at best effort. Takes over `sock`."""
         with contextlib.suppress(OSError, ValueError):
             sock.setblocking(False)
             sock.send(words)
@@ -138,7 +138,7 @@ class LastWords:
         self.close_late(keep=_MAX_LEAVING)
 
     def close_late(self, keep: int = 0) -> None:
-        """Close those whose time is up, and the oldest of more than `keep`, if given."""
+        """Close the sockets whose time is up and, if `keep` is given, the oldest beyond that many."""
         with self._lock:
             now = self._clock()
             gone = []

@@ -1,6 +1,6 @@
-"""How much of what was asked for a cache of each size would have had: the share of hits over size, in little memory.
+"""The hit curve: how many of the requested tokens a cache of each size would have had. Takes little memory.
 
-Not thread-safe: under the lock of the record that it belongs to.
+Not thread-safe: guarded by the lock of the record that owns it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from itertools import accumulate
 
 _STEPS = 16
-"""Sizes per doubling at which the curve is known exactly; between them it is a straight line."""
+"""Sizes per doubling at which the curve is exact; it is linear between them."""
 _DOUBLINGS = 48
 NUM_SIZES = _STEPS * _DOUBLINGS
 
 
 def _position(size: float) -> int:
-    """The first of the known sizes that is at least `size`."""
+    """The position of the first known size that is at least `size`."""
     doubling = max(0, int(size).bit_length() - 1)
     if doubling >= _DOUBLINGS:
         return NUM_SIZES - 1
@@ -23,16 +23,16 @@ def _position(size: float) -> int:
 
 
 def size_at(position: int) -> float:
-    """The known size at `position`, in the same units as those added."""
+    """The known size at `position`, in the caller's units."""
     doubling, step = divmod(position, _STEPS)
     return (1 << doubling) * (1 + step / _STEPS)
 
 
 class HitCurve:
-    """Tokens that hit, by the smallest size that would have held them. Sizes are in units of the caller's choice.
+    """Counts tokens that hit, by the smallest cache size that would have held them. The caller chooses the unit.
 
-    What is added hits evenly over a range of sizes: a line that rises from its begin to its end, kept as two bends.
-    A bend is a slope and the slope times its place, so adding one takes constant time.
+    Each addition spreads its hits evenly over a range of sizes: a ramp from `begin` to `end`, stored as two bends.
+    A bend is a slope and the product of slope and place, so an addition takes constant time.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HitCurve:
         self._moments = [0.0] * NUM_SIZES
 
     def add(self, begin: float, end: float, tokens: float) -> None:
-        """`tokens` hit in a cache of size `end`, none of them in one of size `begin`, and in between some."""
+        """Add `tokens` that all hit in a cache of size `end`, and none in one of size `begin`; linear in between."""
         slope = tokens / (end - begin)
         for place, bend in ((begin, slope), (end, -slope)):
             position = _position(place)
@@ -48,7 +48,7 @@ class HitCurve:
             self._moments[position] += bend * place
 
     def fade(self) -> None:
-        """What was added so far counts half as much from now on."""
+        """Halve the weight of everything added so far."""
         self._slopes = [slope / 2 for slope in self._slopes]
         self._moments = [moment / 2 for moment in self._moments]
 

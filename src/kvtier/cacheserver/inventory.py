@@ -1,4 +1,4 @@
-"""What a server holds, for people and metrics: levels, namespaces, the blocks of one. Changes nothing. Thread-safe."""
+"""Read-only views of what a server holds, for people and metrics: levels, namespaces and their blocks. Thread-safe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DESCRIBED = 1000
 
 
 class Inventory:
-    """Looks at what the catalog has, under its lock."""
+    """Reads the catalog's state under its lock."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Inventory:
         self._num_altered = num_altered
 
     def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
-        """At most `count` hashes of a namespace from a place on, their LISTED_ flags, and whether none follow.
+        """At most `count` hashes of a namespace from position `first`, their LISTED_ flags, and whether it ends there.
 
-        What comes or goes between two calls may be missed by a client that lists part by part.
+        A client that lists part by part may miss blocks that come or go between its calls.
         """
         with self._lock:
             blocks = space.index.blocks.copy()
@@ -61,7 +61,7 @@ class Inventory:
         return list(found), bytes(found.values()), first + count >= len(blocks) + len(only_stored)
 
     def levels(self) -> dict[str, float]:
-        """The numbers that go up and down, and the count of evictions."""
+        """The server's gauges, and its counts of evicted and altered blocks."""
         with self._lock:
             pool = self._pool
             clients = self._clients
@@ -82,11 +82,11 @@ class Inventory:
                 "evicted_blocks": pool.num_evicted,
                 "altered_blocks": self._num_altered(),
             }
-        levels["blocks"] = sum(len(space.index) for space in spaces)  # there may be very many: others go on meanwhile
+        levels["blocks"] = sum(len(space.index) for space in spaces)  # without the lock: there may be very many
         return levels
 
     def levels_of(self, tenant: Tenant) -> dict[str, float]:
-        """What one tenant has, and may have."""
+        """One tenant's usage and quotas."""
         with self._lock:
             clients = [client for client in self._clients if client.tenant is tenant]
             memory, disk = tenant.memory, tenant.disk
@@ -104,16 +104,16 @@ class Inventory:
             }
 
     def tenant_levels(self) -> dict[str, dict[str, float]]:
-        """By tenant, where there are several; the owner is the one without a name."""
+        """The levels of each tenant by name, if there are several; the owner's name is empty."""
         return {tenant.name: self.levels_of(tenant) for tenant in self._tenants} if self._tenants.has_several else {}
 
     def spaces(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
-        """Namespaces in memory or on disk that `asker` may see, from a place on, for people."""
+        """A page of the namespaces in memory or on disk that `asker` may see, from position `first`, for people."""
         with self._lock:
             return list(self._page(asker, first).values())
 
     def spaces_with_fields(self, asker: Tenant | None = None, first: int = 0) -> list[dict[str, object]]:
-        """As `spaces`, each with what its namespace covers, or None if unknown."""
+        """Like `spaces`, each with the fields that its namespace covers, or None if unknown."""
         with self._lock:
             get = self._namespaces.descriptions.get
             found = [(each, get(namespace)) for namespace, each in self._page(asker, first).items()]

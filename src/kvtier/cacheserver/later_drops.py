@@ -1,4 +1,4 @@
-"""What is to be dropped from a disk that is down, within a bound. Its caller's lock guards it."""
+"""Drops to carry out once a disk that is down comes back, within a bound. The caller's lock guards them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.cacheserver.namespaces import Hashes, MemorySpace
 
 MAX_HASHES = 1 << 18
-"""Of all namespaces. One in which more is to be dropped is dropped whole: nothing comes back that was to go."""
+"""The bound over all namespaces. Past it, a whole namespace is dropped: no dropped block may come back."""
 
 
 class LaterDrops:
-    """Blocks by namespace; None for all of one."""
+    """Hashes to drop, by namespace; None for a whole namespace."""
 
     def __init__(self) -> None:
         self._drops: dict[Namespace, tuple[MemorySpace, dict[BlockHash, None] | None]] = {}
@@ -30,7 +30,7 @@ class LaterDrops:
         self._drops[space.namespace] = (space, known)
 
     def take(self) -> list[tuple[MemorySpace, Hashes | None]]:
-        """All of it, and nothing is left."""
+        """Return all drops, and forget them."""
         taken: list[tuple[MemorySpace, Hashes | None]] = [
             (space, None if known is None else list(known)) for space, known in self._drops.values()
         ]

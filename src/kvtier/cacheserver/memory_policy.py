@@ -1,4 +1,4 @@
-"""How blocks leave a server's memory above a disk, by the name that settings know it by."""
+"""The eviction policy of a server's memory above a disk, by its name in the settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Policy: TypeAlias = EvictionPolicy[Block]
 def memory_policy(
     eviction: Eviction, clock: Callable[[], float], *, evicts_unsafe: bool, on_unsafe: Callable[[Block], None]
 ) -> Policy:
-    """Such memory takes all that comes, since what it declines would not get to the disk, which has more room.
+    """A policy that declines no block: a declined block would not reach the disk, which has more room.
 
-    `on_unsafe` hears of what goes before it was written.
+    `on_unsafe` is called with each block evicted before it was written.
     """
     if eviction == "lru":
         return DiskAwareLru(evicts_unsafe=evicts_unsafe, on_unsafe=on_unsafe)

@@ -1,4 +1,4 @@
-"""Serves metrics over HTTP, for a scraper: one thread, whatever number of peers connect, and however slow they are."""
+"""Serves metrics over HTTP to a scraper, from one thread, however many peers connect and however slow they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MAX_PEERS = 32
 _MAX_HEAD_BYTES = 16 << 10
 _PEER_S = 5.0
-"""For all of a request and its answer."""
+"""For a whole request with its answer."""
 _PIECE_BYTES = 64 << 10
 
 
@@ -35,7 +35,7 @@ class _Peer:
 
 
 class MetricsServer:
-    """Listening from construction on, until `close`. Raises `ConfigError` when the address cannot be used."""
+    """Listens from construction until `close`. Raises `ConfigError` if the address cannot be used."""
 
     def __init__(self, address: TcpAddress, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -80,26 +80,26 @@ class MetricsServer:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            time.sleep(0.1)  # no descriptors left, perhaps: later
+            time.sleep(0.1)  # perhaps out of descriptors: try again later
             return
         peer = _Peer(sock, time.monotonic() + _PEER_S)
         self._peers[peer] = None
         try:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, peer)
-        except Exception as error:  # whatever it is, the next one is served
-            logger.warning("a connection for metrics could not be accepted: %s", error)
+        except Exception as error:  # whatever it was, the next peer is served
+            logger.warning("a metrics connection could not be accepted: %s", error)
             self._leave(peer)
             return
         if len(self._peers) > _MAX_PEERS:
-            self._leave(next(iter(self._peers)))  # the first to connect has had its time
+            self._leave(next(iter(self._peers)))  # the oldest makes room
 
     def _serve(self, peer: _Peer) -> None:
         try:
             if peer.answer is None:
                 self._read(peer)
             elif not peer.answer:
-                if not peer.sock.recv(_PIECE_BYTES):  # it has read all of the answer
+                if not peer.sock.recv(_PIECE_BYTES):  # the peer has read the whole answer
                     self._leave(peer)
             else:
                 peer.answer = peer.answer[peer.sock.send(peer.answer[:_PIECE_BYTES]) :]
@@ -110,8 +110,8 @@ class MetricsServer:
             pass
         except OSError:
             self._leave(peer)
-        except Exception:  # of something that counts: the next scrape is answered all the same
-            logger.exception("metrics could not be collected, by a bug of ours")
+        except Exception:  # a metric's callback failed; the next scrape is still served
+            logger.exception("metrics could not be collected: a bug in the cache server")
             self._leave(peer)
 
     def _read(self, peer: _Peer) -> None:

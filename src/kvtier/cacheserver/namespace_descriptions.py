@@ -1,6 +1,6 @@
-"""What the namespaces of a server cover, as their clients say: to tell in which fields two of them differ.
+"""The fields that each namespace covers, as clients describe them: they show in which fields two namespaces differ.
 
-Under the catalog's lock. A client may say anything here: it is kept within bounds, shown, and used for nothing else.
+Guarded by the catalog's lock. A client may write anything here: it is bounded, shown, and used for nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MAX_DEPTH = 16
 
 
 class NamespaceDescriptions:
-    """JSON by namespace: at most `max_chars` of the server's owner's namespaces, and `max_tenant_chars` of a tenant's.
+    """JSON text by namespace: at most `max_chars` for the server's owner, and `max_tenant_chars` for each tenant.
 
-    Over that, the namespace of the same tenant that was named longest ago goes first.
+    Past that, the same tenant's least recently described namespace is forgotten.
     """
 
     def __init__(self, max_chars: int = _MAX_CHARS, max_tenant_chars: int = _MAX_TENANT_CHARS) -> None:
@@ -33,7 +33,7 @@ class NamespaceDescriptions:
         self._to_check: list[Namespace] = []
 
     def keep(self, namespace: Namespace, text: str, tenant: str = "") -> None:
-        """Of the tenant of that name, the owner by default. The first word on a namespace stands."""
+        """Keep `text` for a namespace of `tenant` (by default the owner), unless it has a text already."""
         if namespace in self._tenant_of:
             self._texts[self._tenant_of[namespace]].move_to_end(namespace)
             return
@@ -45,12 +45,12 @@ class NamespaceDescriptions:
             self._forget(next(iter(texts)))
 
     def get(self, namespace: Namespace) -> str | None:
-        """For `read_fields`."""
+        """The text, to be decoded by `read_fields`."""
         tenant = self._tenant_of.get(namespace)
         return None if tenant is None else self._texts[tenant][namespace]
 
     def forget_unless(self, is_known: Callable[[Namespace], bool], max_checked: int) -> None:
-        """Forget namespaces that are gone; at most `max_checked` are looked at, and all of them after some calls."""
+        """Forget namespaces that are gone. Each call checks at most `max_checked`; successive calls check them all."""
         if not self._to_check:
             self._to_check = list(self._tenant_of)
         for namespace in self._to_check[-max_checked:]:
@@ -66,8 +66,8 @@ class NamespaceDescriptions:
 
 
 def read_fields(text: str) -> dict[str, object]:
-    """Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
-    if not text.isascii():  # a bound on characters would be none on what they are written as
+    """Decode `text`. Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
+    if not text.isascii():  # otherwise the bound on characters would not bound the encoded bytes
         raise TierRefused("the fields of a namespace must be JSON in ASCII")
     try:
         fields: dict[str, object] = msgspec.json.decode(text, type=dict[str, object])

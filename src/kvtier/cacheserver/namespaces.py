@@ -1,4 +1,4 @@
-"""The namespaces of a server, with their blocks in memory. Under the catalog's lock."""
+"""The namespaces of a server, with their blocks in memory. Guarded by the catalog's lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.stores.disk import StoreSpace
 
 Hashes: TypeAlias = Sequence[BlockHash]
 StoredSpace: TypeAlias = Callable[[Namespace], StoreSpace | None]
-"""What the disk has of a namespace."""
+"""Finds the disk's record of a namespace."""
 
 MAX_NAMESPACES = 1 << 17
 MAX_TENANT_NAMESPACES = 1 << 13
@@ -28,11 +28,12 @@ SWEPT_AT_ONCE = 1024
 
 
 class MemoryBlock(Block):
-    """A block in the arena. `is_stored`: the disk has it too; `is_wanted`: it was to be written there.
+    """A block in the arena. `is_stored`: it is on disk too. `is_queued`: it waits to be written. `is_wanted`: it was
+    queued once.
 
-    `shared_at` is when the cluster was last known to have it; `is_sharing`: it is on its way there, since `tried_at`.
-    `checksum` is over key and payload, once computed; `called_checksum` over the key as its tenant calls it.
-    It is being read from disk for a client that uses it again in `reused_in`.
+    `shared_at` is when the block was last known to be in the cluster; `is_sharing`: it has been on its way there since
+    `tried_at`. `checksum` covers key and payload, once computed; `called_checksum` does so with the tenant's own id of
+    the namespace. `reused_in` is set while the block is read from disk for a client that reuses it in that space.
     """
 
     __slots__ = (
@@ -63,8 +64,8 @@ class MemoryBlock(Block):
 class MemorySpace:
     """One namespace's blocks in memory. `num_users` connections have it open.
 
-    `namespace` is what the server calls it, and `called` what its tenant does; `stored_name` is what the disk is told.
-    One that `is_awaited` was named by clients that may only read: the disk hears nothing of it.
+    `namespace` is the server's id of it, `called` the tenant's; `stored_name` is its name on disk. A space that
+    `is_awaited` was opened only by clients that may not write: it does not exist on disk.
     """
 
     def __init__(
@@ -89,28 +90,28 @@ class MemorySpace:
         self.num_users = 0
         self.is_awaited = False
         self.asking = 0
-        """The way in which clients ask for prompts (`traffic.Asking`)."""
+        """The kind of lookup that clients use (`traffic.Asking`)."""
 
     def begin(self, name: str, block_tokens: int) -> None:
-        """A client that may write uses what others have waited for; what it says of the namespace holds."""
+        """A client that may write opened a space that readers awaited: its description of the namespace counts."""
         self.name = name
         self.stored_name = self.tenant.tagged(name)
         self.block_tokens = block_tokens
         self.is_awaited = False
 
     def is_table(self, block: Block) -> bool:
-        """It is no prompt's block, but one that processes of this host write to all the time (`vineyard/recency`).
+        """Whether `block` is a table that processes of this host keep writing to (`vineyard/recency`), not a prompt's.
 
-        Such a one has the namespace's own digest for a hash, which no prompt has.
+        A table's hash is the namespace's own digest, which no prompt's block has.
         """
         return bytes(block.hash) == self.namespace
 
 
 class Namespaces:
-    """Every namespace that is in use or has blocks in memory. A number is never given twice.
+    """All namespaces that are open or have blocks in memory. A number is never used twice.
 
-    A namespace that only readers have named is not among them: it has no blocks, and no one else sees it. They get its
-    blocks once a client that may write has opened it with the block size that they said.
+    A namespace opened only by readers is kept apart: it has no blocks, and no other client sees it. Its readers get
+    blocks once a client that may write opens it with the same block size.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -143,7 +144,7 @@ class Namespaces:
         *,
         may_make: bool = True,
     ) -> MemorySpace:
-        """The space that is kept under `namespace`, and is `tenant`'s if it is new."""
+        """Open the space of `namespace`; a new one belongs to `tenant`."""
         space = self._spaces.get(namespace)
         if space is None:
             space = self._awaited.get((namespace, block_bytes))
@@ -160,7 +161,7 @@ class Namespaces:
         if space.block_bytes != block_bytes:
             raise TierRefused(
                 f"namespace {namespace.hex()[:12]} ({space.name or 'unnamed'}) has blocks of {space.block_bytes} "
-                f"bytes here; this client says {block_bytes}"
+                f"bytes here; this client's have {block_bytes}"
             )
         space.num_users += 1
         if fields and may_make:
@@ -172,7 +173,7 @@ class Namespaces:
     ) -> MemorySpace:
         if slot_bytes_of(block_bytes) > self._memory_bytes:
             raise TierRefused(
-                f"a block of {format_size(block_bytes)} does not fit into this server's "
+                f"a block of {format_size(block_bytes)} does not fit into this server's memory of "
                 f"{format_size(self._memory_bytes)}"
             )
         limit = MAX_TENANT_NAMESPACES if tenant.name else MAX_NAMESPACES
@@ -193,7 +194,7 @@ class Namespaces:
                 del self._of_tenant[space.tenant]
 
     def forget_unused(self, stored_space: StoredSpace) -> None:
-        """Forget what is neither in memory, nor in use, nor stored: a part at a time, all of it after some calls."""
+        """Forget namespaces that are not open and have no blocks. A call checks a part; successive calls check all."""
         if not self._to_sweep:
             self._to_sweep = list(self._spaces.values())
         for space in self._to_sweep[-SWEPT_AT_ONCE:]:

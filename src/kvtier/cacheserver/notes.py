@@ -1,4 +1,4 @@
-"""What engines say of their last requests: text by request id, within bounds. Thread-safe; survives no restart."""
+"""Engines' notes on their latest requests: text by request id, bounded. Thread-safe; kept in memory only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_CHARS = 8 << 20
 
 
 class Notes:
-    """The newest of them, at most `max_notes` and `max_chars`. A second note under the same id replaces the first."""
+    """The newest notes, at most `max_notes` and `max_chars`. A second note under the same id replaces the first."""
 
     def __init__(self, max_notes: int = _MAX_NOTES, max_chars: int = _MAX_CHARS) -> None:
         self._max_notes = max_notes
@@ -35,11 +35,11 @@ class Notes:
                 self._num_chars -= len(self._texts.popitem(last=False)[1])
 
     def newest(self, count: int) -> list[tuple[str, str]]:
-        """Ids and texts, the last one first."""
+        """Ids and texts, newest first."""
         with self._lock:
             return list(itertools.islice(reversed(self._texts.items()), count))
 
     def get(self, request_id: str) -> str:
-        """Empty when there is none, or none any more."""
+        """The note's text; empty if there is none or it was pushed out."""
         with self._lock:
             return self._texts.get(request_id, "")

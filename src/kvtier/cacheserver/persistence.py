@@ -1,7 +1,7 @@
-"""The server's disk: writes committed blocks behind the clients' backs, brings them back, survives the disk's failures.
+"""The server's disk: writes committed blocks in the background, loads them again, and survives failures of the disk.
 
 Only `flush` waits for the writers. Readers fill slots of the arena that a match has reserved. A keeper thread saves
-recency, notices a folder that went away, and opens the store anew when it can.
+recency, notices when the folder disappears, and reopens the store when it can.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ StoredRun: TypeAlias = tuple[DiskStore, list[StoredBlock]]
 
 
 class Persistence:
-    """One folder. Threads start with `start` and end with `close`. `admission` says what is written, and when."""
+    """One folder. Threads start with `start` and end with `close`. `admission` decides what is written, and when."""
 
     def __init__(self, store: RecoveringStore, arena: MappedArena, *, fsync: bool, admission: DiskAdmission) -> None:
         self._store = store
@@ -63,11 +63,11 @@ class Persistence:
     def eviction_policy(
         self, eviction: Eviction, clock: Callable[[], float], *, evicts_unsafe: bool, declines: bool
     ) -> Policy:
-        """Eviction from memory, which takes all blocks, whether it `declines` or not: the disk is fed from it."""
+        """The policy for memory. `declines` is ignored: blocks reach the disk through memory, so it takes them all."""
         return memory_policy(eviction, clock, evicts_unsafe=evicts_unsafe, on_unsafe=self._writer.note_gone)
 
     def match(self, space: MemorySpace, hashes: Hashes, first: int, end: int) -> StoredRun | None:
-        """Reference the stored prefix of `hashes[first:end]`, up to what is in memory or repeats itself."""
+        """Reference the stored prefix of `hashes[first:end]`, up to a hash that is in memory or occurred before."""
         found = self._store.find(space)
         if found is None:
             return None
@@ -81,7 +81,7 @@ class Persistence:
         return (found[0], stored) if stored else None
 
     def load(self, store: DiskStore, stored: Sequence[StoredBlock], blocks: Sequence[Block]) -> None:
-        """Read the leading ones of `stored` into `blocks`; free the others."""
+        """Read the leading `stored` blocks into `blocks`; free the others."""
         store.free(stored[len(blocks) :])
         self._reader.queue(store, stored[: len(blocks)], blocks)
 
@@ -90,7 +90,7 @@ class Persistence:
         return [False] * len(hashes) if found is None else found[0].contains(found[1], hashes)
 
     def to_write(self, space: MemorySpace, hashes: Hashes) -> tuple[Hashes, Sequence[int]]:
-        """The hashes to be written, and their positions: without those that are on disk and not in memory."""
+        """The hashes to write, and their positions: all but those on disk and not in memory."""
         positions = [
             position
             for position, is_stored in enumerate(self.contains(space, hashes))
@@ -99,7 +99,7 @@ class Persistence:
         return [hashes[position] for position in positions], positions
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> list[int]:
-        """Of each hash whether it is here, was evicted from here, or cannot be known: LISTED_ flags."""
+        """LISTED_ flags for each hash: on disk, evicted from disk, or unknown because the disk is down."""
         store = self._store.current
         if store is None:
             return [LISTED_DOWN] * len(hashes)
@@ -111,24 +111,24 @@ class Persistence:
         ]
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
-        """Blocks to be written when a writer comes to it."""
+        """Queue blocks to be written in the background."""
         self._writer.queue(space, blocks)
 
     def note_committed(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
-        """Those of `blocks` that are READY are so from now on."""
+        """Note that the READY ones of `blocks` have just been committed."""
         ready = [block for block in blocks if block.is_ready]
         if ready and self._admission.takes_new(len(ready)):
             self._writer.queue(space, ready)
 
     def note_reused(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """A prefix was matched in memory."""
+        """Note that a prefix was matched in memory."""
         if self._admission.looks_at_reused and self.note_valued(space, blocks):
             self._writer.order(space, [block.hash for block in blocks])
 
     def note_valued(self, space: MemorySpace, blocks: Sequence[Block]) -> bool:
-        """They are used again, or would be evicted from memory next.
+        """Queue blocks that are reused, or would be evicted from memory next, if they were withheld so far.
 
-        Those that the disk was not given yet are queued, if it takes them; returns whether any are.
+        Returns whether any block was queued; none is if the budget is spent.
         """
         wanted = [
             block
@@ -141,11 +141,11 @@ class Persistence:
         return True
 
     def order(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """Blocks that were queued in this order are one prompt: it shall lose its end before its beginning."""
+        """Note that blocks queued in this order are one prompt, whose end is to be evicted before its beginning."""
         self._writer.order(space, [block.hash for block in blocks])
 
     def note_used(self, space: MemorySpace, hashes: Hashes, count: int) -> None:
-        """The first `count` were used: the disk's order of eviction hears of it soon, once for many times."""
+        """Note that the first `count` blocks were used. The disk's recency is updated later, for many uses at once."""
         last = hashes[count - 1]
         with self._store.condition:
             self._recent[last] = (space, hashes[:count])
@@ -159,7 +159,7 @@ class Persistence:
         return 0 if found is None else act(*found, hashes)
 
     def retain(self, space: MemorySpace, hashes: Hashes, retention: Retention) -> int:
-        """As `Catalog.retain`. Where not all that comes is written, nothing is promised that is not there."""
+        """Like `Retentions.retain`. If blocks may be withheld from the disk, only the stored prefix is retained."""
         found = self._store.find(space)
         if found is None:
             return 0
@@ -173,12 +173,12 @@ class Persistence:
         return 0 if found is None else found[0].end_retention(found[1], hashes, account)
 
     def stored_space(self, namespace: Namespace) -> StoreSpace | None:
-        """What the disk was told of a namespace that has, or may have, blocks on it."""
+        """The disk's record of a namespace that has, or may have, blocks there."""
         store = self._store.current
         return None if store is None else store.find(namespace)
 
     def blocks(self, space: MemorySpace) -> list[tuple[BlockHash, bool]]:
-        """Hashes of what is stored, and whether each is pinned."""
+        """The hashes of the stored blocks, and whether each is pinned."""
         found = self._store.find(space)
         return [] if found is None else found[0].blocks(found[1])
 
@@ -201,22 +201,22 @@ class Persistence:
     # --- called without a lock -------------------------------------------------------------------------------------
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
-        """Drop `hashes`, or all of the namespace when there are none."""
+        """Drop `hashes`, or the whole namespace if empty."""
         return self._store.drop(space, hashes or None)
 
     def verify(self, space: MemorySpace, hashes: Hashes) -> list[bool]:
-        """Which of `hashes` are whole on disk, or not there at all. Raises `TierUnavailable`."""
+        """For each of `hashes`, whether it is intact on disk, or absent. Raises `TierUnavailable`."""
         with self._store.using() as store:
             stored_space = None if store is None else self._store.space_of(store, space)
             if store is None or stored_space is None:
-                raise TierUnavailable("the disk is down or there is none")
+                raise TierUnavailable("the disk is down, so its blocks cannot be verified")
             return [store.verify(stored_space, block_hash) for block_hash in hashes]
 
     @contextlib.contextmanager
     def leaving(self, count: int) -> Iterator[tuple[DiskStore, list[StoredBlock]] | None]:
-        """The store and what it would evict next, if it is nearly full, held meanwhile; None while it is down.
+        """The store and the blocks it would evict next if it is nearly full, held meanwhile; None while it is down.
 
-        Failures of the store end here.
+        Does not raise if the store fails.
         """
         with contextlib.suppress(TierUnavailable), self._store.using() as store:
             if store is None:
@@ -229,7 +229,7 @@ class Persistence:
                 store.let_go(blocks)
 
     def flush(self, timeout_s: float) -> None:
-        """When it returns, what was committed before is on disk, but for what was refused.
+        """Wait until all blocks committed before the call are on disk, except those that the disk refused.
 
         Raises `TierUnavailable`, and `TierTimeout`.
         """
@@ -237,7 +237,7 @@ class Persistence:
         self._writer.wait(self._writer.last_number, timeout_s)
         with self._store.using() as store:
             if store is None or self._store.num_outages != num_outages:
-                raise TierUnavailable("the disk is down: what is in memory is not on it")
+                raise TierUnavailable("the disk is down: blocks in memory were not written to it")
             self._tell_used(store)
             store.flush(fsync=self._fsync)
 
@@ -246,7 +246,7 @@ class Persistence:
         return self._store.losses()
 
     def close(self) -> None:
-        """Write what is queued, as long as the disk works, and let go of the folder."""
+        """Write the queued blocks if the disk works, and release the folder."""
         with contextlib.suppress(TierError):
             self.flush(timeout_s=60.0)
         with self._store.condition:
@@ -273,7 +273,7 @@ class Persistence:
                 if time.monotonic() >= retry_at:
                     self._store.come_back(self._queue_unstored)
                     retry_at = time.monotonic() + retry_s
-                    retry_s = min(2 * retry_s, _LAST_RETRY_S)  # also for one that fails as soon as it is up
+                    retry_s = min(2 * retry_s, _LAST_RETRY_S)  # grows even if the disk fails as soon as it is up
                 continue
             retry_s = _KEEPER_INTERVAL_S
             with contextlib.suppress(TierUnavailable), self._store.using() as store:
@@ -283,7 +283,7 @@ class Persistence:
                     regrow_at = time.monotonic() + _REGROWTH_S
                     store.try_growing_again()
                 if not store.is_in_place():
-                    raise OSError(None, "its folder or file was taken away")
+                    raise OSError(None, "its folder or file has disappeared")
                 self._tell_used(store)
                 store.save_recency()
             if self._admission.looks_at_leaving:

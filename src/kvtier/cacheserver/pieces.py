@@ -1,4 +1,4 @@
-"""Requests about many blocks, carried out a few blocks at a time, so that others are served in between."""
+"""Carries out requests about many blocks a few blocks at a time, so that other requests are served in between."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def in_pieces(
     few: int = FEW_HASHES,
     step: int = PIECE_HASHES,
 ) -> list[_Answer]:
-    """What `act` says of the hashes, in order: once of a `few`, else of each `step` of them, with a pause.
+    """Call `act` on the hashes and return its answers in order: one call for up to `few`, else one per `step` hashes.
 
-    Each piece takes its turn by itself. If `act` fails, what it did before stays done.
+    Each piece holds `turn`, with a pause. If `act` raises, the pieces before it stay done.
     """
     if len(joined) <= few * HASH_BYTES:
         return [act(split_hashes(joined))]
@@ -34,5 +34,5 @@ def in_pieces(
     for first in range(0, len(joined), step * HASH_BYTES):
         with turn:
             answers.append(act(split_hashes(joined[first : first + step * HASH_BYTES])))
-            time.sleep(_PAUSE_S)  # within the turn: as long as a piece takes, none is asked for
+            time.sleep(_PAUSE_S)  # while `turn` is held, so that no other large request starts a piece in the pause
     return answers

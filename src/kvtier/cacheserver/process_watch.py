@@ -1,7 +1,7 @@
-"""The thread that sees clients' processes end, and that ends what remote clients have held too long.
+"""The thread that sees clients' processes end, and that ends leases of remote clients that were idle too long.
 
-A process is watched through its pidfd, which cannot be confused with a later process of the same number. What a dead
-client held is left alone for a moment more: a GPU may still be copying.
+A process is watched through its pidfd, which cannot be confused with a later process of the same pid. The blocks of a
+dead client are left alone for a moment: a GPU may still be copying.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _EXPIRY_INTERVAL_S = 1.0
 
 
 class ProcessWatch:
-    """Owns the pidfds it is given and one thread."""
+    """Owns the pidfds passed to it, and one thread."""
 
     def __init__(self, catalog: Catalog, gone_grace_s: float, look_after: Callable[[], None] = lambda: None) -> None:
-        """`look_after` is called every second or so, too."""
+        """`look_after` is called about once a second, too."""
         self._catalog = catalog
         self._look_after = look_after
         self._gone_grace_s = gone_grace_s
@@ -79,7 +79,7 @@ class ProcessWatch:
                 try:
                     self._look_after()
                 except Exception:
-                    logger.exception("a bug of ours; the server goes on")
+                    logger.exception("a bug in the cache server's periodic work; the server goes on")
 
     def _end(self, client: ServedClient) -> None:
         if client.leases or client.reservations:
@@ -95,7 +95,7 @@ class ProcessWatch:
         return client
 
     def _unwatch_left(self) -> None:
-        """Clients that said good-bye hold nothing any more."""
+        """Stop watching clients that said goodbye: they hold nothing any more."""
         with self._lock:
             left = [pidfd for pidfd, client in self._watched.items() if client.is_gone]
         for pidfd in left:

@@ -1,4 +1,4 @@
-"""The prompts that clients ask for, kept for a moment while a recorder fetches them. Hashes only. Thread-safe."""
+"""A log of requested prompts, as hashes, kept in memory only while a recorder fetches it. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from kvtier.blocks.hashing import HASH_BYTES
 
 KEY_BYTES = 8
-"""The beginning of a hash that is kept of each block."""
+"""Bytes kept of each block's hash: its beginning."""
 _WORDS = HASH_BYTES // KEY_BYTES
 _MAX_BYTES = 16 << 20
 _MAX_PAGE_BYTES = 4 << 20
 _ENTRY_BYTES = 256
 _UNREAD_S = 60.0
-"""Nothing is kept once nobody has fetched for this time."""
+"""Logging stops when no recorder has fetched for this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PromptLog:
         self.is_wanted = False
 
     def note(self, namespace: bytes, block_tokens: int, hashes: bytes) -> None:
-        """Costs nothing while nobody wants prompts."""
+        """Log a prompt if a recorder is fetching; otherwise this costs nothing."""
         if not self.is_wanted:
             return
         prompt = _Prompt(self._clock(), namespace.hex(), block_tokens, array("Q", hashes)[::_WORDS].tobytes())
@@ -62,9 +62,9 @@ class PromptLog:
                 self._drop_first()
 
     def read(self, first: int) -> dict[str, object]:
-        """The prompts from number `first` on, as many as fit into a page, and the number of the next.
+        """The prompts from number `first` on, as many as fit into a page, and the number of the first one returned.
 
-        Prompts are kept from now on, for those who read again within a minute.
+        Prompts are logged from now on, until no read has come for a minute.
         """
         with self._lock:
             now = self._clock()
@@ -82,7 +82,7 @@ class PromptLog:
                     break
                 keys = base64.b64encode(prompt.keys).decode()
                 page.append([prompt.asked_at, prompt.namespace, prompt.block_tokens, keys])
-            for _ in range(begin - self._first):  # they were fetched
+            for _ in range(begin - self._first):  # fetched by earlier reads
                 self._drop_first()
             return {"first": begin, "prompts": page}
 

@@ -1,8 +1,8 @@
-"""A sample of the blocks that were used lately, and how much was used since: within 2 MiB. Not thread-safe.
+"""A sample of recently used blocks, and how much was used after each, within 2 MiB. Not thread-safe.
 
-Blocks are sampled by the first bits of their hashes, so all uses of a block are in the sample or none. The sampled
-share falls when there are too many sampled blocks, in one request or in all. The blocks of a request share one moment
-of last use; a prompt's blocks are a few runs of the same moment.
+Blocks are sampled by the first bits of their hashes, so either all uses of a block are in the sample or none. The
+sampled share falls when one request, or all together, have too many sampled blocks. A moment numbers a request in the
+order of use. The blocks of a request have the same moment of last use, so a prompt's blocks have few moments.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from kvtier.blocks.hashing import HASH_BYTES
 
 MAX_BLOCKS = 12_000
-"""Sampled blocks that are known at a time: up to 130 bytes each if every request has just one."""
+"""Most sampled blocks to remember: up to 130 bytes each if every request has just one."""
 MAX_FIRSTS = 2048
-"""First blocks of requests that are known at a time."""
+"""Most first blocks of requests to remember."""
 MAX_SAMPLED = 1024
-"""Sampled blocks of one request."""
+"""Most sampled blocks of one request."""
 _MOST_SAMPLED = 4 * MAX_SAMPLED
-"""Even if the hashes are no hashes."""
+"""The bound even for a client that sends hashes that are not uniform."""
 _KEY_BYTES = 8
 _ALL = 1 << 16
 _FINE = 16 * 256
@@ -30,7 +30,7 @@ _MAX_MOMENTS = _FAN**3
 
 
 class RecencySums:
-    """Sizes by moment, summed on three levels, so that any question takes few additions."""
+    """Sizes by moment, summed on three levels, so that any sum takes few additions."""
 
     def __init__(self) -> None:
         self._sizes = [0] * _MAX_MOMENTS
@@ -53,28 +53,28 @@ class RecencySums:
 
 
 class RecentBlocks:
-    """Blocks that were last used before `max_units` of others may be forgotten."""
+    """Remembers each sampled block until `max_units` of others were used after it."""
 
     def __init__(self, max_units: int) -> None:
         self._max_units = max_units
         self._num_sampled = _ALL
-        """Of `_ALL` values that the first two bytes of a hash may have, the lowest are of sampled blocks."""
+        """A block is sampled if the first two bytes of its hash, one of `_ALL` values, are below this."""
         self._marks = bytes(256)
-        """By the first byte of a hash: 0 if its block may be sampled, else 1."""
+        """Indexed by the first byte of a hash: 0 if its block may be sampled, else 1."""
         self._moments: dict[bytes, int] = {}
-        """Of last use, by the beginning of the hash."""
+        """The moment of last use, by the beginning of the hash."""
         self._firsts: dict[bytes, int] = {}
-        """The same, of blocks that requests began with, sampled or not."""
+        """The same for the first blocks of requests, sampled or not."""
         self._sums = RecencySums()
         self._block_units = array("I", bytes(4 * _MAX_MOMENTS))
-        """Units of each block that was last used at a moment."""
+        """The size in units of a block of the request at each moment."""
         self._next_moment = 0
 
     def __len__(self) -> int:
         return len(self._moments)
 
     def sample(self, hashes: bytes) -> list[bytes]:
-        """Keys of the sampled blocks of a run of hashes, each once; the share falls until they are few enough."""
+        """Distinct keys of the sampled blocks among `hashes`; lowers the sampled share until they are few enough."""
         while len(hashes) // HASH_BYTES * self._num_sampled > MAX_SAMPLED * _ALL and self._num_sampled > 1:
             self.sample_less()
         marks = hashes[::HASH_BYTES].translate(self._marks)
@@ -92,22 +92,22 @@ class RecentBlocks:
         return _ALL / self._num_sampled
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that were not used, or too long ago."""
+        """The keys of blocks that were never used, or too long ago."""
         return [key for key in keys if key not in self._moments]
 
     def units_since_first(self, key: bytes) -> float | None:
-        """Units used since a request last began with this block, as far as is known."""
+        """Units used since a request last began with this block; None if unknown."""
         moment = self._firsts.get(key)
         return None if moment is None else self._sums.since(moment) * self.scale
 
     def units_since(self, keys: Sequence[bytes]) -> Iterator[tuple[float, int]]:
-        """Of the known ones of `keys`: units used since their last use, and how many of them that holds for."""
+        """For the known ones of `keys`: units used since their last use, and how many keys share that figure."""
         scale = self.scale
         for moment, count in self._last_uses(keys):
             yield self._sums.since(moment) * scale, count
 
     def use(self, keys: Sequence[bytes], block_units: int, first: bytes | None = None) -> None:
-        """The blocks, and the one that a request began with, are the most recently used from now on."""
+        """Make the blocks, and the first block of their request, the most recently used."""
         moment = self._next_moment
         for before, count in self._last_uses(keys):
             self._sums.add(before, -count * self._block_units[before])
@@ -126,9 +126,9 @@ class RecentBlocks:
             self._firsts = {key: moment for key, moment in self._firsts.items() if moment > median}
 
     def sample_less(self) -> None:
-        """A quarter of the sampled blocks is no longer sampled."""
+        """Stop sampling a quarter of the sampled blocks."""
         self._num_sampled = max(1, self._num_sampled * 3 // 4)
-        if self._num_sampled > _FINE:  # then the first byte of a hash is enough to tell
+        if self._num_sampled > _FINE:  # while the share is large, the first byte of a hash decides
             self._num_sampled -= self._num_sampled % 256
         last = (self._num_sampled - 1) // 256
         self._marks = bytes(value > last for value in range(256))
@@ -136,7 +136,7 @@ class RecentBlocks:
         self._renumber()
 
     def _last_uses(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Moments at which known ones of `keys` were last used, and how many of them. Mostly there are one or two."""
+        """The moments of last use of the known `keys`, each with its number of keys. Usually one or two moments."""
         moments = list(map(self._moments.get, keys))
         found = []
         while moments:
@@ -155,13 +155,13 @@ class RecentBlocks:
         return (key[0] << 8 | key[1]) < self._num_sampled
 
     def _make_room(self) -> None:
-        """Forget what is too old to matter; where that is little, sample less."""
+        """Forget blocks too old to matter; if that frees little, sample less."""
         self._renumber()
         if len(self._moments) > MAX_BLOCKS * 7 // 8:
             self.sample_less()
 
     def _renumber(self) -> None:
-        """Number the moments anew, without gaps from 0 on, and forget the oldest of what is too much."""
+        """Renumber the moments from 0 without gaps, and forget the oldest past the bounds."""
         counts = Counter(self._moments.values())
         max_units = self._max_units / self.scale
         max_blocks = MAX_BLOCKS if self._num_sampled > 1 else MAX_BLOCKS // 2
@@ -184,7 +184,7 @@ class RecentBlocks:
 
 
 def key_of(hashes: bytes, position: int) -> bytes:
-    """What the block at `position` of a run of hashes is known by."""
+    """The key of the block at `position` of a run of hashes."""
     begin = position * HASH_BYTES
     return hashes[begin : begin + _KEY_BYTES]
 

@@ -1,4 +1,4 @@
-"""A folder's store that may fail: the server goes on in memory without it, and opens it anew once it can be."""
+"""A folder's store that may fail: the server goes on with memory only, and reopens the store once it can."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecoveringStore:
-    """`current` is the store, or None while it is down. `condition` guards it, and what the disk's threads share."""
+    """`current` is the store, or None while it is down. `condition` guards it and the state shared by disk threads."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class RecoveringStore:
         self._drops = LaterDrops()
 
     def open(self) -> None:
-        """Raises `ConfigError` when the folder cannot be used and `OSError` when the device fails."""
+        """Raises `ConfigError` if the folder cannot be used, and `OSError` if the device fails."""
         self.current = self._opened()
 
     def space_of(self, store: DiskStore, space: MemorySpace) -> StoreSpace | None:
-        """The namespace on disk; None when it has blocks of another size there, or no client may write to it."""
+        """The namespace on disk; None if its block size differs there, or only readers have opened it."""
         if space.is_awaited:
             return None
         try:
@@ -71,7 +71,7 @@ class RecoveringStore:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[DiskStore | None]:
-        """The store, kept open meanwhile; None when it is down. Turns a failure of it into `TierUnavailable`."""
+        """The store, kept open meanwhile; None while it is down. A failure of the store raises `TierUnavailable`."""
         with self.condition:
             store = self.current
             self.num_using += 1
@@ -89,7 +89,7 @@ class RecoveringStore:
                 self.num_using -= 1
 
     def drop(self, space: MemorySpace, hashes: Hashes | None) -> int:
-        """Drop blocks, all of the namespace without `hashes`; once the store is up again, while it is down."""
+        """Drop `hashes`, or the whole namespace if None. While the store is down, the drop waits until it is back."""
         with contextlib.suppress(TierUnavailable), self.using() as store:
             try:
                 if store is not None:
@@ -106,7 +106,7 @@ class RecoveringStore:
             self._drops.add(space, hashes)
 
     def fail(self, store: DiskStore, error: Exception) -> None:
-        """The disk does not work, or what we do with it is wrong: go on without it, and try again later."""
+        """Go on without the store after an error of the disk or a bug of ours; the keeper tries to reopen it."""
         with self.condition:
             self.failures["device" if isinstance(error, OSError) else "internal error"] += 1
             if self.current is not store:
@@ -115,15 +115,15 @@ class RecoveringStore:
             self.num_outages += 1
             self._losses_before += store.losses
             logger.warning(
-                "disk store %s failed: %s; going on in memory, it is tried again", self.folder, _sentence_of(error)
+                "disk store %s failed: %s; going on with memory only, and retrying", self.folder, _sentence_of(error)
             )
             if not isinstance(error, OSError):
-                # As text: a traceback that somebody keeps would keep the arena's memory.
+                # As text: a log handler that kept the traceback object would keep the arena mapped.
                 logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
             self.condition.notify_all()
 
     def fail_now(self, error: Exception) -> None:
-        """A thread of the disk met what it did not expect: whatever it was about to do is not done."""
+        """Fail the current store after an unexpected error in a disk thread, whose task was not carried out."""
         store = self.current
         if store is not None:
             self.fail(store, error)
@@ -131,13 +131,13 @@ class RecoveringStore:
             self.log.warning("thread", "disk store %s: %s", self.folder, _sentence_of(error))
 
     def come_back(self, queue_unstored: Callable[[], None]) -> bool:
-        """Open the store again, after a failure; False if that cannot be yet.
+        """Reopen the store after a failure; False if that is not possible yet.
 
-        `queue_unstored` queues all that should be on disk before the store is seen to be up: a flush then waits for it.
+        `queue_unstored` queues all blocks that should be on disk, before the store counts as up: flushes wait for them.
         """
         with self.condition:
             if self.num_using:
-                return False  # a descriptor must not be closed under a thread that uses it
+                return False  # its descriptors must not be closed while a thread uses them
             failed, self._failed = self._failed, None
         try:
             if failed is not None:
@@ -164,7 +164,7 @@ class RecoveringStore:
             store.close()
 
     def _opened(self) -> DiskStore:
-        """Open the store and say what came back."""
+        """Open the store, and log what was recovered."""
         store = DiskStore(
             self.folder, self._file_space, files=self._files, share_of=self._share_of, eviction=self._eviction
         )
@@ -177,7 +177,7 @@ class RecoveringStore:
         return store
 
     def _drop_outstanding(self, store: DiskStore) -> None:
-        """Drop what was to be while the store was down, before anything on it can be seen; if that fails, close it."""
+        """Carry out the drops of the outage before any block is visible; if that fails, close the store and raise."""
         with self.condition:
             drops = self._drops.take()
         try:
@@ -194,7 +194,7 @@ class RecoveringStore:
 
 
 def _sentence_of(error: Exception) -> str:
-    """What the device or a setting says; of anything else its kind too, as it is a bug of ours."""
+    """The message of a device's or kvtier's error; for any other error, a bug of ours, its type as well."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Blocks that were to go to disk and did not: the client that committed them is told at its next flush."""
+"""Blocks that should be on disk and are not: a client's next flush reports those of its tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.blocks.pool import Block
 from kvtier.cacheserver.served_client import ServedClient
 
 Refused: TypeAlias = Counter[tuple[str, str]]
-"""How many blocks, by tenant and reason."""
+"""Number of blocks, by tenant and reason."""
 
 
 class Refusals:
@@ -22,18 +22,18 @@ class Refusals:
         self._told: Refused = Counter()
 
     def note(self, block: Block, reason: str, count: int = 1) -> None:
-        """`count` blocks of the tenant of `block` are not on disk."""
+        """Note that `count` blocks of the tenant of `block` did not get to disk."""
         with self._lock:
             self._refused[block.index.share.name, reason] += count
 
     def welcome(self, client: ServedClient) -> None:
-        """A new client is told of refusals from now on, and of those not reported yet."""
+        """Start to report to a new client: refusals from now on, and those not yet reported to any client."""
         with self._lock:
             if client.refusals_heard is None:
                 client.refusals_heard = self._told.copy()
 
     def tell(self, client: ServedClient) -> str:
-        """Why blocks of its tenant are not on disk since it last asked, as a sentence; empty when all are."""
+        """A sentence on the refusals of its tenant's blocks since the client last asked; empty if there were none."""
         tenant = client.tenant
         reasons: Counter[str] = Counter()
         with self._lock:

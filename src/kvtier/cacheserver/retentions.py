@@ -1,4 +1,4 @@
-"""What clients want to have retained, in memory and on disk. Thread-safe, by the catalog's lock."""
+"""Retains blocks for clients, in memory and on disk. Thread-safe: takes the catalog's lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.cacheserver.persistence import Disk
 
 
 class Retentions:
-    """Without `keeps_stored`, memory is only a passage, and blocks are retained on disk alone."""
+    """Without `keeps_stored`, memory is only a buffer before the disk, and blocks are retained on disk alone."""
 
     def __init__(self, lock: threading.Lock, pool: BlockPool, disk: Disk, *, keeps_stored: bool) -> None:
         self._lock = lock
@@ -20,14 +20,14 @@ class Retentions:
         self._keeps_stored = keeps_stored
 
     def retain(self, space: MemorySpace, hashes: Hashes, retention: Retention) -> int:
-        """Keep the leading ones, there or not, for a time. Returns how many are retained in memory or on disk."""
+        """Retain the leading blocks of `hashes`, present or not. Returns how many are retained in memory or on disk."""
         with self._lock:
             limit = space.tenant.memory.max_retained or 0
             num_kept = self._pool.retain(space.index, hashes, retention, limit) if self._keeps_stored else 0
             return max(num_kept, self._disk.retain(space, hashes, retention))
 
     def end(self, space: MemorySpace, hashes: Hashes, account: str) -> int:
-        """What `account` has retained of `hashes` is as other blocks are. Returns how many that were."""
+        """End the retention of `hashes` by `account`. Returns how many blocks it had retained."""
         with self._lock:
             num_ended = self._pool.end_retention(space.index, hashes, account)
             return max(num_ended, self._disk.end_retention(space, hashes, account))

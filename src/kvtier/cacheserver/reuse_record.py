@@ -1,12 +1,12 @@
-"""What a cache of any size would have hit of the prompts that were asked for: a sampled record within 2 MiB.
+"""A sampled record of requested prompts, within 2 MiB: the hits that a cache of any size would have had.
 
-It says what LRU eviction would do. A prompt hits its leading resident blocks, and is used from its end to its
-beginning. So a block is always used after all that follow it, in any prompt, and outlives them: the leading resident
-blocks of a prompt are all of its resident blocks. Therefore blocks can be sampled one by one, as SHARDS does, whatever
-prompts they are part of.
+It models LRU eviction. A prompt hits its leading resident blocks, and its blocks are used from the end to the
+beginning. So a block is always used after all blocks that follow it, in any prompt, and outlives them: the leading
+resident blocks of a prompt are all of its resident blocks. Therefore blocks can be sampled one by one, as in SHARDS,
+whatever prompts they belong to.
 
-The first block of a prompt is counted by itself if the record knows it: of a block that every prompt begins with, a
-sample would make far too much, or nothing.
+The first block of a prompt is counted exactly if the record knows it: sampling would count a block that every prompt
+begins with far too much, or not at all.
 
 Thread-safe, with a short lock of its own under which no other is taken.
 """
@@ -23,20 +23,20 @@ from kvtier.cacheserver.hit_curve import HitCurve, size_at
 from kvtier.cacheserver.recent_blocks import RecentBlocks, key_of
 
 _USUAL_SAMPLED = 64
-"""Sampled blocks of a request, on average, at most."""
+"""Most sampled blocks per request, on average."""
 _LOOK_EVERY = 32
-"""Requests after which that average is looked at."""
+"""Requests between checks of that average."""
 _MAX_STEPS = 3
-"""Times that the share falls at once: a few long prompts are no reason to look at next to nothing."""
+"""Most times that one check lowers the share: a few long prompts must not reduce the sample to almost nothing."""
 _FADE_REQUESTS = 1 << 17
-"""Requests after which those before them count half."""
+"""Requests after which the weight of all earlier ones is halved."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedUse:
-    """What was recorded; `points` are pairs of a cache's bytes and the share of prompt tokens that it hits.
+    """A summary of the record. Each of `points` pairs a cache's bytes with the share of prompt tokens that it hits.
 
-    `sampled_share` is the share of blocks that is looked at, `seconds` the time since the first request.
+    `sampled_share` is the share of blocks in the sample, `seconds` the time since the first request.
     """
 
     num_requests: int
@@ -48,7 +48,7 @@ class RecordedUse:
 
 
 class _Estimate:
-    """Hits of prompt tokens by size: those of known first blocks as they are, those of others from a sample."""
+    """Hits of prompt tokens by size: exact for known first blocks, estimated from the sample for the others."""
 
     def __init__(self) -> None:
         self.first_hits = HitCurve()
@@ -56,10 +56,10 @@ class _Estimate:
         self.sampled_hits = HitCurve()
         self.sampled_tokens = 0.0
         self.other_tokens = 0.0
-        """What the sample stands for."""
+        """The tokens that the sample stands for."""
 
     def fade(self) -> None:
-        """What was noted so far counts half as much from now on."""
+        """Halve the weight of everything recorded so far."""
         self.first_hits.fade()
         self.sampled_hits.fade()
         self.first_tokens /= 2
@@ -67,7 +67,7 @@ class _Estimate:
         self.other_tokens /= 2
 
     def points(self, max_units: int) -> list[tuple[float, float]]:
-        """Sizes up to `max_units`, and the share of tokens that hits there."""
+        """Sizes up to `max_units`, each with the share of tokens that hit at that size."""
         asked = self.first_tokens + self.other_tokens
         if not asked:
             return []
@@ -84,7 +84,7 @@ class _Estimate:
 
 
 class ReuseRecord:
-    """Of one server, over all its namespaces. Sizes are counted in units of `unit_bytes`, up to `max_units`."""
+    """The record of one server, over all its namespaces. Sizes are in units of `unit_bytes`, up to `max_units`."""
 
     def __init__(self, unit_bytes: int, max_units: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._unit_bytes = unit_bytes
@@ -100,9 +100,9 @@ class ReuseRecord:
         self._began_at: float | None = None
 
     def note_asked(self, hashes: bytes, block_units: int, block_tokens: int) -> None:
-        """A prompt was asked for. Its blocks, a run of hashes, are counted, and then used.
+        """Record a prompt's lookup: count hits for its blocks, then mark them as used.
 
-        Blocks that miss are taken to be stored.
+        Blocks that miss are assumed to be stored afterwards.
         """
         num_blocks = len(hashes) // HASH_BYTES
         if not num_blocks:
@@ -120,9 +120,10 @@ class ReuseRecord:
             self._look_at_cost(len(sampled))
 
     def note_stored(self, hashes: bytes, block_units: int) -> None:
-        """Blocks were stored. Those that nobody has asked for, an answer's for instance, are used now.
+        """Record that blocks were stored: those never looked up, such as an answer's, count as used now.
 
-        The others keep their place: prompts are stored from their beginnings on, and outlived by them all the same.
+        The others keep their recency: prompts are stored from the beginning on, yet their beginning must outlive
+        their end.
         """
         with self._lock:
             if sampled := self._blocks.unknown(self._blocks.sample(hashes)):
@@ -142,7 +143,7 @@ class ReuseRecord:
     # --- private, under the lock -----------------------------------------------------------------------------------
 
     def _count(self, first: bytes, sampled: list[bytes], num_blocks: int, block_units: int, block_tokens: int) -> None:
-        """Note how much was used since the last use of the prompt's blocks."""
+        """Add the prompt's hits to the estimate, by how much was used since the last use of its blocks."""
         estimate = self._estimate
         units_since = self._blocks.units_since_first(first)
         if units_since is not None:
@@ -158,7 +159,7 @@ class ReuseRecord:
             estimate.sampled_hits.add(begin, begin + count * sampled_units, count * sampled_tokens)
 
     def _look_at_cost(self, num_sampled: int) -> None:
-        """Once in a while: sample less if requests have many sampled blocks, and let old requests fade."""
+        """Every few requests, sample less if they have many sampled blocks, and let old requests fade."""
         self._num_sampled += num_sampled
         if self._num_requests % _LOOK_EVERY:
             return

@@ -1,10 +1,10 @@
-"""Checksums of blocks that were just committed, made behind the clients' backs.
+"""Computes checksums of committed blocks in the background.
 
-Processes of this host can write to a block after its commit, by mistake: from when it has a checksum, that shows before
-it leaves the host's memory. No client waits for it, nor for the memory's bandwidth: a burst of commits is summed when
-it is over, or after a second, and what is written until then is not noticed. Where the disk's writers get every block
-at once, they make the checksum (`disk_threads`), and what they have not come to after a second is summed here: the disk
-may be slow, or down.
+Processes of this host may write to a block after its commit, by mistake. Once the block has a checksum, such a change
+is noticed before the block leaves the host's memory. No client waits for a checksum, nor for the memory bandwidth that
+it takes: the blocks of a burst of commits are summed when the burst is over, or after a second. Changes made before
+that go unnoticed. If every block is queued for the disk at its commit, the disk's writers compute the checksum
+(`disk_threads`); this thread sums the blocks they have not reached after a second, since the disk may be slow or down.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvtier.memory.checksum import checksum_of
 from kvtier.memory.mapped import MappedArena
 
 _MAX_QUEUED = 1 << 18
-"""Of more blocks, the oldest get their checksum when they are first read."""
+"""Past this many blocks, the oldest leave the queue and get their checksum when they are first read."""
 _QUIET_S = 0.02
 LATEST_S = 1.0
 
 
 class Sealer:
-    """A thread. It holds no block: the checksum of a block that leaves meanwhile is dropped.
+    """Owns its thread. Queued blocks may be evicted meanwhile; their checksums are dropped.
 
-    A burst of commits is over when there was none for `quiet_s`.
+    A burst of commits is over once none has come for `quiet_s`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Sealer:
         self._thread.start()
 
     def queue(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """Blocks that are READY, of one commit."""
+        """Queue the READY blocks of one commit."""
         if not blocks:
             return
         with self._condition:
@@ -77,7 +77,7 @@ class Sealer:
                 self._num_queued -= len(blocks)
 
     def _next(self) -> tuple[MemorySpace, Sequence[Block]] | None:
-        """Blocks of one commit, once nothing was committed for a moment, or they have waited long enough."""
+        """The blocks of the oldest commit, once the burst is over or they have waited long enough; None on close."""
         with self._condition:
             while not self._is_closing:
                 if not self._queue:
@@ -95,12 +95,12 @@ class Sealer:
             return
         view = self._arena.view(block.start * SLOT_ALIGN_BYTES, space.block_bytes)
         found = checksum_of(space.namespace, block.hash, view)
-        if block.checksum is None:  # no client has read it meanwhile
+        if block.checksum is None:  # otherwise a reader has computed it meanwhile
             block.checksum = found
 
 
 class NoSealer:
-    """Where blocks stay in this host's memory; see `Sealer`."""
+    """For a server whose blocks never leave this host's memory; see `Sealer`."""
 
     num_queued = 0
 

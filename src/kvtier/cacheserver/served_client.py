@@ -1,7 +1,7 @@
-"""A client of the server, whatever number of connections it has: what it leases and reserves.
+"""A client of the server, over all of its connections, with its leases and reservations.
 
-What a local client leases lies in memory it has mapped, so only the client itself, or the end of its process, gives it
-back; a remote client only names what it leases, so a clock may end it. Under the catalog's lock.
+A local client has mapped the memory of its leased blocks, so its lease ends only when the client releases it or its
+process ends. A remote client holds copies, so its lease may time out. Guarded by the catalog's lock.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MAX_ENDED_NUMBERS = 4096
 
 @dataclass(slots=True)
 class Claim:
-    """One lease or reservation. Bytes for some of its blocks are arriving in `num_fills` frames.
+    """One lease or reservation. `num_fills` frames with bytes for its blocks are arriving.
 
-    A reservation that `has_ended` meanwhile counts as held until the last of those frames is over.
+    A reservation that `has_ended` still counts as held until the last of those frames is over.
     """
 
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Claim:
         return len(self.blocks) * self.space.index.block_units
 
     def is_late(self, touched_before: float) -> bool:
-        """Nothing was heard of it since; a frame that arrives has a pace to keep, and is a sign."""
+        """Whether the claim has been idle since. A frame being received keeps it alive, as its own pace is enforced."""
         return self.touched_at < touched_before and not self.num_fills
 
     def part(self, first: int, count: int) -> list[Block]:
@@ -47,9 +47,9 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class ServedClient:
-    """Makes claims under numbers of its own choice.
+    """A client makes claims under numbers that it chooses.
 
-    The end of a claim may overtake it on another connection: `ended_numbers` remembers the last of those.
+    The end of a claim may overtake the claim itself, on another connection: `ended_numbers` has the latest of those.
     """
 
     id: bytes
@@ -69,20 +69,20 @@ class ServedClient:
         return self.pid is not None
 
     def blocks_left(self, number: int, space: MemorySpace) -> int:
-        """How many more blocks it may hold, under a new `number`. Raises `TierRefused` if that is not one."""
+        """How many more blocks the client may hold, under the new `number`. Raises `TierRefused` if it is in use."""
         if self.is_gone:
-            raise TierRefused("this client has said good-bye")
+            raise TierRefused("this client has already said goodbye")
         if number in self.leases or number in self.reservations:
             raise TierRefused(f"number {number} is in use")
         return self.room_left(space)
 
     def room_left(self, space: MemorySpace) -> int:
-        """How many more blocks it may hold."""
+        """How many more blocks of `space` the client may hold."""
         left = min(max(0, self.max_held_units - self.held_units), self.tenant.holds.left)
         return left // space.index.block_units
 
     def add(self, claims: dict[int, Claim], number: int, claim: Claim) -> bool:
-        """Make a claim; False when its end came first, so that it has to be ended at once."""
+        """Make a claim; False if its end came first, so that the caller must end it at once."""
         claims[number] = claim
         self._hold(claim.num_units)
         if number in self.ended_numbers:
@@ -91,7 +91,7 @@ class ServedClient:
         return True
 
     def extend(self, claim: Claim, blocks: list[Block]) -> None:
-        """More blocks for a claim that was made."""
+        """Add blocks to a claim."""
         claim.blocks += blocks
         self._hold(len(blocks) * claim.space.index.block_units)
 
@@ -109,12 +109,12 @@ class ServedClient:
         return claim
 
     def begin_filling(self, claim: Claim, blocks: list[Block]) -> Filling:
-        """The caller references `blocks` of the claim, until `end_filling`."""
+        """Note that bytes for `blocks` of a claim arrive. The caller references the blocks until `end_filling`."""
         claim.num_fills += 1
         return Filling(self, claim, blocks)
 
     def end_filling(self, filling: Filling) -> None:
-        """The caller frees its blocks."""
+        """Note that the bytes have arrived or failed to. The caller frees the blocks."""
         claim = filling.claim
         claim.num_fills -= 1
         if claim.has_ended and not claim.num_fills:

@@ -46,15 +46,15 @@ _MAX_TOLD_WARNINGS = 20
 
 
 class CacheServer:
-    """Listening from construction on; `close` stops it. Every method may be called from any thread."""
+    """Listens from construction until `close`. Every method may be called from any thread."""
 
     def __init__(
         self, config: CacheServerConfig, *, files: Files | None = None, warnings: RecentWarnings | None = None
     ) -> None:
-        """Raises `ConfigError`, with nothing left behind, when an address or a certificate cannot be used.
+        """Raises `ConfigError`, with nothing left behind, if an address or a certificate cannot be used.
 
-        `files` is what the disk store works on, unless it is the operating system's, sealed with the key if there is
-        one. `warnings` are those of this process's log, which whoever sees all may read.
+        `files` replaces the operating system's files (encrypted if there is a key) under the disk store. `warnings`
+        holds this process's latest log warnings, which the owner and admins may read.
         """
         files = sealing_files(config.key_file) if files is None else files
         self._config = config
@@ -135,11 +135,11 @@ class CacheServer:
         if config.touches_memory:
             self._spawn("kvtier-touch-memory", self._touch_memory)
         give_back_large_buffers()
-        gc.freeze()  # what start-up made stays; the collector need not walk it again
+        gc.freeze()  # objects made at start-up stay, so the garbage collector need not walk them
 
     @property
     def tcp_port(self) -> int | None:
-        """The port in use, also when the configured one was 0."""
+        """The port in use, even if the configured one was 0."""
         return None if self._tcp is None else int(self._tcp.getsockname()[1])
 
     @property
@@ -147,24 +147,24 @@ class CacheServer:
         return None if self._metrics_server is None else self._metrics_server.port
 
     def stats(self) -> dict[str, object]:
-        """All that is counted, as `kvtier cache stats` shows it to the owner."""
+        """All statistics, as `kvtier cache stats` shows them to the owner."""
         return self._count_up(self._tenants.owner)
 
     def miss_curve(self) -> dict[str, object]:
-        """What caches of other sizes would have hit, as `MissCurveRequest` is answered."""
+        """The hits that caches of other sizes would have had; the reply to `MissCurveRequest`."""
         return self._context.traffic.curve()
 
     def newest_notes(self, count: int) -> list[tuple[str, str]]:
-        """What engines said of their last requests: ids and explanations in JSON, the newest first."""
+        """Engines' notes on their latest requests: ids and explanations in JSON, newest first."""
         return self._tenants.owner.notes.newest(count)
 
     @property
     def unused_s(self) -> float:
-        """For how long no client has been connected, from when one could: 0 while one is."""
+        """Seconds since the last client left, or since the start if none came; 0 while a client is connected."""
         return self._guests.unused_s
 
     def close(self) -> None:
-        """Stop accepting, let requests under way end, close every connection, remove the socket."""
+        """Stop accepting, finish the requests in progress, close every connection, and remove the socket."""
         self._context.is_stopping.set()
         self._close_listeners()
         connections = self._connections()
@@ -186,7 +186,7 @@ class CacheServer:
         try:
             self._arena.close()
         except LeaseError:
-            logger.warning("a connection did not end in time; its memory goes with the process")
+            logger.warning("a connection did not end in time; the arena stays mapped until the process ends")
 
     def _open_disk(self, files: Files | None) -> Disk:
         config = self._config
@@ -201,7 +201,7 @@ class CacheServer:
             sentence = str(error) if isinstance(error, ConfigError) else f"{config.folder}: {error.strerror or error}"
             if config.needs_disk:
                 raise ConfigError(sentence) from error
-            logger.warning("starting without the disk, it is tried again: %s", sentence)
+            logger.warning("starting without the disk, which is retried: %s", sentence)
         budget = None if config.disk_writes_per_day is None else WriteBudget(config.disk_writes_per_day)
         admission = DiskAdmission(config.stores_on, budget)
         return Persistence(store, self._arena, fsync=config.fsync, admission=admission)
@@ -211,7 +211,7 @@ class CacheServer:
         if config.tcp is None and config.folder is None and config.cluster is None:
             return NO_SEALER
         if config.folder is not None and config.stores_on == "commit":
-            return Sealer(self._arena, quiet_s=LATEST_S)  # the disk's writers come first, as long as they can
+            return Sealer(self._arena, quiet_s=LATEST_S)  # as late as possible: usually the disk's writers do its work
         return Sealer(self._arena)
 
     def _describe(self, asker: Tenant) -> dict[str, object]:
@@ -237,7 +237,7 @@ class CacheServer:
         return described
 
     def _count_up(self, asker: Tenant) -> dict[str, object]:
-        """All that is counted; of a tenant, what is its own."""
+        """The statistics that `asker` may see: all, or a tenant's own."""
         if not asker.sees_all:
             return {
                 "uptime_s": time.time() - self._started_at,
@@ -265,7 +265,7 @@ class CacheServer:
         return [guest for guest in self._guests.everybody() if isinstance(guest, ServedConnection)]
 
     def _look_after(self) -> None:
-        """Every second or so."""
+        """Called about once a second."""
         self._last_words.close_late()
         if self._tenants.reload():
             for connection in self._connections():
@@ -284,7 +284,7 @@ class CacheServer:
                 if sock.family != socket.AF_UNIX:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._serve(sock, tls)
-            except Exception as error:  # whatever it is, the next one is accepted: no threads left, no descriptors
+            except Exception as error:  # say, out of threads or descriptors: go on accepting
                 if sock is not None:
                     sock.close()
                 if self._context.is_stopping.is_set():
@@ -295,7 +295,7 @@ class CacheServer:
     def _serve(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         try:
             connection = ServedConnection(sock, tls, self._context, self._guests.leave)
-        except OSError as error:  # it has gone again
+        except OSError as error:  # the peer is gone already
             logger.debug("connection ended before it began: %s", error)
             sock.close()
             return
@@ -312,14 +312,14 @@ class CacheServer:
             return
         self._metrics.refusals.labels(kind="connections").inc()
         self._context.log.warning("connections", "connection refused: %s", sentence)
-        if tls is not None:  # it would have to be let in before it could be told
+        if tls is not None:  # a sentence could be sent only after a TLS handshake
             connection.discard()
             return
-        # The next peer must not wait until this one has read.
+        # In the background: the next peer must not wait for this one to read.
         self._last_words.say(sock, encode_frame(0, wire.encode(wire.Failure("refused", sentence))))
 
     def _touch_memory(self) -> None:
-        """Make every page resident, so that no first write pays for it."""
+        """Make every page resident, so that no first write has to wait for one."""
         for offset in range(0, self._arena.nbytes, _TOUCH_STEP_BYTES):
             if self._context.is_stopping.is_set():
                 return
@@ -355,7 +355,7 @@ def _tls_context(config: CacheServerConfig) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nothing unasked may arrive on an idle connection
+    context.num_tickets = 0  # an idle connection must not receive unsolicited messages
     if config.tls_client_ca is not None:
         context.verify_mode = ssl.CERT_OPTIONAL  # a peer without a certificate needs a token
         try:

@@ -1,8 +1,8 @@
-"""The tenants of a server: their secrets, what each may do, and how much.
+"""The tenants of a server: their credentials, permissions and limits.
 
-Processes of this host, and holders of a server's one token, are its owner: they see everything. A tenant of the
-tenants' file sees, matches, drops and pins in its own namespaces alone, whatever it says; what is its own is decided
-here, by the secret it has proved. The file is read again when it changes, and connections whose secret has gone end.
+Processes of this host, and holders of the server's one token, act as its owner and see everything. A tenant from the
+tenants' file sees, matches, drops and pins in its own namespaces only, whatever ids it sends; its credential decides
+which namespaces are its own. The file is reloaded when it changes; connections with a revoked credential are closed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _MAX_NOTES, _MAX_NOTE_CHARS = 512, 1 << 20
 _MAX_BODIES_BYTES = 64 << 20
 _NO_LIMIT = 1 << 62
 _TAG = "\x1f"
-"""Around a tenant's name before that of a namespace on disk. No client's name has it."""
+"""Encloses a tenant's name in front of a namespace's name on disk. Names from clients cannot contain it."""
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
 class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant in the file. A client with a `read_token` or a `read_certificate` may match and read, and no more.
+    """One tenant in the file. A client with a `read_token` or a `read_certificate` may only match and read.
 
-    An admin does everything, in all namespaces, as a process of the server's host.
+    An admin may do everything in all namespaces, like a process of the server's host.
     """
 
     token: str | None = None
@@ -65,9 +65,9 @@ class TenantSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Holds:
-    """How many units a tenant holds, leased, reserved or being sent, and how many more it may.
+    """Units that a tenant holds (leased, reserved or being sent), and its limit on them.
 
-    Without `max_units` it shares the limit of a group, or has none.
+    Without `max_units`, the tenant shares the limit of a group, or has none.
     """
 
     __slots__ = ("group", "held_units", "max_units")
@@ -85,7 +85,7 @@ class Holds:
 
 
 class HoldGroup:
-    """Tenants without memory of their own: together they may hold a part of the unclaimed memory."""
+    """Tenants without a quota of memory: together they may hold a part of the memory outside all quotas."""
 
     def __init__(self) -> None:
         self.max_units = 0
@@ -97,7 +97,7 @@ class HoldGroup:
 
 
 class Credential(NamedTuple):
-    """A token, or a name in a certificate, and what it opens."""
+    """A token or a name in a certificate, and whether its holder may write."""
 
     token: bytes | None
     certificate: str | None
@@ -108,36 +108,36 @@ PROCESS_OF_THIS_HOST = Credential(None, None, True)
 
 
 class Tenant:
-    """A served tenant. The catalog's lock guards what it holds; `num_connections` is the server's."""
+    """A tenant. The catalog's lock guards its shares and holds, the lock of `Guests` its `num_connections`."""
 
     def __init__(self, name: str, notes: Notes | None = None, *, sees_all: bool = False) -> None:
         self.name = name
         self.sees_all = sees_all
-        """Whether it names namespaces as the server does, those of all tenants."""
+        """Whether it may use the namespaces of all tenants, by the server's own ids."""
         self.notes = Notes(_MAX_NOTES, _MAX_NOTE_CHARS) if notes is None else notes
         self.memory = Share(name)
         self.disk = Share(name)
         self.holds = Holds()
         self.bandwidth = Bandwidth(None)
         self.bodies = ByteBudget(_MAX_BODIES_BYTES)
-        """For large requests that arrive or are being answered."""
+        """A limit on the memory of large requests that are arriving or being answered."""
         self.max_connections: int | None = None
         self.num_connections = 0
         self.credentials: frozenset[Credential] = frozenset()
 
     def own(self, namespace: Namespace) -> Namespace:
-        """The namespace under which the server keeps what this tenant calls `namespace`."""
+        """The server's id of the namespace that this tenant calls `namespace`."""
         if self.sees_all:
             return namespace
         return Namespace(hashlib.sha256(b"kvtier tenant\0" + self.name.encode() + b"\0" + namespace).digest())
 
     def tagged(self, label: str) -> str:
-        """What the disk is told of a namespace's name, so that it is known after a restart whose it is."""
+        """The name of a namespace on disk, which tells after a restart whose it is."""
         return label if self.sees_all else f"{_TAG}{self.name}{_TAG}{label}"
 
 
 def split_tagged(name: str) -> tuple[str, str]:
-    """The tenant's name, empty for the owner's, and what people call the namespace."""
+    """The tenant's name (empty for the owner) and the namespace's own name."""
     if not name.startswith(_TAG):
         return "", name
     tenant, _, label = name[1:].partition(_TAG)
@@ -158,9 +158,9 @@ class Tenants:
         retained_share: float = DEFAULT_RETAINED_SHARE,
         unit_bytes: int = SLOT_ALIGN_BYTES,
     ) -> None:
-        """`pinned_share` of what is one's own may be pinned, and `retained_share` of it retained.
+        """Each tenant may pin `pinned_share` of its memory and disk, and retain `retained_share` of them.
 
-        Raises `ConfigError` for a bad file.
+        Raises `ConfigError` for an invalid file.
         """
         self.owner = Tenant("", Notes(), sees_all=True)
         self._file = file
@@ -172,7 +172,7 @@ class Tenants:
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
         self._former: dict[str, Tenant] = {}
-        """Tenants that have left the file, while blocks of theirs are here."""
+        """Tenants that are no longer in the file but still have blocks here."""
         self._signature: object = None
         self._rest = HoldGroup()
         self.owner.credentials = frozenset(
@@ -186,11 +186,11 @@ class Tenants:
 
     @property
     def has_several(self) -> bool:
-        """Whether blocks of several owners may meet here."""
+        """Whether the server may have blocks of several tenants."""
         return self._file is not None
 
     def tokens(self) -> list[bytes]:
-        """Every secret that opens the server."""
+        """The tokens of all tenants."""
         with self._lock:
             return [credential.token for _, credential in self._credentials() if credential.token is not None]
 
@@ -199,18 +199,18 @@ class Tenants:
             return next((found for found in self._credentials() if found[1].token == token), None)
 
     def certified(self, names: Collection[str]) -> tuple[Tenant, Credential] | None:
-        """Whose certificate has one of `names`."""
+        """The tenant and credential whose certificate has one of `names`."""
         with self._lock:
             return next((found for found in self._credentials() if found[1].certificate in names), None)
 
     def still_knows(self, tenant: Tenant, credential: Credential) -> bool:
-        """A connection that was let in by this may stay."""
+        """Whether a connection that authenticated with `credential` may stay."""
         with self._lock:
             is_served = tenant is self.owner or self._tenants.get(tenant.name) is tenant
             return is_served and credential in tenant.credentials
 
     def owner_of(self, stored_name: str) -> Tenant:
-        """Whose a namespace on disk is; the server's owner's, if its tenant has gone from the file."""
+        """The tenant of a namespace on disk; the server's owner if the tenant is no longer known."""
         name = split_tagged(stored_name)[0]
         with self._lock:
             return self._tenants.get(name) or self._former.get(name) or self.owner
@@ -220,7 +220,7 @@ class Tenants:
             return iter(list(self._everybody()))
 
     def reload(self) -> bool:
-        """Read the file again if it has changed; a file that cannot be used changes nothing. True if it was read."""
+        """Reload the file if it has changed. Returns whether it was applied; an invalid file changes nothing."""
         if self._file is None:
             return False
         try:
@@ -247,7 +247,7 @@ class Tenants:
         for section in sections.values():
             secrets += [(credential.token, credential.certificate) for credential in _credentials_of(section)]
         if len(set(secrets)) < len(secrets):
-            raise ConfigError(f"a token or a certificate's name occurs twice in {self._file}: it must tell who it is")
+            raise ConfigError(f"a token or certificate occurs twice in {self._file}: each must identify one tenant")
         with self._lock:
             rest = self._memory_bytes - sum(_size(section.memory) for section in sections.values())
             disk_rest = (self._file_bytes or 0) - sum(_size(section.disk) for section in sections.values())
@@ -262,7 +262,7 @@ class Tenants:
             for name, section in sections.items():
                 tenant = known.pop(name, None)
                 if tenant is not None and tenant.sees_all != section.admin:
-                    tenant.memory.quota = tenant.disk.quota = 0  # what it has stays until room is needed
+                    tenant.memory.quota = tenant.disk.quota = 0  # its blocks stay until room is needed
                     tenant = None
                 if tenant is None:
                     tenant = Tenant(name, sees_all=section.admin)
@@ -294,7 +294,7 @@ class Tenants:
             total = sum(_size(getattr(section, what)) for section in sections.values())
             if total > limit:
                 raise ConfigError(
-                    f"the tenants of {self._file} are promised {format_size(total)} of {what}, and the server has "
+                    f"the tenants in {self._file} have quotas of {format_size(total)} of {what}, but the server has "
                     f"{format_size(limit) if limit else 'none'}"
                 )
 
@@ -306,11 +306,11 @@ def _read(path: Path) -> dict[str, TenantSection]:
     except OSError as error:
         raise ConfigError(f"cannot read the tenants in {path}: {error.strerror}") from error
     if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than the {format_size(_MAX_FILE_BYTES)} that a file of tenants may have")
+        raise ConfigError(f"{path} is larger than {format_size(_MAX_FILE_BYTES)}, the limit for a tenants' file")
     try:
         sections = msgspec.convert(tomllib.loads(text.decode()), dict[str, TenantSection])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a file of tenants: {error}") from error
+        raise ConfigError(f"{path} is not a valid tenants' file: {error}") from error
     if not 0 < len(sections) <= _MAX_TENANTS:
         raise ConfigError(f"{path} must have from 1 to {_MAX_TENANTS} tenants, not {len(sections)}")
     for name, section in sections.items():
@@ -326,13 +326,13 @@ def _check(name: str, section: TenantSection) -> None:
         raise ConfigError(f"a name has from 1 to {_MAX_NAME_CHARS} of the characters a-z, A-Z, 0-9, '.', '_' and '-'")
     credentials = _credentials_of(section)
     if not credentials:
-        raise ConfigError("give it a token, or tokens, or a certificate")
+        raise ConfigError("give the tenant a token, tokens or a certificate")
     if len(credentials) > _MAX_CREDENTIALS:
         raise ConfigError(f"at most {_MAX_CREDENTIALS} tokens and certificates at a time")
     if any(one.token is not None and len(one.token) < MIN_TOKEN_BYTES for one in credentials):
         raise ConfigError(f"a token is too short: use {MIN_TOKEN_BYTES} characters or more")
     if any(one.certificate == "" for one in credentials):
-        raise ConfigError("certificate is the name in the tenant's certificate, and not empty")
+        raise ConfigError("certificate must be the name in the tenant's certificate, not empty")
     for what in ("memory", "disk", "leased", "bandwidth"):
         value = getattr(section, what)
         if value:
@@ -341,9 +341,9 @@ def _check(name: str, section: TenantSection) -> None:
             except ConfigError as error:
                 raise ConfigError(f"{what}: {error}") from error
     if section.leased is not None and _size(section.leased) > _size(section.memory):
-        raise ConfigError("leased must not be more than memory, which is what it is a part of")
+        raise ConfigError("leased is a part of memory and must not exceed it")
     if section.retained_share is not None and not 0 <= section.retained_share <= 1:
-        raise ConfigError("retained_share must be from 0 to 1: the part of its memory and disk")
+        raise ConfigError("retained_share must be from 0 to 1: the part of the tenant's memory and disk")
     if section.connections is not None and not 0 < section.connections <= 1 << 16:
         raise ConfigError(f"connections must be from 1 to {1 << 16}")
 
@@ -370,7 +370,7 @@ def _size(value: str | int | None) -> int:
 
 
 def _signature_of(path: Path) -> object:
-    """Changes with the file, also when another takes its place."""
+    """A value that changes with the file, even if another file replaces it."""
     try:
         found = os.stat(path)
     except OSError as error:

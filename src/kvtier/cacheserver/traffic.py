@@ -1,4 +1,4 @@
-"""What clients ask a server for, as far as planners and recorders want to know it. Thread-safe, no lock of its own."""
+"""Records clients' requests for planners and recorders. Thread-safe, without a lock of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DISK_FACTOR = 4
 
 
 class Asking(enum.IntEnum):
-    """How a client asks for a prompt; whoever asks in a later way asks for the same blocks in the earlier ones, too.
+    """The kinds of lookup. A client that uses a higher kind repeats its requests in the lower ones.
 
-    An engine matches a prompt lazily, then matches what it loads from disk. Over TCP it gets what it has matched.
+    An engine matches a prompt lazily, then matches the part that it loads from disk. Over TCP it gets what it matched.
     """
 
     GET = 1
@@ -27,7 +27,7 @@ class Asking(enum.IntEnum):
 
 
 class Traffic:
-    """Of one server, with so much memory, and so much room on disk if there is one."""
+    """The traffic of one server, with `memory_bytes` of memory and, with a disk, `file_bytes` on it."""
 
     def __init__(self, memory_bytes: int, file_bytes: int | None, eviction: Eviction) -> None:
         self._eviction = eviction
@@ -38,7 +38,7 @@ class Traffic:
         self._prompts = PromptLog()
 
     def note_asked(self, space: MemorySpace, hashes: bytes, asking: Asking) -> None:
-        """A prompt was asked for. It counts once, however many requests its client makes for it."""
+        """Record a prompt's lookup; it counts once, however many requests its client makes for it."""
         if asking < space.asking or hashes == space.namespace:  # the latter is a table, not a prompt
             return
         space.asking = asking
@@ -49,7 +49,7 @@ class Traffic:
         self._record.note_stored(hashes, space.index.block_units)
 
     def curve(self) -> dict[str, object]:
-        """The share of prompt tokens that LRU would hit, by size, and what the server has now."""
+        """The share of prompt tokens that LRU would hit, by cache size, and the server's own sizes."""
         use = self._record.read()
         points = [[size, round(share, _SHARE_DIGITS)] for size, share in use.points]
         return {
@@ -66,5 +66,5 @@ class Traffic:
         }
 
     def prompts_from(self, first: int) -> dict[str, object]:
-        """What was asked for since the call before, for a recorder. The keys are the beginnings of hashes."""
+        """The prompts requested since the previous call, for a recorder. The keys are the beginnings of hashes."""
         return self._prompts.read(first)

@@ -61,7 +61,7 @@ def test_an_address_that_connects_all_the_time_does_not_shut_itself_out(guests: 
     crowd = arrived(guests, "192.0.2.1", MAX_TCP_STRANGERS)
     sentence = guests.arrive(Peer("192.0.2.1"))
     assert sentence is not None
-    assert "32 connections have not said yet who they are" in sentence
+    assert "32 connections have not authenticated yet" in sentence
 
     clock.now_s = 0.1
     arrived(guests, "192.0.2.1", MAX_TCP_STRANGERS)

@@ -103,15 +103,15 @@ def test_bytes_are_moved_no_faster_than_allowed() -> None:
     ("text", "sentence"),
     [
         ("", "must have from 1 to 256 tenants, not 0"),
-        ("[alice]\n", "tenant 'alice': give it a token, or tokens, or a certificate"),
+        ("[alice]\n", "tenant 'alice': give the tenant a token, tokens or a certificate"),
         ('[alice]\ntoken = "short"\n', "a token is too short: use 8 characters or more"),
         ('["a b"]\ntoken = "long enough"\n', "a name has from 1 to 32 of the characters"),
-        (TWO + 'memory = "1TiB"\n', "are promised 1TiB of memory, and the server has 64MiB"),
-        (TWO + 'disk = "1GiB"\n', "are promised 1GiB of disk, and the server has none"),
+        (TWO + 'memory = "1TiB"\n', "have quotas of 1TiB of memory, but the server has 64MiB"),
+        (TWO + 'disk = "1GiB"\n', "have quotas of 1GiB of disk, but the server has none"),
         (TWO + "king = true\n", "contains unknown field `king`"),
         (TWO + 'memory = "much"\n', "tenant 'bob': memory: 'much' is not a size"),
         ('[a]\ntoken = "long enough"\n[b]\ntoken = "long enough"\n', "occurs twice in"),
-        ("[a\n", "is not a file of tenants"),
+        ("[a\n", "is not a valid tenants' file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
