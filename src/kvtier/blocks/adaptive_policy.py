@@ -1,4 +1,4 @@
-"""Evict what is least likely to be asked for soon, by what the traffic has shown; where LRU does better, be LRU.
+"""Evicts the blocks least likely to be used soon, as learned from the traffic; where LRU does better, acts as LRU.
 
 Blocks that were last used together are a `Run`: a stretch of one prompt, with the history of the gaps between its
 uses. A prompt loses its end first, so a run shrinks from its last block. Runs with similar gaps form a class, and each
@@ -7,10 +7,10 @@ time that it takes up room. Candidates for eviction are the oldest run of each c
 
 The history outlives the blocks: a run that is evicted whole leaves a ghost, found by the hash of its first block. New
 blocks that continue a prompt inherit the history of what they continue; those that branch off a shared prefix begin
-without one. New blocks that are worth less than every candidate are declined, except for a first one that a match has
-asked for: what is stored behind a gap is found by nobody.
+without one. New blocks that are worth less than every candidate are declined, except for the first block of a run that
+a match can reach. Blocks stored behind a gap are unreachable for a match.
 
-`Duel` replays LRU beside it, run by run. While LRU is ahead, the oldest run goes and nothing is declined.
+`Duel` simulates LRU beside it, run by run. While LRU is ahead, the oldest run is evicted and nothing is declined.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from kvtier.blocks.share import Share
 
 _RUN = operator.attrgetter("run")
 _POPS_OF_ONE = 16
-"""Blocks that leave one run before candidates are compared again."""
+"""Blocks evicted from one run before candidates are compared again."""
 _NUM_SAMPLED = 16
 _CAPACITY_WINDOW = 8
-"""In capacities: how many blocks are placed until a smaller one is believed."""
+"""In capacities: blocks placed before the capacity is taken to have shrunk."""
 _REST_S = 30.0
-"""For so long after a decline, blocks that continue nothing cached are the rest of that prompt: it comes in batches."""
+"""For this long after a decline, blocks that continue nothing cached are taken for the rest of that prompt, since a
+prompt is stored in batches."""
 _GHOSTS_PER_RUN = 4
 _MIN_GHOSTS = 64
 _MAX_EXPECTED = 1024
 _ONE_USE_S = 0.05
-"""Uses closer together than this are one: the model tells no shorter gaps apart."""
+"""Uses closer together than this count as one: the model does not resolve shorter gaps."""
 
 
 class RunBlock(Protocol):
-    """What the policy knows of a block; see `pool.Block`."""
+    """The policy's view of a block; see `pool.Block`."""
 
     hash: BlockHash
     is_pinned: bool
@@ -86,14 +87,14 @@ class AdaptivePolicy(Generic[_Block]):
     # --- what is used ----------------------------------------------------------------------------------------------
 
     def missed(self, parent: _Block | None, index: Scoped, block_hash: BlockHash) -> None:
-        """A match ended at `block_hash`, behind `parent`: what is stored under it next continues that prompt."""
+        """A match ended at `block_hash`, behind `parent`: a block stored under it next continues that prompt."""
         run: Run[_Block] | None = None if parent is None else parent.run  # type: ignore[assignment]
         self._expected[hash(block_hash) ^ index.scope] = run if run is not None and run.is_tail else None
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
     def begin(self, parent: _Block | None, index: Scoped, block_hash: BlockHash, count: int) -> Run[_Block]:
-        """A run for `count` new blocks, from `block_hash` on: with the history of what they continue, if any."""
+        """A run for `count` new blocks from `block_hash` on, with the history of the run they continue, if any."""
         key = hash(block_hash) ^ index.scope
         is_reachable = parent is not None or key in self._expected
         ghost = self._ghosts.pop(key, None)
@@ -115,7 +116,7 @@ class AdaptivePolicy(Generic[_Block]):
         self._place(blocks, is_use=True)
 
     def readmit(self, blocks: Sequence[_Block]) -> None:
-        """As new as those that were just used, with the history that they have."""
+        """Add blocks as if just used, without changing their history."""
         self._place(blocks, is_use=False)
 
     def _place(self, blocks: Sequence[_Block], *, is_use: bool) -> None:
@@ -151,7 +152,7 @@ class AdaptivePolicy(Generic[_Block]):
             self._unlist(run)
 
     def _note_capacity(self, num_placed: int) -> None:
-        """The most blocks there were of late: a pool may shrink, and a share of it lose room to others."""
+        """Track the largest recent number of blocks: a pool may shrink, and a share may lose room to others."""
         self._peak = max(self._peak, self._num_live)
         self._num_placed += num_placed
         if self._num_placed > _CAPACITY_WINDOW * self._capacity:
@@ -166,7 +167,7 @@ class AdaptivePolicy(Generic[_Block]):
         now: float,
         is_use: bool,
     ) -> None:
-        """One stretch of blocks that were last used together, all of them or some."""
+        """Place one stretch of blocks that were last used together, or a part of them."""
         used_at = now
         of_lru = len(blocks)
         if old is None:
@@ -205,13 +206,13 @@ class AdaptivePolicy(Generic[_Block]):
         run.size += len(blocks)
 
     def _reused(self, old: Run[_Block], now: float) -> Run[_Block]:
-        """A run with the history of `old` and one gap more, which ends now."""
+        """A run with the history of `old` and one more gap, which ends now."""
         assert old.used_at is not None
         self._model.reused(old.gap_class, now - old.used_at)
         return _after(old, now)
 
     def _heir(self, source: Run[_Block]) -> Run[_Block]:
-        """A run with the history that `source` has, or will have once it is free again: it is in use with this one."""
+        """A run with the history of `source`; if `source` is in use, with the history it will have afterwards."""
         if source.num_live or source.used_at is None:
             return Run(source.gap_class, source.log2_gap)
         return _after(source, self._clock())
@@ -219,7 +220,7 @@ class AdaptivePolicy(Generic[_Block]):
     # --- what goes -------------------------------------------------------------------------------------------------
 
     def pop_coldest(self, requester: Share | None = None, newcomer: Run[_Block] | None = None) -> _Block | None:
-        """The next victim; None too where a block of `newcomer` is worth less than that."""
+        """The next victim; None if there is none, or if a block of `newcomer` is worth less than it."""
         popped = self.pop_several(1, requester, newcomer)
         return popped[0] if popped else None
 
@@ -239,7 +240,7 @@ class AdaptivePolicy(Generic[_Block]):
         return popped
 
     def pop_oldest(self) -> _Block | None:
-        """As LRU would, run by run."""
+        """The victim that LRU would choose, run by run."""
         oldest = [next(iter(runs)) for runs in self._classes if runs]
         return self._pop(min(oldest, key=_used_at), 1)[0] if oldest else None
 
@@ -260,7 +261,7 @@ class AdaptivePolicy(Generic[_Block]):
         return True
 
     def coldest(self, count: int) -> list[_Block]:
-        """About those that would go next: of each candidate in turn, as worths are now."""
+        """Approximately the blocks evicted next, run by run in the order of their worths now."""
         found: list[_Block] = []
         now = self._clock()
         runs = sorted(self._runs, key=lambda run: (self._worth(run, now), run.used_at)) if self._runs else []
@@ -311,7 +312,7 @@ class AdaptivePolicy(Generic[_Block]):
         return self._model.worth(run.gap_class, now - run.used_at)
 
     def _pop(self, run: Run[_Block], count: int) -> list[_Block]:
-        """The last ones of a run that has some, at most `count`."""
+        """Take at most `count` blocks from the end of a run that has some."""
         blocks = run.blocks
         popped: list[_Block] = []
         num_wanted = min(count, run.num_live)
@@ -351,7 +352,7 @@ class AdaptivePolicy(Generic[_Block]):
             self._runs[run.place] = last
             last.place = run.place
         run.place = None
-        run.blocks = []  # those that are in use get another run
+        run.blocks = []  # blocks in use get another run later
         del self._classes[run.gap_class][run]
 
 

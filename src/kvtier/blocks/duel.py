@@ -1,4 +1,4 @@
-"""LRU beside another policy: which of them would have had more hits of late, run by run, without any blocks."""
+"""Compares LRU with another policy: which of them would have had more recent hits, run by run, without any blocks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvtier.blocks.run import Run
 
 _WINDOW = 64
 _MIN_WAIT, _MAX_WAIT = 2, 64
-"""In capacities: how many blocks asked for the record reaches back, and for how many LRU rules at a time."""
+"""In capacities of requested blocks: how far back the record reaches, and how long LRU rules at a time."""
 _AHEAD = 0.002
 _MIN_CAPACITY = 128
 
 
 class Duel:
-    """Keeps the runs that LRU would have, with the number of blocks it would have of each, the end of a run first out.
+    """Keeps the runs that LRU would have, with the blocks it would have of each. A run loses its end first.
 
-    `lru_rules` at first, until two capacities of blocks were asked for: the other policy has to learn. Later it rules
-    from when LRU is ahead, by more than a fifth of a percent of the blocks asked for and the largest change by one
-    prompt, until the other policy is due for another try. A try that fails doubles the wait for the next one, and one
-    that gets ahead of LRU resets it: so a policy that is worse costs less and less.
+    `lru_rules` at first, until two capacities of blocks were requested, while the other policy learns. Later LRU takes
+    over when it leads by more than a fifth of a percent of the requested blocks plus the largest change by one prompt,
+    and rules until the other policy is due for another try. A try that fails doubles the wait for the next one; a try
+    that gets ahead of LRU resets the wait. So a policy that is worse than LRU costs less and less.
     """
 
     def __init__(self) -> None:
@@ -35,24 +35,24 @@ class Duel:
         self._waited = 0
 
     def hit(self, run: Run[Any], count: int) -> None:
-        """`count` blocks of `run` were hits; how many LRU would have had is known from its own record."""
+        """`count` blocks of `run` were hits; the record tells how many of them LRU would have had."""
         of_lru = min(run.lru_size, count)
         self._take(run, of_lru)
         self._count(of_lru - count, count)
 
     def moved(self, run: Run[Any], count: int) -> None:
-        """`count` blocks of `run` go to another one, and were not asked for."""
+        """`count` blocks of `run` move to another run without having been requested."""
         self._take(run, min(run.lru_size, count))
 
     def missed(self, run: Run[Any] | None, count: int) -> None:
-        """`count` blocks were misses that continue `run`, or what is left of it."""
+        """`count` blocks that continue `run` were misses, for instance because the run's end was evicted."""
         of_lru = 0 if run is None else max(0, min(run.lru_size - run.size, count))
         if run is not None:
             self._take(run, of_lru)
         self._count(of_lru, count)
 
     def use(self, run: Run[Any], count: int, capacity: int) -> None:
-        """LRU has `count` blocks more in `run`, which is the newest now; the oldest leave it for them."""
+        """LRU would have `count` more blocks in `run`, now the newest, and would evict the oldest for them."""
         runs = self._runs
         self._capacity = max(capacity, _MIN_CAPACITY)
         run.lru_size += count

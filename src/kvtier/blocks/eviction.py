@@ -1,4 +1,4 @@
-"""Which policy a pool has, by the name that settings know it by."""
+"""A pool's eviction policy, by its name in the settings."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ Eviction: TypeAlias = Literal["adaptive", "lru"]
 
 
 def eviction_policy(eviction: Eviction, *, declines: bool, clock: Callable[[], float]) -> EvictionPolicy[Block]:
-    """With `declines`, blocks that are worth less than what they would replace need not be stored."""
+    """Make a policy. With `declines`, it may refuse to store blocks worth less than those they would replace."""
     return LruPolicy() if eviction == "lru" else AdaptivePolicy(declines=declines, clock=clock)

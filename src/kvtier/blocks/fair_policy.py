@@ -1,8 +1,7 @@
 """Eviction when several owners share one pool.
 
-Each owner has a share: `quota` units are its own, whatever the others do. Unclaimed room may be used by
-any owner, and is taken back from the one furthest above its quota, its coldest blocks first. So no owner within its
-quota loses blocks to others.
+Each owner has a share, with `quota` units guaranteed to it. Any owner may use the rest of the room. When room is
+needed, the owner furthest above its quota loses its coldest blocks, so an owner within its quota loses none to others.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvtier.blocks.run import Run, Scoped
 from kvtier.blocks.share import Share
 
 _POPS_OF_ONE = 16
-"""Blocks evicted from one share before the shares are compared again: prompts need thousands."""
+"""Blocks evicted from one share before the shares are compared again, for speed: a prompt needs thousands."""
 
 
 class _Owned(Protocol):
@@ -64,9 +63,9 @@ class FairPolicy(Generic[_Block]):
             self._orders[share].remove_all(of_one)
 
     def pop_coldest(self, requester: Share | None = None, newcomer: Run[_Block] | None = None) -> _Block | None:
-        """Of whoever is furthest above its quota; what `requester` itself has, if nobody else is above theirs.
+        """A block of the share furthest above its quota; of `requester` itself if no other share is above its own.
 
-        New blocks of a share are weighed against others of the same share only.
+        New blocks of a share are weighed against blocks of the same share only.
         """
         loser = self._loser
         if loser is not None and self._num_left and (loser.excess > 0 or loser is requester):
@@ -85,7 +84,7 @@ class FairPolicy(Generic[_Block]):
     def pop_several(
         self, count: int, requester: Share | None = None, newcomer: Run[_Block] | None = None
     ) -> list[_Block]:
-        """One: what the shares are above their quotas changes with each."""
+        """At most one block: each eviction changes how far the shares are above their quotas."""
         block = self.pop_coldest(requester, newcomer)
         return [] if block is None else [block]
 
@@ -94,14 +93,14 @@ class FairPolicy(Generic[_Block]):
             self._orders[share].put_back(of_one)
 
     def may_evict(self, block: _Block, requester: Share | None, victims: Sequence[_Block]) -> bool:
-        """Whether `block` may go too, to make room for `requester`, once `victims` have gone."""
+        """Whether `block` may be evicted for `requester`, too, once `victims` are."""
         share = block.index.share
         if share is requester:
             return True
         return share.excess > sum(victim.size for victim in victims if victim.index.share is share)
 
     def coldest(self, count: int) -> list[_Block]:
-        """Those of the owner furthest above its quota first."""
+        """The blocks evicted next, first those of the owner furthest above its quota."""
         found: list[_Block] = []
         for share in sorted(self._orders, key=lambda share: share.excess, reverse=True):
             found += self._orders[share].coldest(count - len(found))

@@ -1,9 +1,9 @@
-"""The identity of a model's weights by all of their bytes, made once and kept until a file changes.
+"""The identity of a model's weights from all of their bytes, computed once and kept until a file changes.
 
-The sampled identity (`weights`) is made in milliseconds and can miss a change that leaves every sample alone. This one
-reads everything, which takes as long as the disk does. What it finds of a file is kept in a record beside the weights,
-or in this user's cache folder where that cannot be written, and holds while the file's size, time and inode do. As
-with the sampled one, how tensors are spread over files does not count. Of any thread.
+The sampled identity (`weights`) takes milliseconds, but can miss a change that leaves every sample alone. This one
+reads all bytes, at the speed of the disk. The digests of a file are kept in a record beside the weights, or in this
+user's cache folder if that place is not writable, and are valid while the file's size, time and inode are the same. As
+with the sampled identity, it does not matter how tensors are spread over files. Callable from any thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.observe.printable import printable
 
 IdentityKind: TypeAlias = Literal["sampled", "full"]
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
-"""Makes a scope from a title and a number of bytes; what it gives is told of bytes that are done."""
+"""Makes a context from a title and a number of bytes; it yields a function to report bytes that are done."""
 
 _RECORD_NAME = ".kvtier-identity.json"
 _PREFIX = "full-1:"
@@ -39,7 +39,7 @@ _MAX_RECORD_BYTES = 64 << 20
 
 
 class _File(msgspec.Struct, frozen=True):
-    """What was found in a weight file, and what it was then. `tensors` are digests by name."""
+    """The digests of a weight file's `tensors`, by name, and the file's state when they were computed."""
 
     size: int
     mtime_ns: int
@@ -53,14 +53,14 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def identity_of_folder(folder: Path, kind: IdentityKind, progress: Progress | None = None) -> str:
-    """The identity of the `*.safetensors` files in `folder`. Raises `ConfigError` as `weights_identity_of_folder`."""
+    """The identity of the `*.safetensors` files in `folder`. Raises `ConfigError` like `weights_identity_of_folder`."""
     if kind == "sampled":
         return weights_identity_of_folder(folder)
     return full_identity_of_folder(folder, progress)
 
 
 def full_identity_of_folder(folder: Path, progress: Progress | None = None) -> str:
-    """Another text than the sampled identity has, whatever the weights. Processes at the same time read them once."""
+    """The full identity, which never equals a sampled one. Concurrent processes of a user read the weights once."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"no *.safetensors files in {folder}")
@@ -110,7 +110,7 @@ def _read_all(folder: Path, paths: list[Path], progress: Progress) -> dict[str, 
 
 
 def _digest(path: Path, head: str, offset: int, nbytes: int) -> str:
-    """Of a tensor's name, dtype and shape, and of all of its bytes."""
+    """The digest of a tensor's name, dtype and shape, and of all its bytes."""
     digest = hashlib.sha256(hashlib.sha256(head.encode()).digest())
     piece = memoryview(bytearray(min(nbytes, _PIECE_BYTES)))
     with path.open("rb", buffering=0) as file:
@@ -133,14 +133,14 @@ def _silent(title: str, nbytes: int) -> Iterator[Callable[[int], object]]:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where a record may be: beside the weights, or else in this user's cache."""
+    """The places for a record: beside the weights, or else in this user's cache."""
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return [folder / _RECORD_NAME, Path(cache) / "kvtier" / "identity" / f"{name}.json"]
 
 
 def _kept(places: list[Path], paths: list[Path]) -> dict[str, _File]:
-    """What is known of those files that are still what they were."""
+    """The recorded digests of those files that have not changed since."""
     kept: dict[str, _File] = {}
     for place in places:
         record = _read(place)
@@ -158,7 +158,7 @@ def _kept(places: list[Path], paths: list[Path]) -> dict[str, _File]:
 
 
 def _read(place: Path) -> _Record | None:
-    """A record that this user, root or the folder's owner wrote, and no other user can write; None without one."""
+    """The record, if this user, root or the folder's owner wrote it and no other user can write to it; else None."""
     try:
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -175,7 +175,7 @@ def _read(place: Path) -> _Record | None:
 
 
 def _keep(places: list[Path], known: dict[str, _File]) -> None:
-    """Where it can be; the next start reads everything again where it cannot."""
+    """Write the record to the first writable place; without one, the next start reads all weights again."""
     raw = msgspec.json.encode(_Record(1, known))
     for place in places:
         temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
@@ -194,7 +194,7 @@ def _keep(places: list[Path], known: dict[str, _File]) -> None:
 
 @contextlib.contextmanager
 def _alone(places: list[Path]) -> Iterator[None]:
-    """Others of this user wait meanwhile, for what is found here; without a lock, none does."""
+    """Let other processes of this user wait for the record being made here; if locking fails, none of them waits."""
     fd = -1
     with contextlib.suppress(OSError):
         lock = places[-1].with_suffix(".lock")

@@ -1,9 +1,8 @@
-"""Hashes of blocks that were evicted not long ago: what tells "evicted" from "never stored". No bytes, no lock.
+"""Hashes of recently evicted blocks, to distinguish "evicted" from "never stored". Holds no blocks and no lock.
 
-A table of buckets of eight places, eight bytes a place; the oldest of a full bucket is forgotten. So memory is bounded
+The table has buckets of eight places with eight bytes each; a full bucket forgets its oldest hash. So memory is bounded
 whatever is evicted, and a wrong answer is as likely as two equal 64-bit numbers in one bucket. Hashes of different
-scopes have nothing to do with each other: asking in one reveals nothing of another. The owner calls everything under
-the lock of its pool.
+scopes are separate: a lookup in one scope reveals nothing of another. The owner makes all calls under its pool's lock.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _WAYS = 8
 
 
 def scope_of(namespace: bytes) -> int:
-    """The scope of a namespace's blocks. A namespace may have the bytes of a hash, and must not cancel it."""
+    """The scope of a namespace's blocks. It is mixed first: a block's hash may equal its namespace, and XOR to zero."""
     return hash(b"scope" + namespace)
 
 
 class Ghosts:
-    """At most `max_hashes` of them, newest first in each bucket. Takes no memory before the first."""
+    """At most `max_hashes` hashes, newest first in each bucket. Takes no memory before the first."""
 
     def __init__(self, max_hashes: int = MAX_GHOSTS) -> None:
         self._num_buckets = max(1, max_hashes // _WAYS)
@@ -44,12 +43,12 @@ class Ghosts:
         places[first] = number
 
     def discard(self, block_hash: BlockHash, scope: int = 0) -> None:
-        """A block dropped on purpose is not a ghost."""
+        """Forget a hash, for instance of a block dropped on purpose."""
         if not self._places:
             return
         number, first = self._place(block_hash, scope)
         bucket = self._places[first : first + _WAYS]
-        while number in bucket:  # as often as it was evicted
+        while number in bucket:  # once for each of its evictions
             bucket.remove(number)
             bucket.append(0)
         self._places[first : first + _WAYS] = bucket
@@ -61,17 +60,17 @@ class Ghosts:
         places = self._places
         if not places:
             return False
-        number = hash(block_hash) ^ scope or 1  # as in `_place`; this one is called for every block of a cold prompt
+        number = hash(block_hash) ^ scope or 1  # inlined from `_place`: called for every block of a cold prompt
         first = number % self._num_buckets * _WAYS
         return number in places[first : first + _WAYS]
 
     def ending(self, match: Match, hashes: Sequence[BlockHash]) -> MatchEnd:
-        """What a lease says of the block that ended `match`, which was asked for `hashes`."""
+        """Why `match` ended, a match of `hashes`."""
         if match.ended is Presence.MISS and self.has(hashes[len(match.blocks)]):
             return MatchEnd.EVICTED
         return ENDED[match.ended]
 
     def _place(self, block_hash: BlockHash, scope: int) -> tuple[int, int]:
-        """The number that stands for a hash (0 is an empty place), and where its bucket begins."""
+        """The number that represents a hash (0 is an empty place), and where its bucket begins."""
         number = hash(block_hash) ^ scope or 1
         return number, number % self._num_buckets * _WAYS

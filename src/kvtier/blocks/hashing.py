@@ -1,8 +1,8 @@
 """Block identity: a SHA-256 chain over token ids, rooted in the namespace.
 
-`hash(n) = SHA-256(hash(n-1) ‖ token ids of block n as little-endian u32)`, and `hash(-1)` is the namespace, or for a
-prompt with a salt of its own a digest of both. So one hash names a block *and* everything before it, the same in every
-process, restart and machine.
+`hash(n) = SHA-256(hash(n-1) ‖ token ids of block n as little-endian u32)`, and `hash(-1)` is the namespace or, for a
+prompt with its own salt, a digest of both. So one hash names a block *and* everything before it, identically in every
+process, after every restart and on every machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SALTED = b"salted root"
 _RUN_BLOCKS = 64
 _RUN_TOKENS = 1024
 _MAX_RUNS = 2048
-"""Recent hashes are looked up, this many blocks or tokens at a time: prompts begin as others did, and hashing is
-a fifth of the time to the first token of a long one that is cached. 2 million tokens, in 20 MB with blocks of 16."""
+"""Recent hashes are cached in runs of this many blocks or tokens: prompts share beginnings, and hashing takes a fifth
+of the time to first token of a long cached prompt. The cache covers 2 million tokens, in 20 MB with blocks of 16."""
 
 
 def block_hashes(
@@ -57,12 +57,12 @@ def block_hashes(
 
 @functools.lru_cache(maxsize=_MAX_RUNS)
 def _run_hashes(last: bytes, data: bytes, block_bytes: int) -> tuple[bytes, ...]:
-    """As `_chained`, which is called for what is not known: all of `data` is compared."""
+    """`_chained` with a cache, which compares all of `data`."""
     return tuple(_chained(last, data, block_bytes))
 
 
 def _chained(last: bytes, data: bytes, block_bytes: int) -> list[bytes]:
-    """The hashes of the blocks that `data` consists of, after the block with hash `last`."""
+    """The hashes of the blocks in `data`, which follow the block with hash `last`."""
     sha256 = hashlib.sha256
     hashes = []
     for (block,) in struct.iter_unpack(f"{block_bytes}s", data):
@@ -72,13 +72,13 @@ def _chained(last: bytes, data: bytes, block_bytes: int) -> list[bytes]:
 
 
 def salted_root(namespace: Namespace, salt: str) -> Namespace:
-    """Where the chain of a prompt with `salt` begins: prompts of different salts never have a hash in common.
+    """The root of the chain for a prompt with `salt`: prompts with different salts never share a hash.
 
-    Without a salt that is the namespace itself. The hashes do not reveal the salt, except to guessing.
+    Without a salt, the root is the namespace itself. The hashes do not reveal the salt, except to guessing.
     """
     if not salt:
         return namespace
-    # Starts unlike a block's digest does: no block of any tokens has this hash.
+    # The input starts unlike that of a block's digest, so no block can have this hash.
     return Namespace(hashlib.sha256(_SALTED + namespace + salt.encode(errors="surrogatepass")).digest())
 
 
@@ -94,7 +94,7 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
     try:
         tokens = memoryview(tokens).tolist()  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
-        pass  # not a buffer, or one of a format that only its own iterator knows
+        pass  # not a buffer, or one whose format only its own iterator can read
     try:
         ids = array("I", tokens)
     except (OverflowError, TypeError) as error:

@@ -58,9 +58,9 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueLayout(KvLayout):
-    """A block whose inside only the engine knows that wrote it: `nbytes`, for `block_tokens` tokens or for their end.
+    """A block of `nbytes` whose format only its engine knows, for `block_tokens` tokens or for the state after them.
 
-    Which engine that is, and how it lays them out, has to be in the namespace.
+    The engine and its format must be part of the namespace.
     """
 
     nbytes: int

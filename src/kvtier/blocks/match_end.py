@@ -1,4 +1,4 @@
-"""Why a match ended where it did, and which of several answers explains it. Values only: any thread."""
+"""Why a match ended where it did, and which of several answers explains it best. Values only: safe on any thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class MatchEnd(enum.Enum):
-    """What the block was that ended a match. The values are words for people."""
+    """Why the block after a match was not a hit. The values are words for people."""
 
     ALL = "all"
     NEVER_STORED = "never stored"
@@ -31,12 +31,12 @@ _MOST_TELLING_FIRST = (
     MatchEnd.EVICTED,
     MatchEnd.NEVER_STORED,
 )
-"""The closer an answer comes to a hit, the more it explains: the block is present, will be, was until it was read, may
-be, was once, never was. So a damaged block is told from a miss, and a tier that is down hides what another has evicted:
-the small tier evicts all the time, the one that is down may still have the block."""
+"""The closer an answer is to a hit, the more it explains: the block is present, will be, was until it was read, may be,
+was once, never was. So a damaged block is distinguished from a miss. A tier that is down outranks an eviction
+elsewhere: a small tier evicts all the time, while the tier that is down may still have the block."""
 
 
 def most_telling(ends: Iterable[MatchEnd]) -> MatchEnd:
-    """Of what several tiers, servers or flags say of the same missing block. Without a reason, it was never stored."""
+    """The best explanation among several tiers' answers on a missing block. Without any, it was never stored."""
     seen = set(ends)
     return next((end for end in _MOST_TELLING_FIRST if end in seen), MatchEnd.NEVER_STORED)

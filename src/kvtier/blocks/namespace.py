@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceFields:
-    """What the digest covers.
+    """The fields that the digest covers.
 
     `model_config` is the model's config with every override applied (rope scaling too); `weights` comes from
     `weights_identity`; `first_layer` tells pipeline stages apart; `salt` separates tenants.
@@ -44,7 +44,7 @@ class NamespaceFields:
         return Namespace(hashlib.sha256(self._text().encode()).digest())
 
     def document(self) -> dict[str, object]:
-        """What the digest covers, as plain JSON values; but of the salt a digest, for it may be a tenant's secret."""
+        """The fields as plain JSON values, with a digest in place of the salt, which may be a tenant's secret."""
         document: dict[str, object] = json.loads(self._text())
         document["salt"] = hashlib.sha256(self.salt.encode()).hexdigest()[:16] if self.salt else ""
         return document
@@ -75,9 +75,9 @@ class NamespaceFields:
 
 
 def namespace_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """The fields in which two documents differ, in alphabetical order, inner ones with dots: `model_config.rope.theta`.
+    """The fields in which two documents differ, sorted, nested ones with dots: `model_config.rope.theta`.
 
-    The lists of one field are compared as a whole.
+    Lists are compared as a whole.
     """
     found: list[str] = []
     for name in sorted(ours.keys() | theirs.keys()):
@@ -90,7 +90,7 @@ def namespace_differences(ours: Mapping[str, object], theirs: Mapping[str, objec
 
 
 def _written(value: object) -> str:
-    """As the digest sees it: 1, 1.0 and true are three."""
+    """A value as the digest sees it: 1, 1.0 and true are different."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""Which block goes first when room is needed. A policy sees only blocks that may be evicted."""
+"""Eviction policies: which block is evicted first when room is needed. A policy sees only evictable blocks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Item = TypeVar("Item")
 class EvictionPolicy(Protocol[Item]):
     """An order among evictable blocks. Called only by the pool that owns it, under that pool's lock.
 
-    `add_all` says that blocks of one prompt, in its order, have just been used and may be evicted from now on;
-    `readmit` says the same of blocks that were not used: they were pinned, retained or held for the pool's own sake.
-    `remove` and `remove_all` say that blocks may not be evicted; `pop_coldest` takes out the next victim, or answers
-    None when there is none, and `pop_several` takes out at least one if there is any; `put_back` undoes pops, coldest
-    first. `requester` is whose block needs the room; of a pool that only one owner uses it says nothing. `missed` and
-    `begin` tell what new blocks continue; `newcomer` is what `begin` made of them, and a policy may answer None, or
-    nothing, when they are worth less than what would go for them.
+    `add_all` adds blocks of one prompt, in its order, that have just been used and may be evicted from now on;
+    `readmit` adds blocks that were not used, but pinned, retained or referenced by the pool itself. `remove` and
+    `remove_all` take out blocks that may no longer be evicted. `pop_coldest` takes out the next victim, or returns None
+    if there is none; `pop_several` takes out at least one if there is any; `put_back` undoes pops, given coldest first.
+    `requester` is the share that needs the room; it has no meaning in a pool with a single owner. `missed` and `begin`
+    tell which prompt new blocks continue. `newcomer` is the run that `begin` made for them: a policy may return no
+    victim for it if the new blocks are worth less than those they would replace.
     """
 
     counts_shares: bool
-    """The pool counts what each share uses."""
+    """Whether the pool counts the units that each share uses."""
 
     def missed(self, parent: Item | None, index: Scoped, block_hash: BlockHash) -> None:
         """A match ended at `block_hash`, behind `parent`."""
@@ -54,11 +54,11 @@ class EvictionPolicy(Protocol[Item]):
     def put_back(self, blocks: Sequence[Item]) -> None: ...
 
     def may_evict(self, block: Item, requester: Share | None, victims: Sequence[Item]) -> bool:
-        """Whether `block` may go as well, besides `victims`, though it is not the coldest."""
+        """Whether `block` may be evicted as well as `victims`, though it is not the coldest."""
         ...
 
     def coldest(self, count: int) -> list[Item]:
-        """Those that would go next, as things are; all of them stay."""
+        """The blocks that would be evicted next as of now, without taking them out."""
         ...
 
     def __len__(self) -> int: ...

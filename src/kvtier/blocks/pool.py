@@ -1,10 +1,10 @@
 """The pool of blocks: reference counts, the prefix index, eviction. Holds no bytes and no lock.
 
-A block's life: `reserve` takes room and makes it PENDING, invisible to others, or LOADING, which a match may take and
-wait for; `commit` makes it READY under its hash;
-`match` and `reserve` count references, `free` returns them; a READY block without references stays cached until the
-policy picks it. A block that is dropped, or whose writer gives up, leaves the index at once and its room when the
-last reference returns. The owner of the pool calls everything from one thread or under one lock.
+A block's life: `reserve` takes room and makes the block PENDING (invisible to others) or LOADING (a match may take it
+and wait for its bytes); `commit` makes it READY under its hash. `match` and `reserve` count references, `free` returns
+them. A READY block without references stays cached until the policy evicts it. A block that is dropped, or whose writer
+gives up, leaves the index at once; its room is free once the last reference returns. The pool's owner makes all calls
+from one thread or under one lock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvtier.blocks.space import Region, Space, TakenRegion
 _START = operator.attrgetter("start")
 _PINNED, _RETAINED = 1, 2
 _RESTORED_TOGETHER = 64
-"""Blocks that count as one prompt's when their uses are known by their order alone."""
+"""Restored blocks that are added as one prompt: only the order of their uses is known."""
 _MAX_HOPELESS = 1 << 14
-"""How many blocks are looked at in vain before room is said not to be there: the owner's lock is held meanwhile."""
+"""Most blocks to examine in vain before the search for room gives up: the owner's lock is held meanwhile."""
 
 
 class Presence(enum.Enum):
@@ -47,15 +47,15 @@ ENDED = {
     Presence.MISS: MatchEnd.NEVER_STORED,
     Presence.PENDING: MatchEnd.PENDING,
 }
-"""What a lease says of the key that ended its match."""
+"""The `MatchEnd` of a lease, by the state of the key that ended its match."""
 
 
 class BlockState(enum.Enum):
-    """Where a block is in its life."""
+    """The stage of a block's life."""
 
     PRIVATE = enum.auto()  # has no hash yet: only its writer knows it
     PENDING = enum.auto()
-    LOADING = enum.auto()  # its bytes are on their way from a slower tier: a match may take it and wait
+    LOADING = enum.auto()  # its bytes are being loaded from a slower tier: a match may take it and wait
     READY = enum.auto()
     GONE = enum.auto()  # out of the index, waiting for its last reference
 
@@ -66,7 +66,7 @@ class Block(TakenRegion):
     __slots__ = ("hash", "index", "kept", "num_holds", "num_refs", "run", "state")
 
     def __init__(self, start: int, size: int) -> None:
-        self.start = start  # here and not by the base: thousands are made for one prompt
+        self.start = start  # without the base's __init__, for speed: a prompt makes thousands
         self.size = size
         self.left = self.right = None
         self.hash: BlockHash
@@ -74,7 +74,7 @@ class Block(TakenRegion):
         self.num_refs = 1
         self.state = BlockState.PENDING
         self.kept = 0
-        """Flags in one place, since there are many blocks: zero unless it is pinned or retained."""
+        """The flags for pinned and retained, in one number to save memory; zero for most blocks."""
         self.num_holds = 0
         self.run: Run[Any] | None = None
 
@@ -88,7 +88,7 @@ class Block(TakenRegion):
 
     @property
     def is_retained(self) -> bool:
-        """Nothing but a retention keeps it from eviction."""
+        """Only a retention keeps the block from eviction."""
         return bool(self.kept & _RETAINED)
 
     @is_retained.setter
@@ -107,8 +107,8 @@ class Block(TakenRegion):
 class PrefixIndex:
     """The blocks of one namespace by hash. Every block in it has `block_units` units, and counts towards `share`.
 
-    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY. `scope` is
-    what the index has among `Ghosts`.
+    A hash names a whole prefix, so the longest cached prefix is the leading run of hashes that are READY. `scope`
+    separates the index's hashes from those of other indexes in `Ghosts`.
     """
 
     def __init__(self, block_units: int, share: Share | None = None, scope: int = 0) -> None:
@@ -129,7 +129,7 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The leading run that was READY, and the state of the key that ended it (READY: all of them matched)."""
+    """The leading run of READY blocks, and the state of the key that ended it (READY if all keys matched)."""
 
     blocks: list[Block]
     ended: Presence
@@ -137,10 +137,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What `reserve` gave: `blocks[i]` is for the hash at `positions[i]`.
+    """The result of `reserve`: `blocks[i]` is for the hash at `positions[i]`.
 
-    Hashes that were READY or PENDING already are not in it; `num_refused` more found no room, `num_declined` of them
-    because the policy thinks more of what is cached.
+    Hashes that were READY or PENDING already got no new block. `num_refused` hashes got no room, `num_declined` of them
+    because the policy values the cached blocks more.
     """
 
     blocks: list[Block]
@@ -163,9 +163,9 @@ class BlockPool:
         on_evict: Callable[[Block], None] = lambda block: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make` builds the blocks, which may carry more; `on_evict` hears of each one that is evicted.
+        """`make` builds the blocks, possibly of a subclass. `on_evict` is called with each block that is evicted.
 
-        Retentions end by `clock`.
+        Retentions expire by `clock`.
         """
         self._space = Space(num_units)
         self._policy: EvictionPolicy[Block] = LruPolicy() if policy is None else policy
@@ -174,7 +174,7 @@ class BlockPool:
         self._on_evict = on_evict
         self._clock = clock
         self._retained: RetainingPolicy[Block] | None = None
-        """The policy, while something is retained: else nobody pays for that."""
+        """The policy while any block is retained; None otherwise, to save its cost."""
         self.num_evicted = 0
         self.referenced_units = 0
         self.pinned_units = 0
@@ -190,7 +190,7 @@ class BlockPool:
     def match(self, index: PrefixIndex, hashes: Sequence[BlockHash], max_blocks: int | None = None) -> Match:
         """Reference the longest prefix of `hashes` that is READY or LOADING, at most `max_blocks` of it."""
         wanted = hashes if max_blocks is None else hashes[:max_blocks]
-        get = cast("Callable[[BlockHash], Block]", index.blocks.get)  # its None ends the run
+        get = cast("Callable[[BlockHash], Block]", index.blocks.get)  # a missing block's None ends the run
         matched = list(itertools.takewhile(operator.truth, map(get, wanted)))
         ready, loading = BlockState.READY, BlockState.LOADING
         num_fresh = 0
@@ -224,11 +224,11 @@ class BlockPool:
         state: Literal[BlockState.PENDING, BlockState.LOADING] = BlockState.PENDING,
         may_decline: bool = True,
     ) -> Grant:
-        """Take room for the hashes that are absent, in order, evicting as needed; the first ones win if it is short.
+        """Take room for the absent hashes, in order, evicting as needed; if room is short, the first ones get it.
 
         The new blocks are in `state` and carry one reference. A block that is READY under one of `hashes` is never
-        evicted to make room for another of them. If it `may_decline`, and the policy does so, new blocks that are worth
-        less than those they would replace get no room; what is being read was asked for, and always gets it.
+        evicted to make room for another of them. With `may_decline`, the policy may refuse room to new blocks that are
+        worth less than those they would replace; LOADING blocks are wanted now, and are never declined.
         """
         present: list[Block] = []
         before: Block | None = None
@@ -280,7 +280,7 @@ class BlockPool:
         return blocks
 
     def name(self, block: Block, index: PrefixIndex, block_hash: BlockHash, *, is_ready: bool) -> bool:
-        """Show a PRIVATE block under a hash, READY or PENDING; False, and it stays private, if the hash is taken."""
+        """Put a PRIVATE block into the index, READY or PENDING. False, and it stays PRIVATE, if the hash is taken."""
         assert block.state is BlockState.PRIVATE, "a block has one name"
         if block_hash in index.blocks:
             return False
@@ -291,7 +291,7 @@ class BlockPool:
         return True
 
     def name_pending(self, blocks: Sequence[Block], index: PrefixIndex, hashes: Sequence[BlockHash]) -> None:
-        """As `name` for each of `blocks` that is PRIVATE, under the hash at its place in `hashes`."""
+        """Put each PRIVATE one of `blocks` into the index as PENDING, under its hash in `hashes` if that is free."""
         known = index.blocks
         private, pending = BlockState.PRIVATE, BlockState.PENDING
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -301,7 +301,7 @@ class BlockPool:
                 block.state = pending
 
     def show(self, blocks: Sequence[Block], index: PrefixIndex, hashes: Sequence[BlockHash]) -> list[int]:
-        """READY from now on: those that are PENDING, and the PRIVATE ones whose hash in `hashes` is not taken.
+        """Make READY the PENDING ones of `blocks`, and the PRIVATE ones whose hash in `hashes` is free.
 
         Returns their positions.
         """
@@ -321,7 +321,7 @@ class BlockPool:
         return shown
 
     def unname(self, block: Block) -> None:
-        """A PENDING block is private again: no request waits for it."""
+        """Take a PENDING block out of the index and make it PRIVATE again, so that no request waits for it."""
         if block.state is BlockState.PENDING:
             self._forget(block)
             block.state = BlockState.PRIVATE
@@ -336,32 +336,32 @@ class BlockPool:
         return num_committed
 
     def fail(self, block: Block) -> None:
-        """The bytes of a LOADING block will not come. It leaves the index, and its room with the last reference."""
+        """Give up a LOADING block whose load failed: it leaves the index now, and its room with the last reference."""
         if block.state is BlockState.LOADING:
             self._forget(block)
 
     def reference(self, blocks: Iterable[Block]) -> None:
-        """One more reference on blocks that the caller already holds."""
+        """Add one reference to each of `blocks`, which the caller already holds."""
         for block in blocks:
             self._reference(block)
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Return one reference of each block. The last ones of a prefix become the coldest.
+        """Return one reference of each block. The last blocks of a prefix become the coldest.
 
-        A PENDING block without references was never finished: it leaves, as does a PRIVATE one.
+        A PENDING block without references was never finished: it leaves the pool, like a PRIVATE one.
         """
         freed = self._unreference(blocks)
         if freed:
             self._policy.add_all(freed)
 
     def free_unused(self, blocks: Sequence[Block]) -> None:
-        """As `free`, of blocks that were referenced for another reason than that somebody wanted them."""
+        """Like `free`, for blocks that were referenced but not used."""
         freed = self._unreference(blocks)
         if freed:
             self._policy.readmit(freed)
 
     def _unreference(self, blocks: Sequence[Block]) -> list[Block]:
-        """Returns those that may be evicted now, in the order of `blocks`."""
+        """Return one reference of each block. Returns the blocks that may be evicted now, in the order of `blocks`."""
         ready = BlockState.READY
         freed: list[Block] = []
         for block in reversed(blocks):
@@ -382,7 +382,7 @@ class BlockPool:
         return freed
 
     def drop(self, index: PrefixIndex, hashes: Iterable[BlockHash]) -> int:
-        """Forget blocks, pinned or not. Their room returns at once, or with their last reference."""
+        """Forget blocks, pinned or not. Their room is free at once, or with their last reference."""
         num_dropped = 0
         for block_hash in hashes:
             block = index.blocks.get(block_hash)
@@ -399,10 +399,10 @@ class BlockPool:
         return num_dropped
 
     def retain(self, index: PrefixIndex, hashes: Sequence[BlockHash], retention: Retention, max_units: int) -> int:
-        """Keep these from eviction for a time: the leading ones, as far as limits go.
+        """Retain the leading blocks of `hashes`, as many as the limits allow.
 
-        `max_units` is what the index's owner may have retained. Blocks that are not there yet are retained once they
-        come. Returns how many of `hashes` are retained as asked.
+        `max_units` limits the retained blocks of the index's owner. Blocks that are not in the pool yet are retained
+        once they come. Returns how many of `hashes` are retained as requested.
         """
         if self._retained is None:
             self._policy = self._retained = RetainingPolicy(self._policy, self._clock)
@@ -411,20 +411,20 @@ class BlockPool:
         return count
 
     def end_retention(self, index: PrefixIndex, hashes: Sequence[BlockHash], account: str) -> int:
-        """What `account` has retained of `hashes` is as other blocks are. Returns how many that were."""
+        """End the retention of `hashes` by `account`. Returns how many blocks it had retained."""
         return 0 if self._retained is None else self._retained.end(index, hashes, account)
 
     def retained_units(self, share: Share | None = None) -> int:
-        """All that are retained now, or those of one owner."""
+        """The units retained now, in all or for one owner."""
         self._expire()
         if self._retained is None:
             return 0
         return self._retained.retained_units if share is None else self._retained.units_of(share)
 
     def pin(self, index: PrefixIndex, hashes: Iterable[BlockHash], max_units: int) -> int:
-        """Keep READY blocks until `unpin` or `drop`, the leading ones up to `max_units` pinned in all.
+        """Keep the leading READY blocks until `unpin` or `drop`, up to `max_units` pinned units in all.
 
-        Where shares are counted, up to what the index's share may have.
+        If the policy counts shares, the limit of the index's share applies, too.
         """
         num_pinned, share = 0, index.share
         if self._counts_shares and share.max_pinned is not None:
@@ -461,7 +461,7 @@ class BlockPool:
         return num_unpinned
 
     def hold(self, block: Block) -> None:
-        """Keep a block's room while it is read or written in passing; its place in the order of eviction stays."""
+        """Keep a block's room while a background thread reads or writes it, without changing its eviction order."""
         block.num_holds += 1
 
     def let_go(self, block: Block) -> None:
@@ -471,11 +471,11 @@ class BlockPool:
             self._return_room(block)
 
     def has_room(self, size: int) -> bool:
-        """`size` adjacent units are free: nothing need be evicted for them."""
+        """Whether `size` adjacent units are free without an eviction."""
         return self._space.has_room(size)
 
     def evict(self, count: int, requester: Share | None = None) -> None:
-        """Evict the `count` coldest blocks that may go for `requester`."""
+        """Evict the `count` coldest blocks that may be evicted for `requester`."""
         blocked: list[Block] = []
         while count and (victim := self._policy.pop_coldest(requester)) is not None:
             if victim.is_held:
@@ -486,16 +486,16 @@ class BlockPool:
         self._policy.put_back(blocked)
 
     def coldest(self, count: int) -> list[Block]:
-        """Blocks that would be evicted next, as things are."""
+        """The blocks that would be evicted next as of now."""
         return self._policy.coldest(count)
 
     def extend(self, num_units: int) -> None:
         self._space.extend(num_units)
 
     def shrink(self, num_units: int) -> bool:
-        """Give up the last units, evicting what lies there.
+        """Give up the last units, evicting the blocks there.
 
-        False, and nothing changes, when some of it is in use, or is not to be evicted for others.
+        Returns False, and changes nothing, if one of these blocks is in use or protected by its owner's quota.
         """
         end = self.num_units - num_units
         victims: list[Block] = []
@@ -513,7 +513,7 @@ class BlockPool:
         return True
 
     def restore(self, num_units: int, regions: Sequence[TakenRegion], cold_to_warm: Iterable[Block]) -> None:
-        """Begin with existing blocks: `regions` tile no unit twice, the blocks among them are READY."""
+        """Start with existing blocks: `regions` do not overlap; the blocks among them, `cold_to_warm`, become READY."""
         self._space = Space.restored(num_units, regions)
         loose: list[Block] = []
         for block in cold_to_warm:
@@ -530,7 +530,7 @@ class BlockPool:
             self._policy.add_all(loose[first : first + _RESTORED_TOGETHER][::-1])
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Make unreferenced blocks the most recently used, the first of them last to go."""
+        """Make the unreferenced ones of `blocks` the most recently used; the first becomes the hottest."""
         touched = [block for block in dict.fromkeys(blocks) if _is_evictable(block)]
         for block in touched:
             self._policy.remove(block)
@@ -562,7 +562,8 @@ class BlockPool:
     ) -> list[Block]:
         """Up to `count` new blocks of `size`, evicting as needed.
 
-        Of a `newcomer` that a match can reach, one at least, whatever the policy thinks of it: it has a history then.
+        A `newcomer` that a match can reach gets at least one block even if the policy declines it: that starts its
+        history.
         """
         self._expire()
         blocks = self._space.take(count, size, self._make)
@@ -588,9 +589,9 @@ class BlockPool:
     def _replace_coldest(
         self, count: int, size: int, requester: Share | None, newcomer: Run[Block] | None
     ) -> list[Block]:
-        """New blocks in the places of the coldest, as long as those have the right size and nothing else is free.
+        """New blocks in place of the coldest ones, as long as those have the right size and no units are free.
 
-        What `_make_room` would evict then too, without joining and splitting regions: prompts take thousands.
+        `_make_room` would evict the same blocks, but join and split regions: too slow for thousands of blocks.
         """
         blocks: list[Block] = []
         if self._space.free_units:
@@ -620,7 +621,7 @@ class BlockPool:
     def _make_room(self, count: int, size: int, requester: Share | None, newcomer: Run[Block] | None) -> None:
         """Evict the coldest blocks until `count` more regions of `size` fit, or nothing more can be evicted.
 
-        Where blocks of another size are in the way, the coldest block's neighbours go with it, so that room for
+        If blocks of another size are in the way, the coldest block's neighbours are evicted with it, so that room for
         one large block costs a few small ones, not a search through all of them.
         """
         fitting = 0
@@ -638,7 +639,7 @@ class BlockPool:
             else:
                 window = _window_around(victim, size, requester, self._policy.may_evict)
             if window.num_gained is None:
-                # None of the blocks between two that must stay: no window of theirs is larger.
+                # All of the window's blocks lie between two that must stay: none of them has a larger window.
                 hopeless.update(window.blocks)
                 blocked.append(victim)
                 continue
@@ -677,9 +678,9 @@ def _is_evictable(region: Region | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Blocks whose eviction makes one free run, and how many more regions of the wanted size fit then.
+    """Blocks whose eviction makes one free run, and how many more regions of the wanted size would then fit.
 
-    `num_gained` is None when not even one fits.
+    `num_gained` is None if not even one would fit.
     """
 
     blocks: list[Block]
@@ -692,10 +693,10 @@ def _window_around(
     requester: Share | None,
     may_evict: Callable[[Block, Share | None, Sequence[Block]], bool],
 ) -> _Window:
-    """The smallest window of evictable blocks around `victim` that makes room for `size`, or the largest there is.
+    """The smallest window of evictable blocks around `victim` that makes room for `size`, else the largest one.
 
-    Prefixes are written upwards and go cold from their end, so it grows downwards first, but not into a larger block
-    than lies on the other side: that may be the one that was last made room for in this way.
+    Prefixes are written upwards and become cold from the end, so the window grows downwards first, unless the block
+    there is larger than the one above: the previous call may have made room for that large block.
     """
     blocks = [victim]
     run = victim.size

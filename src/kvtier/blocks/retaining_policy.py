@@ -1,11 +1,11 @@
-"""Blocks that somebody asked to keep are not evicted for a time: a wrapper around any eviction policy.
+"""Keeps retained blocks from eviction for a time: a wrapper around any eviction policy.
 
-A retention is an entry under a block's hash, with a deadline; each account that asks for the block has one of its own.
-It may be there before the block is: a prompt's blocks are asked for while they are being computed. The wrapped policy
-has the evictable blocks without an entry. When the last entry of a block ends, it joins them as one that was just used.
+A retention is an entry under a block's hash, with a deadline; each account that retains the block has its own entry.
+An entry may exist before its block: clients retain a prompt's blocks while they are being computed. The wrapped policy
+orders the evictable blocks without an entry. When the last entry of a block ends, the block joins them as just used.
 
-Bounded: an entry counts its block's units towards its account, and a block with entries once towards their owner; none
-is made beyond what both may have. An entry whose block does not come ends after `ARRIVAL_S`.
+Retentions are bounded: an entry counts its block's units towards its account, and a block with entries counts once
+towards their owner; no entry may exceed the limit of either. An entry whose block does not come ends after `ARRIVAL_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ARRIVAL_S = 600.0
 """How long an entry waits for its block."""
 _STALE_WAKES = 1024
 _MAX_ENTRIES = 64
-"""Of one block: more accounts cannot retain it at once."""
+"""Most entries of one block, one for each account that retains it."""
 
 
 class _Index(Protocol):
@@ -56,7 +56,7 @@ _Block = TypeVar("_Block", bound=_Retainable)
 
 
 class _Entry:
-    """What one account was promised for one block. `ask` is the number of the ask that it came with."""
+    """One account's retention of one block. `ask` is the number of the `retain` call that made or extended it."""
 
     __slots__ = ("account", "ask", "deadline", "hash", "index", "is_over", "priority")
 
@@ -73,7 +73,7 @@ class _Entry:
 
 
 class _Account:
-    """Entries of one caller, by priority and within one by the ask they came with, the oldest first; their units."""
+    """One caller's entries and their units. The entries are sorted by priority, then by `retain` call, oldest first."""
 
     __slots__ = ("entries", "name", "share", "units")
 
@@ -98,14 +98,14 @@ class _Account:
                 del self.entries[entry.priority]
 
     def weakest(self, priority: int) -> Iterator[_Entry]:
-        """Those below `priority` in the order in which they make place: a prompt loses its end first."""
+        """The entries below `priority`, in the order in which they make room: a prompt loses its end first."""
         for below in sorted(each for each in self.entries if each < priority):
             for of_one in self.entries[below].values():
                 yield from reversed(of_one)
 
 
 class RetainingPolicy(Generic[_Block]):
-    """`inner` orders the blocks without a retention; see `EvictionPolicy`. Called as that is, under the pool's lock."""
+    """An `EvictionPolicy`, called under the pool's lock. `inner` orders the blocks without a retention."""
 
     def __init__(self, inner: EvictionPolicy[_Block], clock: Callable[[], float]) -> None:
         self.inner = inner
@@ -113,11 +113,11 @@ class RetainingPolicy(Generic[_Block]):
         self._clock = clock
         self._entries: dict[_Index, dict[BlockHash, dict[_Account, _Entry]]] = {}
         self._num_idle = 0
-        """Blocks that are retained: they could be evicted but for their entries."""
+        """The number of blocks that only their entries keep from eviction."""
         self._accounts: dict[tuple[Share, str], _Account] = {}
         self._units: dict[Share, int] = {}
         self._wakes: list[tuple[float, int, _Entry]] = []
-        """When to look at entries again: a heap. An entry is in it once, and once more for each time that it ended."""
+        """A heap of times to check entries again. Each entry is in it once; entries that are over stay until due."""
         self._numbers = itertools.count()
         self._asks = itertools.count()
         self._num_entries = 0
@@ -150,7 +150,7 @@ class RetainingPolicy(Generic[_Block]):
             self.remove(block)
 
     def pop_coldest(self, requester: Share | None = None, newcomer: Run[_Block] | None = None) -> _Block | None:
-        """Never one with a retention."""
+        """The next victim, never a retained block."""
         return self.inner.pop_coldest(requester, newcomer)
 
     def pop_several(
@@ -184,10 +184,11 @@ class RetainingPolicy(Generic[_Block]):
         return self._units.get(share, 0)
 
     def retain(self, index: _Index, hashes: Sequence[BlockHash], retention: Retention, max_units: int) -> int:
-        """Retain the leading ones, there or not, as far as `max_units` of the index's owner and the account go.
+        """Retain the leading blocks of `hashes`, present or not, within the limits of the owner and the account.
 
-        What the account has retained already keeps the longer time and the higher priority. Where it has no room left,
-        blocks of its own with a lower priority lose theirs. Returns how many of `hashes` are retained as asked.
+        `max_units` is the limit of the index's owner. A block that the account has retained already keeps the longer
+        time and the higher priority. If room is short, the account's own retentions of lower priority end. Returns how
+        many of `hashes` are retained as requested.
         """
         self.expire()
         account = self._account(index.share, retention.account)
@@ -204,7 +205,7 @@ class RetainingPolicy(Generic[_Block]):
         return count
 
     def end(self, index: _Index, hashes: Sequence[BlockHash], account: str | None = None) -> int:
-        """End retentions, of one account or of all. Returns of how many blocks."""
+        """End the retentions of `hashes` by one account, or by all if None. Returns for how many blocks."""
         known = self._entries.get(index, {})
         found = [list(known[block_hash].values()) for block_hash in dict.fromkeys(hashes) if block_hash in known]
         ended = [[entry for entry in of_one if account is None or entry.account.name == account] for of_one in found]
@@ -212,7 +213,7 @@ class RetainingPolicy(Generic[_Block]):
         return sum(map(bool, ended))
 
     def expire(self) -> None:
-        """End what is past its deadline, or waits for its block in vain."""
+        """End entries that are past their deadline, or whose block has not come in time."""
         wakes, now = self._wakes, self._clock()
         over: dict[int, list[_Entry]] = {}
         while wakes and wakes[0][0] <= now:
@@ -255,7 +256,7 @@ class RetainingPolicy(Generic[_Block]):
             self._units[account.share] = self._units.get(account.share, 0) + index.block_units
         self._entries.setdefault(index, {}).setdefault(block_hash, {})[account] = entry
         self._num_entries += 1
-        self._accounts[account.share, account.name] = account  # its last entry may have made place for this one
+        self._accounts[account.share, account.name] = account  # ending its last entry to make room may have removed it
         account.add(entry)
         self._wake_at(entry.deadline if is_ready else min(entry.deadline, now + ARRIVAL_S), entry)
         return True
@@ -273,9 +274,9 @@ class RetainingPolicy(Generic[_Block]):
     def _make_place(
         self, account: _Account, units: int, retention: Retention, max_units: int, *, is_counted: bool
     ) -> bool:
-        """Whether `account` may have so much more, once weaker blocks of its own have made place for it.
+        """End the account's weaker retentions until `units` more fit. False, ending none, if that cannot suffice.
 
-        With `is_counted`, the block counts towards the owner already.
+        With `is_counted`, the block already counts towards the owner.
         """
         limit = retention.account_units
         excess = self._units.get(account.share, 0) + (0 if is_counted else units) - max_units
@@ -304,13 +305,13 @@ class RetainingPolicy(Generic[_Block]):
             self._accounts.pop((account.share, account.name), None)
 
     def _end_all(self, entries: Sequence[_Entry]) -> None:
-        """Blocks without another entry are ordinary ones from now on. `entries` are in the order of their prompt."""
+        """End `entries`, in prompt order. Blocks without another entry become evictable again."""
         freed = [block for entry in entries if (block := self._end(entry)) is not None]
         if freed:
             self.inner.readmit(freed)
 
     def _end(self, entry: _Entry) -> _Block | None:
-        """The block, if it may be evicted now."""
+        """End an entry. Returns its block if that may be evicted now."""
         index, account = entry.index, entry.account
         known = self._entries[index]
         of_block = known[entry.hash]
@@ -340,11 +341,11 @@ class RetainingPolicy(Generic[_Block]):
         if len(self._wakes) > 2 * self._num_entries + _STALE_WAKES:
             self._wakes = [wake for wake in self._wakes if not wake[2].is_over]
             heapq.heapify(self._wakes)
-        # The last of one prompt's blocks first: it shall lose its end before its beginning.
+        # A prompt's last block comes first, so that its end is evicted before its beginning.
         heapq.heappush(self._wakes, (time, -next(self._numbers), entry))
 
     def _without_entries(self, blocks: Sequence[_Block]) -> list[_Block]:
-        """Those that may be evicted; the others are retained from now on."""
+        """The blocks that may be evicted; the others are marked as retained."""
         free = []
         for block in blocks:
             if self._has_entry(block):

@@ -1,4 +1,4 @@
-"""What a caller asks for when a prefix is to stay longer than others: for how long, how much it matters, who pays."""
+"""A request to retain a prefix longer than others: its duration, priority and account."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_ACCOUNT_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Blocks are not evicted for `ttl_s` seconds from now. They count towards `account`, a caller among an owner's.
+    """Retain blocks for `ttl_s` seconds from now. They count towards `account`, one of the owner's callers.
 
-    At most `account_units` may, or what the owner may have. Where that is used up, what the account has retained with a
-    lower `priority` makes place.
+    The account may retain at most `account_units`, and never more than its owner. If that is used up, the account's
+    retentions of lower `priority` make room.
     """
 
     ttl_s: float
@@ -29,16 +29,16 @@ class Retention:
         check_ttl("ttl_s", self.ttl_s)
         check_priority("priority", self.priority)
         if len(self.account) > MAX_ACCOUNT_CHARS:
-            raise ConfigError(f"an account has a name of at most {MAX_ACCOUNT_CHARS} characters")
+            raise ConfigError(f"an account's name must have at most {MAX_ACCOUNT_CHARS} characters")
         if self.account_units is not None and self.account_units < 0:
             raise ConfigError("an account's limit must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """What came of it: the leading `num_blocks` of those that were asked for are retained for `ttl_s` seconds.
+    """The outcome of a request: the leading `num_blocks` of its blocks are retained for `ttl_s` seconds.
 
-    `reason` is a sentence if that is less than was asked for.
+    `reason` is a sentence if that is less than was requested.
     """
 
     num_blocks: int
@@ -47,12 +47,12 @@ class Granted:
 
 
 def check_ttl(name: str, ttl_s: float) -> None:
-    """Raises `ConfigError`, also for what is no number."""
+    """Raises `ConfigError` for a time out of range, including NaN."""
     if not math.isfinite(ttl_s) or not 0 < ttl_s <= MAX_TTL_S:
         raise ConfigError(f"{name} must be above 0 and at most {MAX_TTL_S} seconds, not {ttl_s}")
 
 
 def check_priority(name: str, priority: int) -> None:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError` for a priority out of range."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise ConfigError(f"{name} must be from {MIN_PRIORITY} to {MAX_PRIORITY}, not {priority}")

@@ -1,8 +1,8 @@
-"""How long prompts wait until they are asked for again, as seen so far, and what keeping one is worth by that.
+"""Learns how long prompts wait until their next use, and what keeping one is therefore worth.
 
 Gaps between uses are counted in buckets, each twice as wide as the one before, for each class of prompts: those never
-used again so far, and those whose gaps have been about as long. A class that has seen little leans on its neighbours,
-and these on all classes together. The worth of keeping a block of some age is the best ratio, over all times to stop,
+used again so far, and those with gaps of about the same length. A class with few events leans on its neighbours, and
+these lean on all classes together. The worth of keeping a block of some age is the best ratio, over all times to stop,
 of the chance of a hit until then to the time that the block is kept for it: hits per second of one block's room.
 """
 
@@ -19,16 +19,16 @@ _LOG2_FIRST = math.log2(_FIRST_S)
 _EDGES = [0.0] + [_FIRST_S * 2.0**power for power in range(_NUM_BUCKETS)]
 _WIDTHS = [after - before for before, after in itertools.pairwise(_EDGES)]
 _PRIOR = 8.0
-"""What is known of more classes counts like this many gaps that were seen in fewer."""
+"""The prior from more classes counts as much as this many gaps seen in fewer."""
 _MAX_EVENTS = 10_000
-"""Counts are halved then, so that old traffic is forgotten."""
+"""Past this many events, counts are halved, so that old traffic is forgotten."""
 _MIN_NEWS = 8
 _frexp = math.frexp
 _FORGOTTEN = 1e-6
 
 
 def class_of(log2_gap: float) -> int:
-    """Of a prompt whose gaps are about `2 ** log2_gap` seconds: one class is twice as long as the one before."""
+    """The class of a prompt with gaps of about `2 ** log2_gap` seconds; each class has twice the gaps of the last."""
     return min(NUM_CLASSES - 1, 1 + max(0, int(log2_gap - _LOG2_FIRST)))
 
 
@@ -38,7 +38,7 @@ def bucket_of(age_s: float) -> int:
 
 
 class ReuseModel:
-    """Learns from each gap that ended in a use, and from each wait that was given up. Takes a few KiB."""
+    """Learns from each gap that ended in a use, and from each history that was forgotten. Takes a few KiB."""
 
     def __init__(self) -> None:
         self._reused = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
@@ -54,11 +54,11 @@ class ReuseModel:
         self._end(gap_class, bucket)
 
     def given_up(self, gap_class: int, age_s: float) -> None:
-        """Nobody asked for it while its history was kept."""
+        """A prompt was not requested again while its history was kept."""
         self._end(gap_class, bucket_of(age_s))
 
     def worth(self, gap_class: int, age_s: float) -> float:
-        """Hits per second that a block of this class and age can expect. Zero before anything was learned."""
+        """Expected hits per second of a block of this class and age. Zero before anything was learned."""
         if self._news[gap_class] >= self._limits[gap_class]:
             self._refresh(gap_class)
         return self._worths[gap_class][bucket_of(age_s)]
@@ -74,14 +74,14 @@ class ReuseModel:
                     row[:] = [count / 2 for count in row]
 
     def _refresh(self, gap_class: int) -> None:
-        """Learn the worths of a class anew: seldom enough to cost little, often enough to follow the traffic."""
+        """Recompute the worths of a class: seldom enough to cost little, often enough to follow the traffic."""
         chances = self._chances(gap_class)
         self._worths[gap_class] = _best_ratios(chances)
         self._news[gap_class] = 0
         self._limits[gap_class] = _MIN_NEWS + sum(self._ended[gap_class]) / 32
 
     def _chances(self, gap_class: int) -> list[float]:
-        """Of a use within each bucket, for what has waited until it."""
+        """For each bucket, the chance of a use within it, given that the wait has reached it."""
         chances = [0.0] * _NUM_BUCKETS
         for first, end in ((0, NUM_CLASSES), _neighbours(gap_class), (gap_class, gap_class + 1)):
             reused = [sum(column) for column in zip(*self._reused[first:end], strict=True)]
@@ -94,14 +94,14 @@ class ReuseModel:
 
 
 def _neighbours(gap_class: int) -> tuple[int, int]:
-    """The class and those beside it; prompts that were never used again have none."""
+    """The range of a class and its neighbours; the class of prompts never used again has none."""
     if gap_class == NEW_CLASS:
         return NEW_CLASS, NEW_CLASS + 1
     return max(NEW_CLASS + 1, gap_class - 1), min(NUM_CLASSES, gap_class + 2)
 
 
 def _best_ratios(chances: list[float]) -> list[float]:
-    """For each bucket that a block may have reached: hits over time, for the best bucket to stop after."""
+    """For each bucket that a block's age may be in, hits over time if it is kept until the best bucket to stop."""
     last = max((bucket for bucket, chance in enumerate(chances) if chance > 0), default=-1)
     worths = [0.0] * _NUM_BUCKETS
     for first in range(last + 1):

@@ -11,20 +11,20 @@ Item = TypeVar("Item")
 
 
 class Scoped(Protocol):
-    """Where a block is found: `scope` tells its hashes from those of others; see `pool.PrefixIndex`."""
+    """A block's index: `scope` separates its hashes from those of other indexes; see `pool.PrefixIndex`."""
 
     scope: int
     share: Share
 
 
 class Run(Generic[Item]):
-    """`blocks` lie in the prompt's order; some of them may have moved on to a later run, or are in use.
+    """`blocks` are in prompt order; some of them may have moved to a later run, or be in use.
 
     `num_live` of them may be evicted. `size` counts those not evicted since the run was made, `lru_size` those that
-    LRU would have now; `num_wanted` were to be stored at first. `used_at` is None until the run is first used;
-    `log2_gap` is a moving average of the logarithms of its gaps, None before the first. What `is_tail` ended its
-    prompt: what follows it next continues the same one. Of new blocks, `is_reachable` says that what is before them
-    is known to be cached, and `is_declined` that the policy was asked for room for them and gave less than it could.
+    LRU would still have, `num_wanted` those to be stored at first. `used_at` is None until the run is first used;
+    `log2_gap` is a moving average of the logarithms of its gaps, None before the first gap. A run that `is_tail` ended
+    its prompt: blocks stored behind it continue that prompt. New blocks are `is_reachable` if the blocks before them
+    are known to be cached, and `is_declined` if the policy refused them room.
     """
 
     __slots__ = (

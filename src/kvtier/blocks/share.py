@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class Share:
-    """One owner's part of a pool, in its units. The pool counts what is used, and what of that is pinned.
+    """One owner's part of a pool, in units. The pool counts the `used` units, and the `pinned` ones among them.
 
-    At most `max_pinned` may be, and `max_retained` be retained; None leaves that to the pool.
+    At most `max_pinned` units may be pinned, and `max_retained` retained; None leaves the limit to the pool.
     """
 
     __slots__ = ("max_pinned", "max_retained", "name", "pinned", "quota", "used")

@@ -27,7 +27,7 @@ class Region:
 
 
 class TakenRegion(Region):
-    """What `Space.take` hands out; pools subclass it to hang their own facts on a region."""
+    """A region that `Space.take` returns; pools subclass it to add fields of their own."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class Space:
 
     @classmethod
     def restored(cls, num_units: int, taken: Sequence[TakenRegion]) -> Space:
-        """A space in which `taken`, sorted by `start` and not overlapping, is taken already."""
+        """A space in which the regions `taken`, sorted by `start` and not overlapping, are taken already."""
         space = cls(0)
         space.num_units = num_units
         left: Region | None = None
@@ -80,10 +80,10 @@ class Space:
             self._append_free(last if start else None, start, self.num_units)
 
     def cut(self, num_units: int) -> None:
-        """Take away the last units, which are free."""
+        """Remove the last units, which must be free."""
         last = self._last
-        assert last.is_free, "what is cut off must be free"
-        assert num_units <= last.size, "what is cut off must be free"
+        assert last.is_free, "units to cut off must be free"
+        assert num_units <= last.size, "units to cut off must be free"
         self._remove(last)
         self.num_units -= num_units
         last.size -= num_units
@@ -93,13 +93,13 @@ class Space:
             self._link(last.left, None)
 
     def has_room(self, size: int) -> bool:
-        """Some free region holds `size` units."""
+        """Whether some free region has `size` units."""
         return self._find(size) is not None
 
     def take(self, count: int, size: int, make: Callable[[int, int], _Taken]) -> list[_Taken]:
-        """Up to `count` regions of `size` units each, in as few adjacent runs as there is room for.
+        """Up to `count` regions of `size` units each, in as few runs of adjacent regions as possible.
 
-        Returns fewer, possibly none, when no free region holds another one.
+        Returns fewer, possibly none, if no free region has room for another one.
         """
         taken: list[_Taken] = []
         while len(taken) < count:
@@ -110,7 +110,7 @@ class Space:
         return taken
 
     def replace(self, region: TakenRegion, make: Callable[[int, int], _Taken]) -> _Taken:
-        """Give back `region` and take the same units again, for somebody else. `region` is dead afterwards."""
+        """Give back `region` and take the same units again for a new region. `region` is dead afterwards."""
         taken = make(region.start, region.size)
         left, right = region.left, region.right
         taken.left, taken.right = left, right
@@ -216,7 +216,7 @@ class Space:
         self.free_units -= region.size
 
     def _find(self, size: int) -> Region | None:
-        """A region of at least `size`, close to the smallest there is."""
+        """A free region of at least `size` units, close to the smallest such region."""
         number = _bin_of(size)
         for region in self._bins.get(number, ()):
             if region.size >= size:
@@ -227,7 +227,7 @@ class Space:
         return next(iter(self._bins[number + (larger & -larger).bit_length()]))
 
     def _find_largest(self, size: int) -> Region | None:
-        """A region from the largest bin, if any holds `size`."""
+        """A free region from the largest bin, if it has `size` units."""
         if not self._filled_bins:
             return None
         number = self._filled_bins.bit_length() - 1

@@ -22,7 +22,7 @@ SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_OFFSET = 1 << 60
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
-"""What reading a header raises that says something else than a header does."""
+"""Errors that reading a malformed header raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def weights_identity(tensors: Iterable[TensorSample]) -> str:
 def weights_identity_of_folder(folder: Path) -> str:
     """The identity of the `*.safetensors` files in `folder`; a sharded and a merged checkpoint are the same.
 
-    Raises `ConfigError` when there are none or one cannot be read as safetensors.
+    Raises `ConfigError` if there are none, or one cannot be read as safetensors.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -63,7 +63,7 @@ def weights_identity_of_folder(folder: Path) -> str:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, by name, and where their bytes begin. Raises `ValueError`."""
+    """A safetensors file's entries by tensor name, and where the tensors' bytes begin. Raises `ValueError`."""
     first = file.read(8)
     if len(first) < 8:
         raise ValueError("it is shorter than 8 bytes")
@@ -79,7 +79,7 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def tensor_range(entry: dict[str, Any]) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end behind the header. Raises `ValueError`, or one of `MALFORMED`."""
+    """Where a tensor's bytes begin and end, counted from the header's end. Raises one of `MALFORMED`."""
     start, end = entry["data_offsets"]
     if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end < _MAX_OFFSET:
         raise ValueError("a tensor's bytes end before they begin")
