@@ -165,7 +165,7 @@ def test_what_is_on_disk_counts_as_disk_also_after_a_restart(tmp_path: Path) -> 
         other = explain(bare, fields(salt="other"), TOKENS)
 
     assert other.reason is MatchEnd.OTHER_NAMESPACE
-    assert "whose fields are not known" in other.detail
+    assert "whose fields are unknown" in other.detail
 
 
 def test_with_a_disk_only_what_is_in_neither_place_was_evicted(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_namespace_known_by_its_digest_alone_is_found_without_names() -> None:
 
     assert found.reason is MatchEnd.OTHER_NAMESPACE
     assert "cached as unnamed" in found.detail
-    assert found.detail.endswith("whose fields are not known")
+    assert found.detail.endswith("whose fields are unknown")
 
 
 def test_info_shows_what_a_namespace_covers_and_no_salt() -> None:
@@ -448,7 +448,7 @@ def test_a_note_that_is_no_explanation_is_said_to_be_none() -> None:
     with served() as (_, client):
         client.note(Garbage())
         client.flush()
-        with pytest.raises(ConfigError, match="this is no explanation"):
+        with pytest.raises(ConfigError, match="this is not an explanation"):
             explain_request(client, "r1")
 
 

@@ -223,7 +223,7 @@ def test_a_path_that_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("bytes of somebody")
     said = _refused_start("--socket", str(path), "--memory", "1MiB")
-    assert f"{path} exists and is not a socket; it is left alone" in said
+    assert f"{path} exists and is not a socket: remove it, or choose another path" in said
     assert path.read_text() == "bytes of somebody"
 
 

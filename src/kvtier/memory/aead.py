@@ -26,7 +26,7 @@ class Aead:
         return self._cipher.encrypt(nonce, data, about)
 
     def encrypt_into(self, nonce: bytes, data: memoryview, about: bytes, into: memoryview) -> None:
-        """`into` has room for the tag behind the ciphertext."""
+        """Encrypt `data` into `into`, which needs room for the tag behind the ciphertext."""
         self._cipher.encrypt_into(nonce, data, about, into)
 
     def decrypt_into(self, nonce: bytes, data: memoryview | bytearray, about: bytes, into: memoryview) -> None:

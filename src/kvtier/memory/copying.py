@@ -1,4 +1,4 @@
-"""Copies between arenas and a caller's buffers, without the GIL and in as few, long moves as the addresses allow.
+"""Copies between arenas and a caller's buffers, without the GIL and in as few moves as the addresses allow.
 
 One long move is up to twice as fast as many of a block's size (beyond some megabytes the C library stores past
 the cache), so neighbouring blocks are moved together where both sides are adjacent.
@@ -41,7 +41,7 @@ _release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
 
 
 def byte_views(buffers: Iterable[Buffer], nbytes: int, *, writable: bool) -> list[memoryview]:
-    """Flat views of `buffers`, each of exactly `nbytes`. Raises `ConfigError` for one that is not."""
+    """Flat views of `buffers`. Raises `ConfigError` for a buffer that does not have exactly `nbytes`."""
     views = []
     for position, buffer in enumerate(buffers):
         try:

@@ -1,12 +1,12 @@
-"""CUDA's runtime by ctypes: many copies in one call, and arenas whose pages are locked so that the device reads and
-writes them itself.
+"""CUDA's runtime through ctypes: many copies in one call, and arenas with locked pages that the device reads and writes
+itself.
 
-Uses the runtime that another library of this process, such as torch, has loaded. Streams come as raw handles. Every
-call releases the GIL and may come from any thread that has its device set.
+It uses the runtime that another library of this process, such as torch, has loaded. Streams are raw handles. Every call
+releases the GIL and may be made from any thread that has its device set.
 
-While a thread captures a CUDA graph, calls of other threads that CUDA calls potentially unsafe (registering memory is
-one) fail, and the capture with them, unless their thread is in relaxed mode: `Cudart.relaxed`. Nothing that is done in
-it here depends on what is captured, or is captured itself.
+While a thread captures a CUDA graph, potentially unsafe calls of other threads, such as registering memory, fail and
+break the capture, unless their thread is in relaxed mode: `Cudart.relaxed`. No call made here in that mode depends on
+captured work, or is captured itself.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-# What lies on the host is complete before a copy is asked for; what lies on the device, when the stream gets there.
+# Sources on the host are complete before a copy is requested; sources on the device, when the stream gets there.
 _ATTRIBUTES = {
     Direction.TO_DEVICE: _CopyAttributes(source_order=_SOURCE_ANY_TIME),
     Direction.TO_HOST: _CopyAttributes(source_order=_SOURCE_IN_STREAM_ORDER),
@@ -95,7 +95,7 @@ _FROM_THE_FIRST = array("Q", [0])
 
 
 def load_cudart(majors: Sequence[int] = _MAJORS) -> Cudart:
-    """The CUDA runtime of one of these versions that this process has loaded. Raises `TierUnavailable` without one."""
+    """The CUDA runtime that this process has loaded, in one of these versions. Raises `TierUnavailable` without one."""
     for major in majors:
         try:
             return Cudart(ctypes.CDLL(f"libcudart.so.{major}", os.RTLD_NOLOAD | os.RTLD_NOW))
@@ -210,7 +210,7 @@ class Cudart:
     def _exchange_capture_mode(self, mode: ctypes.c_int) -> None:
         """Sets the calling thread's mode to `mode`, which then holds the previous one."""
         status = self._library.cudaThreadExchangeStreamCaptureMode(ctypes.pointer(mode))
-        self._check(status, "cannot change how this thread meets captures")
+        self._check(status, "cannot change this thread's mode for graph captures")
 
     def _check(self, status: int, what: str) -> None:
         if status:
@@ -233,7 +233,7 @@ def cut(device: Sequence[int], offsets: Sequence[int], nbytes: int, piece_bytes:
 
 
 def pieces_of(offset: int, nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
-    """The range as (offset, size) of parts that each lie in one piece."""
+    """The range as (offset, size) of parts, each within one piece."""
     parts = []
     end = offset + nbytes
     while offset < end:
@@ -244,11 +244,11 @@ def pieces_of(offset: int, nbytes: int, piece_bytes: int) -> list[tuple[int, int
 
 
 class Registration:
-    """An arena that is being registered with CUDA, piece after piece, by a thread of its own.
+    """An arena that a thread of its own registers with CUDA, piece by piece.
 
-    A copy may touch one piece only, whether it is registered yet or not. The arena stays mapped until `close`: its own
-    `close` raises `LeaseError`. It is held by a weak reference only: the adopter watches for its end.
-    A piece that cannot be registered is logged, and it and those after it stay unregistered.
+    A copy may touch only one piece, whether that is registered yet or not. The arena stays mapped until `close`: its
+    own `close` raises `LeaseError`. The thread has only a weak reference to it: the adopter watches for its end.
+    A piece that cannot be registered is logged; it and all later pieces stay unregistered.
     """
 
     def __init__(self, arena: MappedArena, cudart: Cudart, device: int, piece_bytes: int = PIECE_BYTES) -> None:
@@ -271,11 +271,11 @@ class Registration:
 
     @property
     def is_complete(self) -> bool:
-        """Every piece is registered."""
+        """Whether every piece is registered."""
         return 0 not in self._is_registered
 
     def covers(self, offset: int, nbytes: int) -> bool:
-        """The whole range is registered now."""
+        """Whether the whole range is registered now."""
         first, last = offset // self.piece_bytes, (offset + nbytes - 1) // self.piece_bytes
         return self._is_registered.find(0, first, last + 1) < 0
 
@@ -289,9 +289,9 @@ class Registration:
         return self.is_complete
 
     def close(self) -> None:
-        """Unregister what is registered, after the piece under way, and let the mapping go. Safe to call twice.
+        """Finish the piece in progress, unregister all pieces, and release the mapping. Safe to call twice.
 
-        No copy may be in flight, and none may begin. The calling thread has its device set.
+        No copy may be in flight, and none may begin. The calling thread must have its device set.
         """
         self._is_stopping = True
         self._thread.join()
@@ -314,7 +314,7 @@ class Registration:
                 mapped = arena()
                 if self._is_stopping or mapped is None:
                     return
-                # Without this, the pages are found and cleared inside the call, while the device's other callers wait.
+                # Otherwise the pages are allocated and cleared inside the call, while the device's other callers wait.
                 mapped.populate(start, length)
                 del mapped
                 self._cudart.register(self._address + start, length)

@@ -10,10 +10,10 @@ _LARGE_BYTES = 1 << 20
 
 
 def give_back_large_buffers() -> None:
-    """Buffers of a MiB or more go back to the system when they are freed, for the rest of this process.
+    """Return freed buffers of a MiB or more to the system, for the rest of this process.
 
-    glibc assumes that a freed buffer's size is usual, and keeps as much as twice that for each thread: after a few
-    clients that sent the largest frames, hundreds of MiB. Elsewhere nothing happens.
+    glibc assumes that the size of a freed buffer is typical, and keeps up to twice that for each thread: hundreds of
+    MiB after a few clients have sent the largest frames. With another C library, this does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -1,9 +1,9 @@
-"""Huge pages for shared memory, whatever the system's settings for them are.
+"""Huge pages for shared memory, independent of the system's settings for them.
 
-Memory that became resident page by page, by several threads or after other programs have come and gone, lies scattered
-over the machine. A disk then moves each 4 KiB of a direct read by itself, and that is 40% slower than into memory that
-lies together. `MADV_COLLAPSE` (Linux 6.1) puts 2 MiB together; it asks for no permission, but for a mapping that is
-aligned as the file is. No bytes change, even if they are read or written meanwhile.
+Memory that became resident page by page, from several threads or after other programs have come and gone, is scattered
+over the machine. A disk then moves each 4 KiB of a direct read separately, which is 40% slower than into contiguous
+memory. `MADV_COLLAPSE` (Linux 6.1) makes 2 MiB contiguous; it needs no permission, but a mapping that is aligned like
+the file. The bytes do not change, even if they are read or written meanwhile.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HugePages:
-    """A mapping of a memfd of `nbytes` beside the one in use, only for joining pages.
+    """A second mapping of a memfd of `nbytes`, used only for joining pages.
 
-    It holds no page: what it maps for a moment counts as memory of this process once, not twice. Several threads may
-    join different pieces, but not while one closes it.
+    It maps pages only for a moment, so they do not count twice as memory of this process. Several threads may join
+    different pieces, but not during `close`.
     """
 
     def __init__(self, fd: int, nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `OSError` if there is no room in the address space, or a limit leaves little for others."""
+        """Raises `OSError` if the address space has no room or is limited: others may need the rest of it."""
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             raise OSError(errno.ENOMEM, "the address space is limited")
         self._clock = clock
@@ -62,14 +62,14 @@ class HugePages:
                 raise
 
     def close(self) -> None:
-        """Give up the address space. Nothing is joined from now on."""
+        """Release the address space. Later calls of `join` do nothing."""
         self._can_join = False
         self._unmap()
 
     def join(self, first: int, nbytes: int) -> None:
-        """Let each 2 MiB of a range lie in one piece, resident or not so far. A hint: pages in use stay as they are.
+        """Make each 2 MiB of a range contiguous, resident or not so far. A hint: pages in use stay as they are.
 
-        The range begins at a whole number of them; what is left over at its end stays as it is, too.
+        The range begins at a multiple of 2 MiB; a partial 2 MiB at its end stays as it is, too.
         """
         assert first % HUGE_BYTES == 0
         nbytes = min(nbytes, self._nbytes - first) // HUGE_BYTES * HUGE_BYTES
@@ -82,9 +82,9 @@ class HugePages:
                 return
         if _libc.madvise(start, nbytes, _MADV_COLLAPSE) != 0:
             number = ctypes.get_errno()
-            if number == errno.EINVAL:  # an older kernel, or one without
+            if number == errno.EINVAL:  # the kernel is too old or was built without it
                 self._can_join = False
-            elif number != errno.EAGAIN:  # otherwise it was just in use: memory of that size is not available
+            elif number != errno.EAGAIN:  # EAGAIN: the pages were in use. Otherwise no contiguous memory is free
                 self._rests_until = self._clock() + _REST_S
         _libc.madvise(start, nbytes, mmap.MADV_DONTNEED)
 

@@ -1,7 +1,7 @@
 """Scopes over blocks in an arena: leases to read, reservations to write. Both are context managers.
 
-Where the blocks lie in memory of this process, views cost no copy. A view must not be used after its lease: it is
-released with it, and a lease whose views are still exported (to numpy, say) refuses to end. Wrong bytes are worse
+If the blocks are in memory of this process, views cost no copy. A view must not be used after its lease: it is released
+with the lease, and a lease whose views are still exported (for instance to numpy) refuses to end. Wrong bytes are worse
 than an exception.
 """
 
@@ -30,7 +30,7 @@ _WAIT_BLOCKS = 8
 
 DISK = "disk"
 CLUSTER = "cluster"
-"""Where a cache server has blocks that it still has to read."""
+"""Values of `Lease.stored_in`: where a cache server has blocks that it must read first."""
 
 _IN_USE = "views of these blocks are still in use, by an array or another view: drop those first"
 
@@ -56,22 +56,22 @@ class Lease(Protocol):
 
     @property
     def num_stored(self) -> int:
-        """After a lazy match: how many blocks follow that could be read from disk. `ended` applies behind them."""
+        """After a lazy match: the number of blocks that follow on disk. `ended` applies to the block behind those."""
         ...
 
     @property
     def stored_in(self) -> str:
-        """Where most of those blocks are: "disk" or "cluster"."""
+        """Where most of the `num_stored` blocks are: "disk" or "cluster"."""
         ...
 
     @property
     def num_ready_at_match(self) -> int:
-        """How many leading blocks were in the tier's memory; the others were on their way from disk."""
+        """The number of leading blocks that were in the tier's memory; the others were still being loaded."""
         ...
 
     @property
     def arena(self) -> MappedArena | None:
-        """The arena of `offsets`, if the blocks lie in one memory of this host."""
+        """The arena of `offsets`, if the blocks are in an arena of this host."""
         ...
 
     @property
@@ -81,13 +81,13 @@ class Lease(Protocol):
 
     @property
     def has_views(self) -> bool:
-        """The blocks lie in memory of this process: `views` costs no copy."""
+        """Whether the blocks are in memory of this process, so that `views` costs no copy."""
         ...
 
     def wait(self, count: int | None = None) -> int:
-        """Wait until the first `count` blocks (all by default) are here, for example from disk. Returns how many are.
+        """Wait until the first `count` blocks (all by default) are loaded, for example from disk. Returns how many are.
 
-        If fewer, the others are lost and `num_blocks` is less from now on.
+        If fewer, the others are lost, and `num_blocks` is smaller from now on.
         """
         ...
 
@@ -109,7 +109,7 @@ class Lease(Protocol):
 
 
 class _Scope:
-    """The common half of leases and reservations: views over an arena, one end.
+    """The common part of leases and reservations: views of an arena, and a single end.
 
     `forget` stands in for `end` when the garbage collector finds a scope that was never ended: it must not block or
     lock.
@@ -160,7 +160,7 @@ class _Scope:
             logger.warning("views are still in use after an error; their blocks stay leased")
 
     def __del__(self) -> None:
-        """It was never ended: end it now, unless its views are alive; then only the process's end gives it back."""
+        """End a scope that was never ended. If its views are alive, its blocks stay leased until the process ends."""
         if self._is_over:
             return
         warnings.warn(f"a {type(self).__name__} was never ended; use `with`", ResourceWarning, stacklevel=2)
@@ -181,7 +181,7 @@ class _Scope:
     def _open_views(self, first: int, count: int, *, readonly: bool) -> list[memoryview]:
         self._check()
         if self._arena is None:
-            raise LeaseError("these blocks are in no memory of this process and have no views: fetch them")
+            raise LeaseError("these blocks are not in memory of this process and have no views: fetch them")
         if first < 0:
             raise LeaseError(f"there is no block {first}")
         known = self._views
@@ -215,9 +215,9 @@ class _Scope:
 
 
 class BlockLease(_Scope):
-    """A lease of one tier. Not thread-safe. `offsets` are places in `arena`; without one, `pull` brings the bytes.
+    """A lease of one tier. Not thread-safe. `offsets` are places in `arena`; without one, `pull` fetches the bytes.
 
-    The first `num_ready` blocks are in the tier's memory; `arrive` waits for more and says how many leading ones are.
+    The first `num_ready` blocks are in the tier's memory; `arrive` waits for more, and returns how many are there then.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ def weak_lease(
     ended: MatchEnd,
     pull: Callable[[Sequence[BlockHash], Sequence[memoryview]], int],
 ) -> BlockLease:
-    """A lease of a tier that holds nothing for a match: `pull` brings what is still present."""
+    """A lease of a tier that cannot keep blocks for it: `pull` fetches those still present."""
     return BlockLease(
         None,
         range(len(hashes)),
@@ -310,9 +310,9 @@ def weak_lease(
 class Reservation(_Scope):
     """Slots to write in place, in an arena of this host. Not thread-safe.
 
-    Slot `i` is for the hash at `positions[i]` of what was asked for; the others are cached already (`num_ready`),
-    being written by another client (`num_pending`) or found no room (`num_refused`). Slots uncommitted when it is
-    closed are given back.
+    Slot `i` is for the hash at `positions[i]` of the request; the other hashes are cached already (`num_ready`), being
+    written by another client (`num_pending`) or found no room (`num_refused`). Slots that are uncommitted at `close`
+    are given back.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Reservation(_Scope):
             copy_blocks(self._addresses()[first : first + count], sources, self._block_bytes)
 
     def commit(self, first: int = 0, count: int | None = None) -> int:
-        """Slots `first..first+count` (all by default) have their bytes: make them visible to all. Returns how many."""
+        """Make slots `first..first+count` (all by default) visible to all: they have their bytes. Returns how many."""
         self._check()
         return self._commit(first, self.num_blocks - first if count is None else count)
 
@@ -362,7 +362,7 @@ class Reservation(_Scope):
 
 
 class EmptyLease:
-    """Nothing matched, and why."""
+    """The lease of a match without blocks; `ended` says why."""
 
     num_blocks = 0
     num_ready_at_match = 0

@@ -1,4 +1,4 @@
-"""How much memory, and how many cores, of this machine are available to us."""
+"""The memory and cores of this machine that this process may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KIB = 1024
 
 
 def machine_memory_bytes() -> int:
-    """Memory of the machine, or of our control group if that has less."""
+    """Memory of the machine, or of this process's control group if that has less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _LIMITS:
         with contextlib.suppress(OSError):
@@ -23,7 +23,7 @@ def machine_memory_bytes() -> int:
 
 
 def available_memory_bytes(memory_info: Path = Path("/proc/meminfo"), group: Path = _GROUP) -> int:
-    """Memory that is available now without swapping: of the machine, or of our control group if that has less."""
+    """Memory that is available now without swapping: of the machine, or of the control group if that has less."""
     available = machine_memory_bytes()
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in memory_info.read_text().splitlines():
@@ -37,7 +37,7 @@ def available_memory_bytes(memory_info: Path = Path("/proc/meminfo"), group: Pat
 
 
 def num_cores(group: Path = _GROUP) -> int:
-    """Cores that this process may use, at least one: of its mask, or of our control group's share if that is less."""
+    """Cores that this process may use, at least one: by its mask, or by its control group's share if that is less."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (group / "cpu.max").read_text().split()
@@ -47,7 +47,7 @@ def num_cores(group: Path = _GROUP) -> int:
 
 
 def _file_bytes(group: Path) -> int:
-    """Pages of files, which the group gives up when it needs room."""
+    """Bytes of cached file pages, which the group gives up when it needs room."""
     for line in (group / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
         if name == "inactive_file":

@@ -1,8 +1,8 @@
 """A mapped arena: one range of memory behind a memfd that several processes can map.
 
-The owner creates it, passes its descriptor on, and all processes that map it read and write the same pages. Pages cost
-nothing until they are touched. The size is sealed, and the seals are, so that no process can shrink it under another's
-feet or keep others from mapping it. A core dump has none of it: it is as secret as the prompts.
+The owner creates it and passes on its descriptor; all processes that map it read and write the same pages. Pages cost
+nothing until they are touched. The size and the seals themselves are sealed, so that no process can shrink the arena
+while another uses it, or keep others from mapping it. Core dumps leave it out: it is as secret as the prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
 _POPULATE_STEP_BYTES = HUGE_BYTES
 _NUM_POPULATE_LOCKS = 16
-"""One lock per piece, so that a caller does not wait for a thread that makes the whole arena resident."""
+"""Pieces are spread over this many locks, so that a caller does not wait while another thread populates the arena."""
 _NO_FD = -1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +60,7 @@ class MappedArena:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keeps the mapping while bytes are copied by address. Raises `LeaseError` once it is closed."""
+        """Keep the mapping while bytes are copied by address. Raises `LeaseError` once the arena is closed."""
         with self._idle:
             if self._is_closed:
                 raise LeaseError("the client of this memory is closed")
@@ -104,7 +104,7 @@ class MappedArena:
                 raise RemoteProtocolError("the peer passed an arena of no size")
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != nbytes:
-                raise RemoteProtocolError("the peer passed a descriptor that is not a sealed arena of the size it said")
+                raise RemoteProtocolError("the peer passed a descriptor that is no sealed arena of the announced size")
             arena = cls(fd, nbytes)
         except OSError as error:
             raise RemoteProtocolError(f"the peer's arena cannot be mapped: {error.strerror}") from error
@@ -127,9 +127,9 @@ class MappedArena:
     def populate(self, offset: int, nbytes: int) -> None:
         """Make the pages of a range present and writable in this process, in one call instead of a fault a page.
 
-        Each 2 MiB is then contiguous, if the kernel has such a piece: disks read and write that faster.
-        A later call for the same range costs nothing. A hint: where the kernel cannot, the faults come one by one, and
-        so they do for pages that another process joins after that.
+        Each 2 MiB is then contiguous if the kernel has such memory, which disks read and write faster. A later call
+        for the same range costs nothing. A hint: if the kernel cannot do it, pages still fault one by one, as do pages
+        that another process joins afterwards.
         """
         number = offset // _POPULATE_STEP_BYTES
         end = -(-(offset + nbytes) // _POPULATE_STEP_BYTES)
@@ -150,12 +150,12 @@ class MappedArena:
         return True
 
     def close(self) -> None:
-        """Give up the descriptor and unmap. While views are in use, raises `LeaseError`, and the mapping stays."""
+        """Close the descriptor and unmap. While views are in use, raises `LeaseError`, and the mapping stays."""
         if self.fd != _NO_FD:
             os.close(self.fd)
             self.fd = _NO_FD
         if not self.stop_use(0):
-            raise LeaseError("the arena is still in use: a copy is under way")
+            raise LeaseError("the arena is still in use: a copy is in flight")
         try:
             self._view.release()
             self._map.close()

@@ -1,6 +1,6 @@
 """The arenas that one device copies from and to, registered with CUDA in the background, and the copies themselves.
 
-Without torch: streams come as raw handles. Any thread may call that has its device set.
+Uses no torch: streams are raw handles. Any thread that has its device set may call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RegisteredArenas:
         """The garbage collector calls `forgotten`: it may only leave a note for a thread that then calls `end`."""
         self._cudart = cudart
         self._device = device
-        # Adjacent slots of this size then cross no pieces.
+        # A multiple of the slot size, so that no slot crosses two pieces.
         self.piece_bytes = max(1, piece_bytes // slot_bytes) * slot_bytes
         self._forgotten = forgotten
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class RegisteredArenas:
         self._registrations: set[Registration] = set()
 
     def adopt(self, arena: MappedArena) -> None:
-        """Register it in the background. A second call is free."""
+        """Register an arena in the background. A second call does nothing."""
         with self._lock:
             if self._is_closed or arena in self._adopted:
                 return
@@ -53,18 +53,18 @@ class RegisteredArenas:
             return self._adopted.get(arena)
 
     def has(self, registration: Registration) -> bool:
-        """It has not ended."""
+        """Whether the registration has not ended."""
         with self._lock:
             return registration in self._registrations
 
     def end(self, registration: Registration) -> None:
-        """End the registration of an arena that is forgotten."""
+        """End the registration of an arena that no longer exists."""
         registration.close()
         with self._lock:
             self._registrations.discard(registration)
 
     def close(self) -> None:
-        """No copy may be in flight, and none may begin."""
+        """End all registrations. No copy may be in flight, and none may begin."""
         with self._lock:
             self._is_closed = True
             registrations, self._registrations = self._registrations, set()
@@ -134,7 +134,7 @@ class RowShape:
 def _joined(
     device: Sequence[int], offsets: Sequence[int], rows: RowShape, piece_bytes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(address, offset, number of rows), where those of several entries that follow each other in a piece are one."""
+    """(address, offset, number of rows), with adjacent entries in the same piece joined into one."""
     address, offset, count = 0, 0, 0
     for next_address, next_offset in zip(device, offsets, strict=True):
         is_next = next_address == address + count * rows.nbytes and next_offset == offset + count * rows.pitch_bytes
@@ -156,9 +156,9 @@ def by_speed(
     piece_bytes: int,
     registration: Registration | None,
 ) -> tuple[Copies, Copies]:
-    """`nbytes` at each device address and offset: the copies whose host memory is registered, and the others.
+    """`nbytes` at each device address and offset, as copies to or from registered host memory, and the other copies.
 
-    None straddles two pieces, even of an arena that is not registered: that may begin while they run.
+    No copy straddles two pieces, even of an unregistered arena: its registration may begin while the copies run.
     """
     is_whole = all(offset % piece_bytes + nbytes <= piece_bytes for offset in offsets)
     if is_whole and registration is not None and registration.is_complete:

@@ -1,4 +1,4 @@
-"""One run of bytes that lies in many places of this process's memory, as a caller's tensors do. Addresses only."""
+"""A run of bytes scattered over this process's memory, such as a caller's tensors. Addresses only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 
 class Scattered:
-    """Pieces of equal size, one after another. Neighbours in memory move together.
+    """Pieces of equal size, in order. Pieces that are adjacent in memory move together.
 
-    Owns no memory: its maker keeps the pieces alive while it is in use. Copies release the GIL. Thread-safe.
+    Owns no memory: the caller keeps the pieces alive while this is in use. Copies release the GIL. Thread-safe.
     """
 
     __slots__ = ("_addresses", "_starts", "nbytes")
@@ -47,7 +47,7 @@ class Scattered:
         return [_view(own, nbytes) for own, _, nbytes in self._runs(start, end)]
 
     def has_aligned(self, start: int, end: int, unit: int, max_runs: int) -> bool:
-        """Whether bytes `start` to `end` lie in at most `max_runs` places, each of whole, aligned units of `unit`."""
+        """Whether bytes `start` to `end` are in at most `max_runs` places, each of whole, aligned units of `unit`."""
         for number, (own, _, nbytes) in enumerate(self._runs(start, end)):
             if own % unit or nbytes % unit or number == max_runs:
                 return False

@@ -1,6 +1,6 @@
 """A Valkey or Redis Cluster as a tier: blocks that hosts share. Thread-safe.
 
-Its leases are weak: a block may be gone when it is fetched, and what is dead of the cluster is a miss.
+Its leases are weak: a block may be gone when it is fetched. Blocks on a node that is down are misses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 50e6
-"""What a deadline assumes of the slowest network worth using."""
+"""The bandwidth that deadlines assume: the slowest network worth using."""
 _DROP_ALL_S = 60.0
 _FIRST_ANSWER_S = 5.0
 
@@ -32,7 +32,7 @@ _FIRST_ANSWER_S = 5.0
 def open_cluster_tier(
     config: ClusterConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "cluster"
 ) -> ClusterTier:
-    """The cluster has a moment to answer, so that the first request can hit; else it is used once it does.
+    """Open the tier, and wait a moment for the cluster, so that the first request can hit. It may also answer later.
 
     Raises `ConfigError`.
     """
@@ -46,9 +46,9 @@ def open_cluster_tier(
 
 
 class ClusterTier(PlainTier):
-    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take.
+    """Owns `blocks`. A call waits at most `timeout_s`, plus the time that its bytes should take.
 
-    If it `computes_once`, a match that ends at a block which another host is computing says so (PENDING).
+    With `computes_once`, a match that ends at a block that another host is computing returns PENDING.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ClusterTier(PlainTier):
         return False
 
     def wait_until_known(self, timeout_s: float) -> bool:
-        """Whether the cluster has answered yet; waits at most this long."""
+        """Wait until the cluster has answered. Returns whether it has."""
         return self._blocks.wait_until_known(timeout_s)
 
     def keys_of(self, hashes: Sequence[BlockHash]) -> tuple[list[bytes], list[int]]:
@@ -94,7 +94,7 @@ class ClusterTier(PlainTier):
         return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, self._pull)
 
     def _find(self, hashes: Sequence[BlockHash], timeout_s: float) -> tuple[int, MatchEnd]:
-        """How many leading blocks the cluster has, and why not more."""
+        """The number of leading blocks that the cluster has, and why there are no more."""
         computed = self._computed
         if computed is not None and (position := computed.recall(hashes)) is not None:
             return position, MatchEnd.PENDING
@@ -122,7 +122,7 @@ class ClusterTier(PlainTier):
         try:
             return self._offer(hashes, blocks)
         finally:
-            self.withdraw(hashes)  # they are in the cluster now, or will not be
+            self.withdraw(hashes)  # the blocks are in the cluster now, or never will be
 
     def _offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
         if len(hashes) != len(blocks):

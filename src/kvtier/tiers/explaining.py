@@ -1,6 +1,6 @@
-"""Why a prompt misses, asked of running cache servers; and what an engine noted of a request, with a second look.
+"""Asks running cache servers why a prompt misses, and reads an engine's note on a request, looking again if needed.
 
-Asking uses nothing: no lease, no order of eviction, no load from disk. Any thread.
+Asking has no side effects: no lease, no change in the order of eviction, no load from disk. Callable from any thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FOUND = LISTED_CACHED | LISTED_CLUSTER
 def explain(
     client: CacheClient, fields: NamespaceFields, tokens: Sequence[int], *, request_id: str = "", model: str = ""
 ) -> Explanation:
-    """How much of a prompt the servers of `client` hold, in memory, on disk and in a cluster, and why not more.
+    """How much of a prompt the servers of `client` have in memory, on disk and in a cluster, and why not more.
 
-    `client` needs no layout and no namespace. Raises `TierError` when no server answers.
+    `client` needs no layout and no namespace. Raises `TierError` if no server answers.
     """
     namespace = fields.digest()
     block_tokens = fields.layout.block_tokens
@@ -55,10 +55,10 @@ def explain(
 
 
 def explain_request(client: CacheClient, request_id: str) -> Explanation | None:
-    """What an engine noted of a request; None when there is no such note, or none any more.
+    """An engine's note on a request; None if there is no such note, or it was pushed out.
 
-    Where the first block was never stored, other namespaces are asked for it now. Raises `TierError` when no server
-    answers and `ConfigError` for a note that is no explanation.
+    If the first block was never stored, it is looked up in other namespaces now. Raises `TierError` if no server
+    answers, and `ConfigError` for a note that is no explanation.
     """
     text = client.noted(request_id)
     if text is None:
@@ -71,7 +71,7 @@ def explain_request(client: CacheClient, request_id: str) -> Explanation | None:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A namespace that holds more of the same tokens. `differs_in` is None when one side's fields are not known."""
+    """A namespace that has more of the same tokens. `differs_in` is None if the fields of either side are unknown."""
 
     known: KnownNamespace
     cached_tokens: int
@@ -83,7 +83,7 @@ class _Elsewhere:
 
     def _difference(self) -> str:
         if not self.differs_in:
-            return "whose fields are not known"
+            return "whose fields are unknown"
         named = ", ".join(self.differs_in[:_MAX_NAMED_FIELDS])
         num_more = len(self.differs_in) - _MAX_NAMED_FIELDS
         return f"which differs in {named}" + (f" and {num_more} more fields" if num_more > 0 else "")
@@ -92,7 +92,10 @@ class _Elsewhere:
 def _with_other_namespaces(
     client: CacheClient, explanation: Explanation, tokens: Sequence[int], fields: Mapping[str, object] | None
 ) -> Explanation:
-    """The same, unless the block that was never stored is cached in another namespace. `fields` are our own."""
+    """The explanation, changed if the block that was never stored is cached in another namespace.
+
+    `fields` are those of our own namespace.
+    """
     if explanation.reason is not MatchEnd.NEVER_STORED:
         return explanation
     known = client.namespaces()
@@ -120,5 +123,5 @@ def _cached_tokens(client: CacheClient, namespace: Namespace, tokens: Sequence[i
 
 
 def _leading(flags: Sequence[int]) -> int:
-    """How many blocks are cached before the first that is not."""
+    """The number of leading blocks that are cached."""
     return next((position for position, flag in enumerate(flags) if not flag & _FOUND), len(flags))

@@ -1,7 +1,7 @@
-"""Why a request's match ended where it did: the reason, the tier that gave it, and how far the cache helped until then.
+"""Why a request's match ended where it did: the reason, the tier that gave it, and how much was cached up to there.
 
-Each match makes one `Explanation` per request; the cache server keeps the last of them; `kvtier explain` reads
-them back. Values only: no I/O, any thread.
+Each request's match makes one `Explanation`; the cache server keeps the latest ones; `kvtier explain` reads them back.
+Values only: no I/O, safe on any thread.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _WHY = {
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One request's match. `cached_tokens` is by tier ("device", "host", "server", ...).
 
-    `namespace` is a hex digest, `tier` whose answer ended the match at `ended_at_tokens`, `detail` more of the reason.
-    `first_tokens` are some of the prompt's first token ids: with them other namespaces can be asked later. `parting` is
-    where it parted from earlier prompts of the same engine, of which the process at `asked_at` can tell more.
-    `retention` is what its caller asked to keep of it, if anything.
+    `namespace` is a hex digest; the answer of `tier` ended the match at `ended_at_tokens`; `detail` adds to the reason.
+    `first_tokens` are some of the prompt's first token ids, with which other namespaces can be asked later. `parting`
+    tells where the prompt parted from earlier prompts of the same engine; the process at `asked_at` can tell more.
+    `retention` has the outcomes of the caller's requests to retain the prompt, if any.
     """
 
     request_id: str
@@ -66,13 +66,13 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise ConfigError(f"this is no explanation: {error}") from error
+            raise ConfigError(f"this is not an explanation: {error}") from error
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
     def sentence(self) -> str:
-        """For people."""
+        """The explanation in one sentence, for people."""
         where = ", ".join(f"{count} from {tier}" for tier, count in self.cached_tokens.items() if count)
         cached = f"{sum(self.cached_tokens.values())} of {self.prompt_tokens} prompt tokens were cached"
         detail = f" ({self.detail})" if self.detail else ""
@@ -83,21 +83,21 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def retention_sentences(self) -> list[str]:
-        """What was to stay cached of it, and what does, for people; nothing if nothing was asked for."""
+        """What was to be retained of the prompt, and what is, for people; empty if nothing was requested."""
         return [] if self.retention is msgspec.UNSET else [outcome.sentence() for outcome in self.retention]
 
     def parting_sentences(self) -> list[str]:
-        """Where it parted from earlier prompts, for people; nothing if that is not known."""
+        """Where the prompt parted from earlier ones, for people; empty if unknown."""
         if self.parting is None:
             return []
         found = [self.parting.sentence()]
         if self.parting.how is not How.NOTHING_RECORDED and self._is_lost:
-            found.append(f"Blocks of the {self.parting.token} tokens in common were not stored, or not any more.")
+            found.append(f"Some blocks of the {self.parting.token} tokens in common were never stored, or are gone.")
         return [*found, *self.parting.advice()]
 
     @property
     def _is_lost(self) -> bool:
-        """Whether full blocks of what it has in common with an earlier prompt were not found."""
+        """Whether full blocks that the prompt shares with an earlier one were not found."""
         assert self.parting is not None
         num_found = max(self.ended_at_tokens, sum(self.cached_tokens.values()))
         return num_found < (self.parting.token // self.block_tokens) * self.block_tokens

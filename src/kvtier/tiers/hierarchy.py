@@ -1,7 +1,7 @@
 """The ordered tiers as one cache that can only help: match and lease across them. Thread-safe.
 
-A tier that fails is counted, left alone for a while and tried again; the caller gets less from the cache, never an
-error. Match first, then reserve: nothing is taken until it is known what is cached.
+A failure of a tier is counted; the tier is left alone for a while and then tried again. The caller gets less from the
+cache, never an error. Match first, then reserve: no room is taken before it is known what is cached.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Guard:
 
     @property
     def is_resting(self) -> bool:
-        """It failed a moment ago, and has not come back since, as far as it can tell."""
+        """Whether the tier failed a moment ago and, as far as it can tell, has not come back since."""
         return self._clock() < self._rests_until and self.tier.generation == self._generation
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Failures of the tier end here. Mistakes of the caller do not."""
+        """A scope that ends failures of the tier, but not the caller's mistakes."""
         try:
             yield
         except (TierError, ProtocolError, OSError) as error:
@@ -73,7 +73,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The blocks from `first` on that one tier holds; after those of the lease, `num_stored` are on its disk, say."""
+    """The blocks from `first` on in one tier: those of the lease, then its `num_stored`, on a disk for instance."""
 
     tier: str
     first: int
@@ -86,7 +86,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a tier said of the block at `position`, where its part of a match ended."""
+    """A tier's answer on the block at `position`, where its part of a match ended."""
 
     tier: str
     position: int
@@ -104,7 +104,7 @@ class Hierarchy:
         clock: Callable[[], float] = time.monotonic,
         failure: str = "tier failed name=%(tier)s: %(error)s",
     ) -> None:
-        """`failure` is what is logged of a tier that fails."""
+        """`failure` is the log message for a tier that fails."""
         if len({tier.name for tier in tiers}) < len(tiers):
             raise ConfigError("two tiers have the same name")
         if len({tier.layout for tier in tiers}) > 1:
@@ -119,10 +119,10 @@ class Hierarchy:
         timeout_s: float | None = None,
         is_lazy: bool = False,
     ) -> HierarchyLease:
-        """Lease the longest prefix that the tiers hold together, each block in the fastest tier that has it.
+        """Lease the longest prefix that the tiers have together, each block in the fastest tier that has it.
 
-        If lazy, what would have to be read from disk is counted in the segments and not leased. The caller may ask
-        again for the same, and calls `count` for the answer that it uses.
+        If lazy, blocks that would have to be read from disk are counted in the segments but not leased. The caller may
+        match the same prompt again, and calls `count` for the answer that it uses.
         """
         segments: list[Segment] = []
         endings: list[Ending] = []
@@ -144,12 +144,12 @@ class Hierarchy:
         return HierarchyLease(num_blocks, segments, _ending(endings, num_blocks, len(hashes)))
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:
-        """All hashes of a prompt so far, from its first block on. Never waits."""
+        """Pass on all hashes of a prompt so far, from its first block on. Never waits."""
         for guard in self._guards:
             guard.tier.learn(hashes)
 
     def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> tuple[str, Granted]:
-        """Have every tier keep a prompt's blocks for a time. Returns what the tier says that keeps most of them."""
+        """Have every tier retain a prompt's blocks. Returns the name and answer of the tier that retains the most."""
         best = "", Granted(0, 0.0)
         for guard in self._guards:
             if guard.is_resting:
@@ -162,7 +162,7 @@ class Hierarchy:
         return best
 
     def count(self, lease: HierarchyLease, num_wanted: int) -> None:
-        """A match was used: every tier that was asked for more than it had has missed that."""
+        """Count the hits and misses of a match that was used: a tier missed the blocks it was asked for and lacked."""
         by_tier = lease.blocks_by_tier
         for guard in self._guards:
             if not num_wanted:
@@ -184,11 +184,11 @@ class Hierarchy:
 
     @property
     def segmented(self) -> SegmentTier | None:
-        """The tier that keeps whole segments alone, if there is one."""
+        """The tier that keeps only whole segments, if there is one."""
         return next((guard.tier.segmented for guard in self._guards if guard.tier.segmented is not None), None)
 
     def close(self) -> None:
-        """Close every tier, also when one of them cannot."""
+        """Close every tier, even if one of them fails to close."""
         with contextlib.ExitStack() as stack:
             for guard in reversed(self._guards):
                 stack.callback(guard.tier.close)
@@ -204,7 +204,7 @@ class HierarchyLease:
 
     @property
     def ended(self) -> MatchEnd:
-        """As `Lease.ended`: what the next block was."""
+        """Why the match ended; see `Lease.ended`."""
         return self.ending.ended
 
     @property
@@ -225,7 +225,7 @@ class HierarchyLease:
 
 
 def _ending(endings: Sequence[Ending], num_blocks: int, num_wanted: int) -> Ending:
-    """Why a match of `num_blocks` is not longer: what the tiers asked for the next block say of it."""
+    """Why a match of `num_blocks` is not longer, from the answers of the tiers asked for the next block."""
     if num_blocks == num_wanted:
         return Ending("", num_blocks, MatchEnd.ALL)
     last = [ending for ending in endings if ending.position == num_blocks]

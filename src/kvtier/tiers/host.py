@@ -26,13 +26,13 @@ from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import PlainTier
 
 _RETAINED_PART = 4
-"""One block in so many may be retained."""
+"""One block in this many may be retained."""
 
 
 class HostTier(PlainTier):
     """At most `memory_bytes` of blocks. Memory is taken from the system as it is first used.
 
-    If it `declines`, blocks that are worth less than what it has need not be stored: not where others are fed from it.
+    With `declines`, it may refuse blocks worth less than those it has; not allowed if slower tiers are fed from it.
     """
 
     answers_at_once = True
@@ -67,7 +67,7 @@ class HostTier(PlainTier):
 
     @property
     def arena(self) -> MappedArena:
-        """Where all its blocks lie."""
+        """The memory of all its blocks."""
         return self._arena
 
     @property
@@ -127,13 +127,13 @@ class HostTier(PlainTier):
         )
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots for the absent ones of `hashes`, to be written in place. Raises `TierFull` without room for any."""
+        """Slots for the absent ones of `hashes`, to be written in place. Raises `TierFull` if it has room for none."""
         with self._lock:
             self._free_forgotten()
             grant = self._pool.reserve(self._index, hashes)
         blocks = grant.blocks
         if grant.num_refused and not blocks:
-            why = "what it has is worth more" if grant.num_declined else "all of it is leased"
+            why = "its blocks are worth more" if grant.num_declined else "all of it is leased"
             raise TierFull(f"no room for {grant.num_refused} blocks in the {self.name} tier: {why}")
 
         def commit(first: int, count: int) -> int:
@@ -152,9 +152,9 @@ class HostTier(PlainTier):
         )
 
     def stage(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots for bytes of `hashes` on their way elsewhere, whether they are cached here or not.
+        """Slots for blocks on their way to another tier, whether they are cached here or not.
 
-        What is committed is cached from then on, unless it was already. Raises `TierFull` without room for all.
+        Committed blocks are cached from then on, unless they were already. Raises `TierFull` without room for all.
         """
         with self._lock:
             self._free_forgotten()

@@ -1,6 +1,6 @@
 """A Mooncake pool as a tier: memory that hosts lend each other, over TCP or RDMA. Thread-safe.
 
-Its leases are weak: a block may be gone when it is fetched, and what is dead of the pool is a miss.
+Its leases are weak: a block may be gone when it is fetched. Blocks on a host that is down are misses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 100e6
-"""What a deadline assumes of the slowest network worth using."""
+"""The bandwidth that deadlines assume: the slowest network worth using."""
 _DROP_ALL_S = 60.0
 _FIRST_ANSWER_S = 5.0
 
@@ -30,9 +30,9 @@ _FIRST_ANSWER_S = 5.0
 def open_mooncake_tier(
     config: MooncakeConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "mooncake"
 ) -> MooncakeTier:
-    """The pool has a moment to answer, so that the first request can hit; else it is used once it does.
+    """Open the tier, and wait a moment for the pool, so that the first request can hit. It may also answer later.
 
-    Raises `ConfigError`, also if Mooncake's library cannot be loaded.
+    Raises `ConfigError`, for instance if Mooncake's library cannot be loaded.
     """
 
     def count(kind: str, times: int) -> None:
@@ -48,7 +48,7 @@ def open_mooncake_tier(
 
 
 class MooncakeTier(PlainTier):
-    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+    """Owns `blocks`. A call waits at most `timeout_s`, plus the time that its bytes should take."""
 
     def __init__(self, blocks: MooncakeBlocks, layout: KvLayout, *, timeout_s: float, name: str = "mooncake") -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """An object store as a tier: whole segments of long prompts, for days. Thread-safe.
 
-Its leases are weak: a block may be gone when it is fetched. What is offered is written behind, once all of its segment
-was.
+Its leases are weak: a block may be gone when it is fetched. Offered blocks are written in the background, once their
+whole segment was offered.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
 _BYTES_PER_S = 20e6
-"""What a deadline assumes of the slowest store worth using."""
+"""The bandwidth that deadlines assume: the slowest store worth using."""
 _DROP_ALL_S = 600.0
 
 
 def open_object_tier(
     config: ObjectsConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "objects"
 ) -> ObjectTier:
-    """The store need not answer now: it is used once it does. Raises `ConfigError`."""
+    """Open the tier. The store need not be up yet: it is used once it answers. Raises `ConfigError`."""
 
     def count(kind: str, times: int) -> None:
         metrics.failures.labels(tier=name, kind=kind).inc(times)
@@ -42,7 +42,7 @@ def open_object_tier(
 
 
 class ObjectTier(PlainTier):
-    """Owns `blocks`. Nothing waits longer than `timeout_s`, and as long as the bytes should take."""
+    """Owns `blocks`. A call waits at most `timeout_s`, plus the time that its bytes should take."""
 
     def __init__(self, blocks: ObjectBlocks, layout: KvLayout, *, timeout_s: float, name: str = "objects") -> None:
         self.name = name
@@ -83,13 +83,13 @@ class ObjectTier(PlainTier):
         return weak_lease(hashes[:num_blocks], self.layout.block_bytes, ended, functools.partial(self._pull, known))
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
-        """Returns how many were taken in; they are stored once their whole segment was taken in and written."""
+        """Returns how many blocks were taken in. They are stored once their whole segment was taken in and written."""
         if len(hashes) != len(blocks):
             raise ConfigError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         return self._blocks.put(hashes, byte_views(blocks, self.layout.block_bytes, writable=False))
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Of those behind the first segment that is not there nothing is known."""
+        """Blocks behind the first absent segment count as absent: nothing is known of them."""
         return self._blocks.find(hashes, time.monotonic() + self._timeout_s)
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
@@ -99,7 +99,7 @@ class ObjectTier(PlainTier):
         return self._blocks.drop(hashes, time.monotonic() + self._timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until whole segments that were offered are written, or lost; False when that takes longer."""
+        """Wait until all offered whole segments are written, or lost; False past the timeout."""
         return self._blocks.flush(timeout_s)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class ObjectTier(PlainTier):
     def _pull(
         self, places: Mapping[BlockHash, Place | None], hashes: Sequence[BlockHash], into: Sequence[memoryview]
     ) -> int:
-        """From where they were found: prompts that were seen since may have the same blocks in other segments."""
+        """Fetch from the places that the match found: prompts seen since may have the same blocks in other segments."""
         deadline = time.monotonic() + self._timeout_s + len(hashes) * self.layout.block_bytes / _BYTES_PER_S
         arrived = self._blocks.get(hashes, into, deadline, [places[block_hash] for block_hash in hashes])
         return arrived.index(False) if False in arrived else len(arrived)

@@ -1,7 +1,7 @@
-"""Where a prompt parts from one that an engine has recorded, and what may be the cause. Values only: any thread.
+"""Where a prompt parts from one that an engine has recorded, and the likely cause. Values only: safe on any thread.
 
-An engine makes one `Parting` per prompt (`engine/parting`); answers carry it if that is asked for, and `kvtier explain`
-prints it. Text is in it only where the deployment allows that.
+An engine makes one `Parting` per prompt (`engine/parting`); answers carry it on request, and `kvtier explain` prints
+it. It contains text only if the deployment allows that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class How(enum.Enum):
-    """What a prompt is to the recorded one that has most of its beginning."""
+    """How a prompt relates to the recorded one that shares most of its beginning."""
 
     NOTHING_RECORDED = "nothing_recorded"
     CONTINUED = "continued"
@@ -21,7 +21,7 @@ class How(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """What differs behind the common beginning, as far as it can be told."""
+    """What differs behind the common beginning, as far as this is recognised."""
 
     TEMPLATE_DATE = "template_date"
     DATE = "date"
@@ -40,9 +40,9 @@ _ADVICE = {
         "The model's chat template writes the current date: give the date in chat_template_kwargs (date_string, if the "
         "template knows that name), or use a template without strftime_now."
     ),
-    Cause.DATE: "A date or time changes: put it into the last message, behind all that stays the same.",
-    Cause.ID: "An id changes: leave it out of the prompt, or put it behind all that stays the same.",
-    Cause.NUMBER: "A number changes: if it is a counter, put it behind all that stays the same.",
+    Cause.DATE: "A date or time changes: put it into the last message, behind the text that stays the same.",
+    Cause.ID: "An id changes: leave it out of the prompt, or put it behind the text that stays the same.",
+    Cause.NUMBER: "A number changes: if it is a counter, put it behind the text that stays the same.",
     Cause.HEADER: "A header line changes: strip such lines before the prompt is sent.",
     Cause.TOOLS_REORDERED: "The same tools came in another order: always send them in one order, such as by name.",
     Cause.TOOL_KEYS_REORDERED: "The keys of a tool came in another order: encode tools with a fixed order of keys.",
@@ -52,8 +52,8 @@ _ADVICE = {
         "template keeps it."
     ),
     Cause.SAME_TEXT: (
-        "The text is the same, but the model wrote it in other tokens than the tokenizer makes of it: only prompts of "
-        "token ids avoid that."
+        "The text is the same, but the model generated it as other tokens than the tokenizer makes of it: only prompts "
+        "of token ids avoid that."
     ),
 }
 
@@ -61,10 +61,10 @@ _ADVICE = {
 class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A prompt of `prompt_tokens` has its first `token` tokens in common with a recorded one of `recorded_tokens`.
 
-    The recorded one is of the same session if `same_session`, and of the same tenant in any case; its answer belongs to
-    it: `in_answer` says that the common beginning ends there. `message` is the number, from 1, of the message in which
-    the first other token lies, and `role` its role; without a number it is not known. `before`, `recorded` and `now`
-    are text around that place. `each_time` says that this happens near the head of prompt after prompt.
+    The recorded prompt is of the same tenant, and of the same session if `same_session`. It includes its answer:
+    `in_answer` says that the common beginning ends there. `message` is the number, from 1, of the message with the
+    first token that differs, and `role` its role; None if unknown. `before`, `recorded` and `now` are text around that
+    place. `each_time` says that prompt after prompt parts near its head.
     """
 
     how: How
@@ -82,9 +82,9 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     each_time: bool = False
 
     def sentence(self) -> str:
-        """For people."""
+        """The parting in one sentence, for people."""
         if self.how is How.NOTHING_RECORDED:
-            return "No prompt is recorded that this one could be compared with."
+            return "No prompt is recorded to compare this one with."
         other = "an earlier prompt of its session" if self.same_session else "a recorded prompt"
         if self.how is How.CONTINUED:
             return f"The prompt continues {other}, all {self.token} tokens of it."
@@ -96,14 +96,14 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"The prompt parts from {other} at token {self.token}, {part}{self._place()}."
 
     def without_text(self) -> Parting:
-        """As it is where a deployment allows no text."""
+        """The same without text, for a deployment that does not allow it."""
         return msgspec.structs.replace(self, before="", recorded="", now="")
 
     def advice(self) -> list[str]:
         """A sentence for each of the causes."""
         found = [_ADVICE[cause] for cause in self.causes]
         if self.each_time:
-            found.insert(0, "The head changes with each prompt, so that nothing behind it is used again.")
+            found.insert(0, "The head changes with each prompt, so nothing behind it can be reused.")
         return found
 
     def _place(self) -> str:

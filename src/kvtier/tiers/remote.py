@@ -18,7 +18,7 @@ from kvtier.tiers.tier import PlainTier
 
 
 class RemoteTier(PlainTier):
-    """Owns `client`, which has deadlines, a breaker and the way back of its own.
+    """Owns `client`, which has deadlines, a circuit breaker and reconnection of its own.
 
     On this host, the server's slots can be written in place.
     """
@@ -71,7 +71,7 @@ class RemoteTier(PlainTier):
         return self._client.drop(hashes)
 
     def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
-        """What the server refuses, one of an older release too, is not granted; that is no failure of the tier."""
+        """A refusal, for instance by a server of an older release, grants nothing; it is no failure of the tier."""
         try:
             return self._client.retain(
                 hashes,

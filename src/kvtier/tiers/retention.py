@@ -1,7 +1,7 @@
-"""A prompt that is to stay cached: what its caller asked for, and what the tiers granted. Values only: any thread.
+"""Requests to retain a prompt, and what the tiers granted. Values only: safe on any thread.
 
-The HTTP server makes a `RetentionAsk` of what a body says; an engine asks its tiers and makes a `RetentionOutcome` of
-what they say, which the answer's usage and `kvtier explain` show.
+The HTTP server makes a `RetentionAsk` from a request's body. An engine asks its tiers, and makes a `RetentionOutcome`
+from their answers, which the answer's usage and `kvtier explain` show.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import msgspec
 from kvtier.blocks.retention import DEFAULT_PRIORITY, check_priority, check_ttl
 
 MAX_ASKS = 8
-"""Of one prompt."""
+"""The limit for one prompt."""
 
 
 class RetentionAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Keep a prompt for `ttl_s` seconds, or, of a conversation, its first `num_messages` messages.
+    """Retain a prompt, or the first `num_messages` messages of a conversation, for `ttl_s` seconds.
 
-    It counts towards `account`, which may have `account_bytes` retained; 0 is no limit but the engine's own.
+    It counts towards `account`, which may retain at most `account_bytes`; with 0, only the engine's own limit applies.
     """
 
     ttl_s: float
@@ -32,9 +32,9 @@ class RetentionAsk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RetentionOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`asked_tokens` of a prompt, in full blocks, were to stay for `asked_ttl_s`; `tier` keeps `granted_tokens`.
+    """`asked_tokens` of a prompt, in full blocks, were to be retained for `asked_ttl_s`; `tier` keeps `granted_tokens`.
 
-    `reason` is a sentence if that is less than was asked for.
+    `reason` is a sentence if that is less than was requested.
     """
 
     asked_tokens: int
@@ -46,7 +46,7 @@ class RetentionOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     reason: str = ""
 
     def shown(self) -> dict[str, object]:
-        """As every API shows it."""
+        """The outcome as every API shows it."""
         found: dict[str, object] = {
             "asked": {"tokens": self.asked_tokens, "ttl_s": self.asked_ttl_s, "priority": self.priority},
             "granted": {"tokens": self.granted_tokens, "ttl_s": self.granted_ttl_s, "tier": self.tier},
@@ -54,7 +54,7 @@ class RetentionOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return found | {"reason": self.reason} if self.reason else found
 
     def sentence(self) -> str:
-        """For people."""
+        """The outcome in one sentence, for people."""
         asked = f"{self.asked_tokens} tokens were to be retained for {self.asked_ttl_s:g} s (priority {self.priority})"
         if not self.granted_tokens:
             return f"{asked}, and none are{self._why()}."

@@ -1,4 +1,4 @@
-"""Blocks that this process has found in a shared tier, or stored there: one that is missing now was evicted.
+"""Remembers the blocks that this process found or stored in a shared tier: one that is missing now was evicted.
 
 Other hosts evict from such a tier without notice. Thread-safe.
 """
@@ -14,7 +14,7 @@ from kvtier.blocks.match_end import MatchEnd
 
 
 class SeenBlocks:
-    """Of one tier, as many as `Ghosts` keeps."""
+    """The blocks seen in one tier, as many as `Ghosts` keeps."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class SeenBlocks:
                     self._seen.add(block_hash)
 
     def forget(self, hashes: Sequence[BlockHash] | None) -> None:
-        """These were dropped on purpose, or all of them."""
+        """Forget `hashes`, or all if None, which were dropped on purpose."""
         with self._lock:
             if hashes is None:
                 self._seen.clear()
@@ -36,6 +36,6 @@ class SeenBlocks:
                 self._seen.discard(block_hash)
 
     def ending(self, block_hash: BlockHash) -> MatchEnd:
-        """Why a match ended at this block, which the tier does not have."""
+        """Why a match ended at this block, which the tier lacks."""
         with self._lock:
             return MatchEnd.EVICTED if self._seen.has(block_hash) else MatchEnd.NEVER_STORED

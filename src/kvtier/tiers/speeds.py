@@ -1,8 +1,8 @@
 """How fast the device computes prompts and how fast each tier delivers them, as measured. Thread-safe, no torch.
 
-Both are straight lines: seconds = fixed + slopes * sizes, through the medians of the last few measurements of each
-size, and then stretched to meet the median of the size that is nearest to what is asked. So a thousand small steps say
-nothing new about large ones, and one that was held up says nothing about others.
+Both are straight lines: seconds = fixed + slopes * sizes, fitted to the medians of the last few measurements of each
+size, and then scaled to meet the median of the size nearest to the requested one. So a thousand small steps do not
+change the estimate for large ones, and a step that was held up does not change the estimate for others.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dataclasses import dataclass
 _NUM_KEPT = 5
 _AGED = 0.97
 _LEAST_WEIGHT = 1e-3
-"""A size that is not measured any more loses weight with every other measurement, down to this."""
+"""A size that is no longer measured loses weight with every other measurement, down to this."""
 
 _SMALL = 0.02
 _RIDGE = 1e-12
 _FIXED_RIDGE = 1e-7
-"""What was measured at one size only is taken for slope: the fixed part, the first feature, is what costs more."""
+"""The fixed part, the first feature, has the larger ridge: with a single measured size, all time counts as slope."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """What was measured last at about one size: features and seconds."""
+    """The last measurements at about one size: features and seconds."""
 
     measured: deque[tuple[Sequence[float], float]]
     last_number: int
 
     def median(self) -> tuple[Sequence[float], float]:
-        """By the time for its size, so that one that was held up does not count."""
+        """The median by seconds relative to size, so that a measurement that was held up does not count."""
         ordered = sorted(self.measured, key=lambda one: one[1] / (_SMALL + sum(one[0][1:])))
         return ordered[(len(ordered) - 1) // 2]
 
@@ -40,8 +40,8 @@ class _Size:
 class Fit:
     """Seconds as a sum of features with coefficients that are never negative, by least squares.
 
-    The first feature is always 1. An error counts relative to the size of what was measured, not to its seconds: what
-    has become slow must not count less for it.
+    The first feature is always 1. Errors are relative to the measured size, not to its seconds: a size that has become
+    slow must not count less for that.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -62,18 +62,18 @@ class Fit:
         self._coefficients = None
 
     def seconds(self, features: Sequence[float]) -> float | None:
-        """None before anything was measured."""
+        """The estimate for `features`; None before the first measurement."""
         if not self._sizes:
             return None
         nearest = self._nearest(features)
         measured_features, measured_s = nearest.median()
-        if measured_features == features:  # the line is stretched to meet it
+        if measured_features == features:  # the scaled line meets it
             return measured_s
         line_s = self._line(measured_features)
         return self._line(features) * (measured_s / line_s if line_s > 0 else 1.0)
 
     def fixed_s(self) -> float:
-        """What the line has for no size at all."""
+        """The fixed part of the line."""
         return self._line((1.0, *([0.0] * (self._num_features - 1)))) if self._sizes else 0.0
 
     def _line(self, features: Sequence[float]) -> float:
@@ -89,7 +89,7 @@ class Fit:
         return self._sizes[min(self._sizes, key=lambda other: sum(abs(a - b) for a, b in zip(key, other, strict=True)))]
 
     def _solve(self) -> list[float]:
-        """Without the feature of the most negative coefficient, until none is negative."""
+        """Solve, leaving out the feature with the most negative coefficient until no coefficient is negative."""
         products, targets = self._sums()
         trace = sum(products[place][place] for place in range(self._num_features))
         used = list(range(self._num_features))
@@ -107,7 +107,7 @@ class Fit:
             del used[lowest]
 
     def _sums(self) -> tuple[list[list[float]], list[float]]:
-        """What the normal equations are made of."""
+        """The matrix and the right side of the normal equations."""
         places = range(self._num_features)
         products = [[0.0] * self._num_features for _ in places]
         targets = [0.0] * self._num_features
@@ -123,7 +123,7 @@ class Fit:
 
 
 class Speeds:
-    """What the decision to load or to compute rests on."""
+    """The measured speeds on which the decision to load or to compute is based."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,12 +131,12 @@ class Speeds:
         self._tiers: dict[str, Fit] = {}
 
     def note_prefill(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step computed `chunks` of (first position, number of tokens)."""
+        """Record a step that computed `chunks` of (first position, number of tokens)."""
         with self._lock:
             self._prefill.note(_prefill_features(chunks), seconds)
 
     def prefill_s(self, first: int, num_tokens: int, chunk_tokens: int) -> float | None:
-        """How long `num_tokens` from position `first` take, in steps of `chunk_tokens`; None when nothing is known."""
+        """The seconds that `num_tokens` from position `first` take, in steps of `chunk_tokens`; None if unknown."""
         total = 0.0
         with self._lock:
             if num_tokens > 0 and not self._prefill.is_known:
@@ -148,7 +148,7 @@ class Speeds:
         return total
 
     def step_s(self) -> float:
-        """What a step costs whatever it computes."""
+        """The fixed time of a step, whatever it computes."""
         with self._lock:
             return self._prefill.fixed_s()
 
@@ -157,19 +157,19 @@ class Speeds:
             self._tiers.setdefault(tier, Fit(2)).note(_load_features(nbytes), seconds)
 
     def load_s(self, tier: str, nbytes: int) -> float | None:
-        """How long a load of `nbytes` from `tier` takes; None when none was measured."""
+        """The seconds that a load of `nbytes` from `tier` takes; None before the first measurement."""
         with self._lock:
             fit = self._tiers.get(tier)
             return None if fit is None else fit.seconds(_load_features(nbytes))
 
 
 def _key(features: Sequence[float]) -> tuple[int, ...]:
-    """Sizes within a factor of two are about the same."""
+    """The class of a size: sizes within about a factor of two count as the same."""
     return tuple(math.frexp(feature)[1] for feature in features[1:])
 
 
 def _prefill_features(chunks: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-    """One for the step, the tokens, and the pairs of tokens that attention looks at, in units of about their cost."""
+    """1 for the step, its tokens, and the pairs of tokens in attention, in units that roughly match their costs."""
     tokens = sum(count for _, count in chunks)
     pairs = sum(count * (first + count / 2) for first, count in chunks)
     return 1.0, tokens / 1e3, pairs / 1e7
@@ -180,7 +180,7 @@ def _load_features(nbytes: int) -> tuple[float, float]:
 
 
 def _solve_linear(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gauss with pivots."""
+    """Gaussian elimination with partial pivoting."""
     size = len(target)
     rows = [[*matrix[place], target[place]] for place in range(size)]
     for place in range(size):

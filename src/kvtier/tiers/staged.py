@@ -15,7 +15,7 @@ from kvtier.tiers.tier import PlainTier, StagingTier, Tier
 
 
 class StagedTier(PlainTier):
-    """Slots of `reserve` lie in the staging memory: a commit sends them on. Owns `inner`."""
+    """The slots of `reserve` are in staging memory, and a commit sends them to `inner`, which this tier owns."""
 
     def __init__(self, inner: Tier, staging_bytes: int) -> None:
         self._inner = inner
@@ -31,7 +31,7 @@ class StagedTier(PlainTier):
 
     @property
     def is_local(self) -> bool:
-        """A device can write its slots. There is no arena that holds all of its blocks."""
+        """A device can write the slots, though no arena has all blocks of the tier."""
         return True
 
     @property
@@ -62,7 +62,7 @@ class StagedTier(PlainTier):
         return self._inner.retain(hashes, ask)
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots for all of them: what the tier has already is found out by the commit."""
+        """Slots for all `hashes`: only the commit finds out which blocks the tier has already."""
         positions = {block_hash: position for position, block_hash in reversed(list(enumerate(hashes)))}
         wanted = list(positions)
         stage = self._staging.stage(wanted)
@@ -78,7 +78,7 @@ class StagedTier(PlainTier):
             (0, 0, 0),
             commit,
             stage.close,
-            lambda: None,  # the stage ends itself
+            lambda: None,  # the staging reservation ends itself
         )
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:

@@ -1,6 +1,6 @@
-"""What a tier is: a place that may hold blocks and gives them back under a lease. Kept small: each kind is one file.
+"""The interface of a tier: a place that may have blocks and gives them back under a lease. Each kind is one small file.
 
-What else a tier can do, it says itself: callers ask for a capability, never for a kind.
+A tier states its further capabilities itself: callers ask for a capability, never for a kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.tiers.retention import RetentionAsk
 class Tier(Protocol):
     """One level of cache for one namespace. Thread-safe.
 
-    A miss is an answer, not an error. Where a call raises `TierError` or `CapacityError`, the tier is as it was before.
+    A miss is an answer, not an error. If a call raises `TierError` or `CapacityError`, the tier is unchanged.
     """
 
     @property
@@ -33,17 +33,17 @@ class Tier(Protocol):
 
     @property
     def answers_at_once(self) -> bool:
-        """A match is a look into a dictionary of this process."""
+        """Whether a match is just a lookup in a dictionary of this process."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """A device can write the slots of `reserve`: they lie in memory of this host."""
+        """Whether a device can write the slots of `reserve`, because they are in memory of this host."""
         ...
 
     @property
     def arena(self) -> MappedArena | None:
-        """The memory that holds all blocks of a local tier, if one does. Raises `TierUnavailable` without a server."""
+        """The memory with all blocks of a local tier, if there is one. Raises `TierUnavailable` without a server."""
         ...
 
     @property
@@ -58,29 +58,31 @@ class Tier(Protocol):
 
     @property
     def generation(self) -> int:
-        """How often its server has come back: what was offered before may be gone."""
+        """How often the tier's server has come back: blocks offered before may be gone."""
         ...
 
     @property
     def holds_leases(self) -> bool:
-        """What is leased is never evicted. Else a lease is weak: its `fetch` may bring fewer blocks than it has."""
+        """Whether leased blocks are never evicted. Otherwise leases are weak: `fetch` may bring fewer blocks."""
         ...
 
     @property
     def keeps_notes(self) -> bool:
-        """Explanations can be read back later: `note` does something."""
+        """Whether explanations given to `note` can be read back later."""
         ...
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:
-        """All hashes of a prompt so far, from its first block on: where a block stands may say where it is kept."""
+        """Learn all hashes of a prompt so far, from its first block on: a block's position may decide its place."""
         ...
 
     def announce(self, hashes: Sequence[BlockHash]) -> None:
-        """These are being computed and will be offered: matches of other hosts end there as PENDING. Never waits."""
+        """Announce blocks that are being computed and will be offered: other hosts' matches end there as PENDING.
+        Never waits.
+        """
         ...
 
     def withdraw(self, hashes: Sequence[BlockHash]) -> None:
-        """Those of `hashes` that were announced and not offered will not be. Never waits."""
+        """Withdraw the announcements of blocks that will not be offered after all. Never waits."""
         ...
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
@@ -88,31 +90,31 @@ class Tier(Protocol):
         ...
 
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
-        """As `match`, of what is in memory; the lease's `num_stored` counts what could be read from disk.
+        """Like `match`, but only for blocks in memory; the lease's `num_stored` counts those on disk behind them.
 
         A tier that cannot tell the two apart leases both.
         """
         ...
 
     def reserve(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots of a local tier for the absent ones of `hashes`, which others wait for. Raises as `offer` does."""
+        """Slots of a local tier for the absent ones of `hashes`; other clients wait for them. Raises like `offer`."""
         ...
 
     def offer(self, hashes: Sequence[BlockHash], blocks: Sequence[Buffer]) -> int:
-        """Take blocks in, as room and admission allow; returns how many were written.
+        """Store blocks, as far as room and admission allow; returns how many were written.
 
-        The caller's buffers are free when it returns. Raises `TierFull` when there was room for none.
+        The caller's buffers are free when it returns. Raises `TierFull` if there was room for none.
         """
         ...
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]: ...
 
     def drop(self, hashes: Sequence[BlockHash] | None = None) -> int:
-        """Forget `hashes`, or everything; returns how many copies went. Leases keep their bytes until released."""
+        """Forget `hashes`, or everything; returns how many copies were dropped. Leased bytes stay until released."""
         ...
 
     def retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk) -> Granted:
-        """Keep a prompt's blocks, there or not, for a time, as far as the tier can: nothing if it cannot."""
+        """Retain a prompt's blocks, present or not, as far as the tier can."""
         ...
 
     def note(self, explanation: Explanation) -> None:
@@ -132,18 +134,18 @@ class StagingTier(Tier, Protocol):
     def num_blocks(self) -> int: ...
 
     def hold(self, hashes: Sequence[BlockHash]) -> Lease:
-        """As `match`, for copies of blocks to another tier: nobody asked for them, so they were not used."""
+        """Like `match`, to copy blocks to another tier: this does not count as a use."""
         ...
 
     def stage(self, hashes: Sequence[BlockHash]) -> Reservation:
-        """Slots for bytes of `hashes` on their way elsewhere. Raises `TierFull` without room for all."""
+        """Slots for blocks on their way to another tier. Raises `TierFull` without room for all."""
         ...
 
 
 class SegmentTier(Tier, Protocol):
-    """Keeps `segment_blocks` blocks of a prompt in a row, counted from its beginning, or none of them.
+    """Keeps whole segments of a prompt, `segment_blocks` consecutive blocks each, counted from its beginning.
 
-    So it is also offered blocks that were found and not computed, where a segment is not whole without them.
+    So blocks that were found rather than computed are offered as well, if they complete a segment.
     """
 
     @property
@@ -155,7 +157,7 @@ class SegmentTier(Tier, Protocol):
 
 
 class PlainTier(ABC):
-    """The capabilities of a tier that claims none. Every kind inherits them and says where it can do more."""
+    """A tier without any further capability. Every kind inherits from it and overrides what it can do."""
 
     answers_at_once = False
     keeps_notes = False

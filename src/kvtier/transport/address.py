@@ -58,6 +58,6 @@ def check_is_one(setting: str, given: object) -> None:
         return
     if isinstance(given, (tuple, list)):
         raise ConfigError(
-            f"{setting} takes one address: what outgrows a cache server goes into a cluster (cluster:, docs/cluster.md)"
+            f"{setting} takes one address: for more room than one cache server has, use a cluster (docs/cluster.md)"
         )
     raise ConfigError(f"{setting} must be an address, not {given!r}")

@@ -6,7 +6,7 @@ import threading
 
 
 class ByteBudget:
-    """At most `max_bytes` are taken at a time, except by a single taker. Thread-safe."""
+    """At most `max_bytes` are taken at a time, though a single request may exceed it. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -18,7 +18,7 @@ class ByteBudget:
         return self._num_taken
 
     def take(self, nbytes: int, timeout_s: float) -> bool:
-        """Wait for room; False, and nothing is taken, if there is none in time."""
+        """Wait for room and take it. False, taking nothing, if there is none in time."""
         with self._changed:
             has_room = self._changed.wait_for(
                 lambda: not self._num_taken or self._num_taken + nbytes <= self._max_bytes, timeout_s

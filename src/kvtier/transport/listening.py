@@ -33,10 +33,10 @@ class UnixListener:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if os.path.exists(self.path) and not _is_socket(self.path):
-                raise ConfigError(f"{self.path} exists and is not a socket; it is left alone")
+                raise ConfigError(f"{self.path} exists and is not a socket: remove it, or choose another path")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
-            os.fchmod(self.sock.fileno(), 0o600)  # before bind: the file is never open to others, not for an instant
+            os.fchmod(self.sock.fileno(), 0o600)  # before bind, so that the file is never open to others
             self.sock.bind(self.path)
             self.sock.listen(_BACKLOG)
         except OSError as error:
@@ -130,7 +130,7 @@ def peer_process(sock: socket.socket) -> tuple[int, int]:
         return pid, os.pidfd_open(pid)
     except (OSError, OverflowError) as error:
         raise TierRefused(
-            f"this server cannot watch process {pid}, so it cannot lend it memory: connect over TCP instead"
+            f"this server cannot watch process {pid}, so it cannot share memory with it: connect over TCP instead"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Frames over one connected socket, plain or TLS. One thread sends and receives on a stream at a time.
 
-Time-outs are the socket's own (SO_RCVTIMEO, SO_SNDTIMEO), so a transfer costs one system call a chunk and no poll.
+Timeouts are the socket's own (SO_RCVTIMEO, SO_SNDTIMEO), so a transfer costs one system call per chunk and no poll.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SLACK_S = 0.05
 _ROOM_S = 10.0
 _DRAIN_BYTES = 1 << 20
 _SMALL_VIEW_BYTES = 16 << 10
-_CACHED_BYTES = 1024 << 10  # received at once: what is still in the CPU's cache when it is tasted
+_CACHED_BYTES = 1024 << 10  # received at once: small enough to be still in the CPU's cache for `taste`
 _SEND_BYTES = 1 << 20  # handed to the kernel at once; more only makes the peer wait
 _TIMEVAL = struct.Struct("ll")
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
@@ -38,13 +38,13 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The least that a peer has to read or send of a frame once it has begun, after a grace period."""
+    """The slowest rate at which a peer may read or send a frame that has begun, after a grace period."""
 
     grace_s: float
     bytes_per_s: float
 
     def check(self, started_at: float, nbytes: int) -> None:
-        """Raises `TierTimeout` if `nbytes` since `started_at` are too few."""
+        """Raises `TierTimeout` if the peer moved too few bytes, `nbytes`, since `started_at`."""
         if time.monotonic() - started_at > self.grace_s + nbytes / self.bytes_per_s:
             raise TierTimeout("the peer is too slow")
 
@@ -52,8 +52,8 @@ class Pace:
 class Stream:
     """Sends and receives frames. `place` says where payloads go (see `FrameReader`). Owns the socket.
 
-    Once it has a `pace`, a peer that is slower for a frame loses the stream. Once it has a budget for `bodies`, a large
-    body waits for room in it, and gives it back when the next frame is received.
+    With a `pace`, the stream ends if a peer is slower than that for a frame. With a budget for `bodies`, a large body
+    waits for room in it, and gives the room back when the next frame is received.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Stream:
             return
         self._timeout_s = timeout_s
         seconds = max(timeout_s, _MIN_TIMEOUT_S)
-        if self._tls is not None:  # the TLS layer retries by itself after a time-out of the socket
+        if self._tls is not None:  # the TLS layer retries by itself after a timeout of the socket
             self._tls.settimeout(seconds)
             return
         packed = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
@@ -155,7 +155,7 @@ class Stream:
                     left[position] = left[position][sent:]
 
     def receive(self, deadline: float | None = None, takes_fds: bool = False) -> Frame[Message]:
-        """The next frame. Raises `TierTimeout` past `deadline`, or when one call waited the whole time-out."""
+        """The next frame. Raises `TierTimeout` past `deadline`, or if one system call waited for the whole timeout."""
         reader = self._reader
         self._let_go_of_body()
         while True:
@@ -193,8 +193,8 @@ class Stream:
         started_at = time.monotonic()
         if not self.bodies.take(nbytes, _ROOM_S):
             raise RemoteProtocolError(
-                f"there was no room for a request of {format_size(nbytes)} within {_ROOM_S:.0f} s, "
-                "for other large requests: try again"
+                f"there was no room for a request of {format_size(nbytes)} within {_ROOM_S:.0f} s, because of other "
+                "large requests: try again"
             )
         self._body_bytes = nbytes
         self._frame_at += time.monotonic() - started_at
@@ -205,11 +205,11 @@ class Stream:
             self._body_bytes = 0
 
     def is_readable(self) -> bool:
-        """Whether bytes, or the end, can be read: on an idle connection, a sign that the peer has left."""
+        """Whether bytes or the end can be read; on an idle connection, this shows that the peer has disconnected."""
         return bool(self._poll.poll(0))
 
     def stop_receiving(self) -> None:
-        """Wake threads that wait for bytes; they see the end. Sending goes on."""
+        """Wake threads that wait for bytes; they see the end. Sending still works."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RD)
 
@@ -219,9 +219,9 @@ class Stream:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def drain(self, timeout_s: float) -> None:
-        """Signal the end, then read what the peer is still sending, so that it does not lose our last message.
+        """Signal the end, then read the rest that the peer sends, so that it does not lose our last message.
 
-        Ends after `timeout_s`, even if more arrives.
+        Returns after `timeout_s`, even if more arrives.
         """
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError, ValueError):

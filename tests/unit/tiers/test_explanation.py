@@ -70,7 +70,7 @@ def test_what_is_written_is_what_is_read(explanation: Explanation) -> None:
     ids=itertools.count(),
 )
 def test_anything_else_is_refused(text: str | bytes) -> None:
-    with pytest.raises(ConfigError, match="this is no explanation"):
+    with pytest.raises(ConfigError, match="this is not an explanation"):
         Explanation.from_json(text)
 
 

@@ -35,7 +35,7 @@ def test_blocks_that_are_gone_are_told_from_tokens_that_differ(
     found = explanation(parting, cached=cached, ended_at=ended_at).parting_sentences()
 
     assert found[0] == f"The prompt parts from a recorded prompt at token {token}, in it."
-    assert found[1:] == [f"Blocks of the {token} tokens in common were not stored, or not any more."] * is_lost
+    assert found[1:] == [f"Some blocks of the {token} tokens in common were never stored, or are gone."] * is_lost
 
 
 def test_an_explanation_without_a_parting_has_nothing_to_say_of_it() -> None:
