@@ -1,13 +1,13 @@
-"""The form of a pack: one file that is written and read from front to back. No cache, no sockets.
+"""The file format of a pack, which is written and read from front to back. No cache, no sockets.
 
     magic ‖ version ‖ length of the header ‖ header (JSON) ‖ hashes ‖ text ‖ seal
-    section: "sect" ‖ count ‖ first ‖ checksums ‖ blocks ‖ seal         as often as there are blocks left
+    section: "sect" ‖ count ‖ first ‖ checksums ‖ blocks ‖ seal         repeated for all blocks
     end:     "end!" ‖ 0 ‖ number of blocks ‖ seal                       and nothing behind it
 
-Numbers are little-endian. A block's checksum is that of every tier: XXH3 over namespace, hash and bytes. A seal is
-SHA-256 over the seal before it and what comes behind that, so parts of one pack fit no other; blocks are left to their
-checksums. Of a pack that is signed, seals are HMAC-SHA-256 under the key, and cover blocks, too: whoever has no key can
-change nothing. Every part is checked before it is used.
+Numbers are little-endian. A block's checksum is the same as in every tier: XXH3 over namespace, hash and bytes. A seal
+is SHA-256 over the previous seal and the bytes since then, except blocks, which have checksums; so parts of one pack do
+not fit another. In a signed pack, seals are HMAC-SHA-256 under the key, and cover blocks, too: no change made without
+the key goes undetected. Every part is checked before it is used.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class ByteWriter(Protocol):
 
 
 class PackHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a pack says of itself. `fields` is what its namespace covers, as far as that is known.
+    """A pack's description of itself. `fields` are the fields of its namespace, if known.
 
-    `root` is where the chain of hashes begins: the namespace, or with an API key's salt a digest of both. `tokens` are
-    those of the prefix, also behind the last full block.
+    `root` is the root of the chain of hashes: the namespace or, with an API key's salt, a digest of both. `tokens`
+    counts the tokens of the prefix, including those after the last full block.
     """
 
     name: str
@@ -96,7 +96,7 @@ class PackHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Section:
-    """Some blocks in a row, from block `first` on; `data` is valid until the next section."""
+    """Consecutive blocks from block `first` on; `data` is valid until the next section."""
 
     def __init__(self, first: int, count: int, data: memoryview, block_bytes: int) -> None:
         self.first = first
@@ -114,7 +114,7 @@ def section_blocks_of(block_bytes: int) -> int:
 
 
 def read_sign_key(path: Path | None) -> bytes | None:
-    """Raises `ConfigError` for a file that cannot be read, or holds less than a key should."""
+    """Raises `ConfigError` for a file that cannot be read, or whose key is too short or too long."""
     if path is None:
         return None
     try:
@@ -128,7 +128,7 @@ def read_sign_key(path: Path | None) -> bytes | None:
 
 
 class _Seals:
-    """Each covers the one before it."""
+    """The chain of seals: each covers the one before it."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
@@ -171,12 +171,12 @@ class PackWriter:
         self._num_written = 0
         encoded = msgspec.json.encode(header)
         if len(encoded) > _MAX_HEADER_BYTES:
-            raise ConfigError("what the namespace covers is too long for a pack")
+            raise ConfigError("the fields of the namespace are too long for a pack")
         self._put(_HEAD.pack(_MAGIC, VERSION, len(encoded)) + encoded + b"".join(hashes) + text)
         self._write(self._seals.next())
 
     def write(self, data: memoryview) -> None:
-        """The next section's blocks, one behind the other."""
+        """Write the next section; `data` has its blocks back to back."""
         first, block_bytes = self._num_written, self._header.block_bytes
         count = len(data) // block_bytes
         assert len(data) == count * block_bytes
@@ -204,10 +204,10 @@ class PackWriter:
 
 
 class PackReader:
-    """Reads one pack. Everything that it gives was checked; a pack that is not whole is refused with one sentence."""
+    """Reads one pack, and returns only checked data. A damaged pack is refused with one sentence."""
 
     def __init__(self, file: ByteReader, name: str, key: bytes | None = None) -> None:
-        """Reads as far as the blocks. `name` is for sentences. With a key only a pack that it has signed will do.
+        """Read up to the blocks. `name` is for error messages. With a key, only a pack signed with it is accepted.
 
         Raises `ConfigError`, here and later.
         """
@@ -222,7 +222,7 @@ class PackReader:
         self._check_seal("its header")
 
     def sections(self, buffers: Sequence[bytearray] = ()) -> Iterator[Section]:
-        """All blocks in order, each section with its checksums verified. Into `buffers` in turn, or into its own."""
+        """All blocks in order, each section verified. Reads sections into `buffers` in turn, or into a new buffer."""
         header = self.header
         size = min(header.section_blocks, header.num_blocks) * header.block_bytes
         views = [memoryview(one) for one in buffers] or [memoryview(bytearray(size))]
@@ -237,7 +237,7 @@ class PackReader:
                 self._seals.add(data)
             self._check_seal(f"its blocks from {first} on")
             if checksums_of(header, self.hashes[first : first + count], data) != checksums:
-                raise self._refused(f"is damaged: blocks from {first} on are not those that were written")
+                raise self._refused(f"is damaged: the checksums of blocks from {first} on do not match")
             yield Section(first, count, data, header.block_bytes)
             first += count
             number += 1
@@ -248,11 +248,11 @@ class PackReader:
             raise self._refused("is damaged: there are bytes behind its end")
 
     def _read_header(self) -> PackHeader:
-        magic, version, length = _HEAD.unpack(self._take(_HEAD.size, "is no pack: it is too short"))
+        magic, version, length = _HEAD.unpack(self._take(_HEAD.size, "is not a pack: it is too short"))
         if magic != _MAGIC:
-            raise self._refused("is no pack")
+            raise self._refused("is not a pack")
         if version != VERSION:
-            raise self._refused(f"is a pack of version {version}, and this kvtier knows version {VERSION}")
+            raise self._refused(f"is a pack of version {version}, but this kvtier reads version {VERSION}")
         if not 0 < length <= _MAX_HEADER_BYTES:
             raise self._refused("is damaged: its header has an impossible length")
         encoded = self._take(length)
@@ -263,7 +263,7 @@ class PackReader:
         if header.is_signed and not self._has_key:
             raise self._refused("is signed: give the key that it was signed with")
         if self._has_key and not header.is_signed:
-            raise self._refused("is not signed, and a key was given")
+            raise self._refused("is not signed, but a key was given")
         return header
 
     def _check_part(self, kind: bytes, count: int, first: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks between a cache server and a pack: a section is read while the one before it is written."""
+"""Moves blocks between a cache server and a pack: reads a section while the previous one is written."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NUM_BUFFERS = 2
 _MAX_SHOWN_FIELDS = 5
 _ROOM_S = 30.0
 _MAX_ROUNDS = 16
-"""In which a section is stored: a cache that makes room for one block with another would go on for ever."""
+"""Most attempts to store a section: a cache whose blocks evict one another would otherwise never be done."""
 _LOOK_S = 0.05
 
 Advance = Callable[[int], None]
-"""Told of how many blocks were moved."""
+"""Called with the number of blocks just moved."""
 
 
 def export_blocks(
     client: CacheClient, writer: PackWriter, header: PackHeader, hashes: Sequence[BlockHash], advance: Advance
 ) -> None:
-    """Write all of them. Raises `ConfigError` if the cache has lost some, `OSError` as the file does."""
+    """Write all blocks to a pack. Raises `ConfigError` if the cache has lost some, and `OSError` if the file fails."""
     size = min(header.section_blocks, header.num_blocks) * header.block_bytes
     buffers = [memoryview(bytearray(size)) for _ in range(_NUM_BUFFERS)]
     starts = range(0, header.num_blocks, header.section_blocks)
@@ -51,21 +51,21 @@ def export_blocks(
 def _get(
     client: CacheClient, hashes: Sequence[BlockHash], into: memoryview, block_bytes: int, first: int
 ) -> memoryview:
-    """A server may give fewer at a time than are asked for: it lends no client more than a share of its memory."""
+    """Fetch blocks. A server may return fewer per call than requested: a client may lease only a part of its memory."""
     views = [into[number * block_bytes : (number + 1) * block_bytes] for number in range(len(hashes))]
     done = 0
     while done < len(hashes):
         got = client.get(hashes[done:], views[done:])
         if not got:
-            raise ConfigError(f"block {first + done} is not in the cache any more, or cannot be read: warm it again")
+            raise ConfigError(f"block {first + done} is no longer in the cache, or unreadable: warm the prefix again")
         done += got
     return into[: len(hashes) * block_bytes]
 
 
 def import_blocks(client: CacheClient, reader: PackReader, advance: Advance) -> int:
-    """Store all blocks that the cache lacks, and wait until they are as durable as it makes them. Returns how many.
+    """Store all blocks that the cache lacks, and flush them. Returns how many.
 
-    Raises `ConfigError` for a pack that is not whole, `TierFull` if there is no room. What was stored is dropped then.
+    Raises `ConfigError` for a damaged pack, and `TierFull` if there is no room; then the stored blocks are dropped.
     """
     header = reader.header
     size = min(header.section_blocks, header.num_blocks) * header.block_bytes
@@ -85,8 +85,8 @@ def import_blocks(client: CacheClient, reader: PackReader, advance: Advance) -> 
                     stored += storing.result()
         client.flush()
         num_kept = sum(client.contains(reader.hashes))
-        if num_kept < header.num_blocks:  # the first ones had to leave for the last ones
-            raise TierFull(f"the cache has kept {num_kept} of {header.num_blocks} blocks: it has too little room")
+        if num_kept < header.num_blocks:  # the last blocks evicted the first ones
+            raise TierFull(f"the cache kept {num_kept} of {header.num_blocks} blocks: it has too little room")
     except BaseException:
         client.drop(stored)
         raise
@@ -94,9 +94,9 @@ def import_blocks(client: CacheClient, reader: PackReader, advance: Advance) -> 
 
 
 def _store(client: CacheClient, hashes: Sequence[BlockHash], section: Section) -> list[BlockHash]:
-    """Those that were absent. Waits for room while the server writes to its disk. Raises `TierFull`.
+    """Store a section, waiting for room while the server writes to its disk. Returns the blocks that were absent.
 
-    Blocks that are stored, and gone at the next look, may have been evicted by those after them.
+    Stored blocks that are gone at the next check may have been evicted by later ones. Raises `TierFull`.
     """
     blocks = section.blocks()
     deadline = time.monotonic() + _ROOM_S
@@ -120,21 +120,21 @@ def _store(client: CacheClient, hashes: Sequence[BlockHash], section: Section) -
 
 
 def check_namespace(header: PackHeader, known: Sequence[KnownNamespace]) -> KnownNamespace:
-    """The namespace of a cache that the pack is for. Raises `ConfigError` that names the fields which differ."""
+    """The cache's namespace that the pack is for. Raises `ConfigError`, naming the fields that differ."""
     _check_fields(header)
     for one in known:
         if one.digest == header.namespace:
             for field in ("block_bytes", "block_tokens"):
                 if getattr(one, field) != getattr(header, field):
                     raise ConfigError(
-                        f"the pack has {getattr(header, field)} as {field}, and the cache {getattr(one, field)}"
+                        f"the pack's {field} is {getattr(header, field)}, but the cache's is {getattr(one, field)}"
                     )
             return one
     if not known:
-        raise ConfigError("no engine has used this cache yet: start one, so that it is known what its blocks are")
+        raise ConfigError("no engine has used this cache yet, so its namespaces are unknown: start an engine first")
     described = [(one, one.fields) for one in known if one.fields]
     if not header.fields or not described:
-        raise ConfigError("the pack is of another namespace than those here, and what they cover is not known")
+        raise ConfigError("the pack belongs to none of the cache's namespaces, and their fields are unknown")
     ours = header.fields
     nearest, fields = min(described, key=lambda each: len(namespace_differences(ours, each[1])))
     differing = namespace_differences(ours, fields)
@@ -145,7 +145,7 @@ def check_namespace(header: PackHeader, known: Sequence[KnownNamespace]) -> Know
 
 
 def _check_fields(header: PackHeader) -> None:
-    """Fields that do not give the namespace are not its own. With a salt, of which they have a digest, none do."""
+    """Check that the fields' digest is the namespace; impossible with a salt, of which they have only a digest."""
     fields = header.fields
     if fields is None or fields.get("salt"):
         return
@@ -154,5 +154,5 @@ def _check_fields(header: PackHeader) -> None:
 
 
 def _written(fields: Mapping[str, object]) -> bytes:
-    """As `NamespaceFields` writes them."""
+    """The fields encoded as in `NamespaceFields`."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

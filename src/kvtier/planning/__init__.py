@@ -1,1 +1,1 @@
-"""How much cache is worth buying: traces of a deployment's traffic, and what memory and disk of each size would do."""
+"""How much cache is worth buying: records traffic, and predicts the effect of memory and disk of each size."""

@@ -1,4 +1,4 @@
-"""A plan from the hit curve that a running cache server has of its own traffic."""
+"""A plan from the hit curve that a running cache server records of its own traffic."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 _POLICY_NOTES = {
-    "lru": ["the server evicts as LRU does"],
+    "lru": ["the server evicts with LRU"],
     "adaptive": [
-        "the server runs the adaptive policy, which is meant to hit more than LRU where memory is short and about as "
-        "much where it is not; a curve cannot tell by how much: record a trace and plan from that"
+        "the server runs the adaptive policy, which is designed to hit more than LRU if memory is short, and about as "
+        "much otherwise; a curve cannot tell how much more: record a trace and plan from that"
     ],
 }
 
 
 class LiveCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server answers (docs/protocol.md)."""
+    """A server's answer (docs/protocol.md)."""
 
     policy: Literal["lru"]
-    """Whose hits the points are."""
+    """The policy whose hits the points show."""
     runs: Literal["adaptive", "lru"]
-    """How the server evicts."""
+    """The server's own policy."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
     file_bytes: _Bytes | None
     requests: _Bytes
@@ -45,7 +45,7 @@ class LiveCurve(msgspec.Struct, frozen=True, kw_only=True):
     points: Annotated[list[tuple[_Bytes, _Share]], msgspec.Meta(max_length=_MAX_POINTS)]
 
     def share_at(self, num_bytes: int) -> float:
-        """Between two known sizes along a straight line."""
+        """The share of hits at a size, interpolated linearly between known sizes."""
         place = bisect.bisect_left(self.points, (num_bytes, 0.0))
         if place == len(self.points):
             return self.points[-1][1]
@@ -54,18 +54,18 @@ class LiveCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_curve(document: dict[str, object]) -> LiveCurve:
-    """Raises `TierUnavailable` for what is no curve, and `ConfigError` for one of no traffic."""
+    """Raises `TierUnavailable` for a document that is not a curve, and `ConfigError` for a curve without traffic."""
     try:
         curve = msgspec.convert(document, LiveCurve)
     except msgspec.ValidationError as error:
-        raise TierUnavailable(f"the server described its traffic in a way unknown here: {error}") from error
+        raise TierUnavailable(f"the server's description of its traffic is not understood: {error}") from error
     if not curve.points or not curve.asked_tokens:
-        raise ConfigError("the server was not asked for a prompt yet: plan once there was traffic")
+        raise ConfigError("the server has had no requests for prompts yet: plan again after some traffic")
     return curve
 
 
 def plan_live(curve: LiveCurve, costs: Costs, *, name: str) -> Plan:
-    """As `plan_trace`, of prompts that are all as long as they are on average."""
+    """Like `plan_trace`, as if all prompts had the average length."""
     mean_tokens = max(1, curve.asked_tokens // max(1, curve.requests))
     bytes_per_token = curve.asked_bytes / curve.asked_tokens
     per_day = curve.requests * _DAY_S / max(1.0, curve.seconds)
@@ -102,21 +102,21 @@ def plan_live(curve: LiveCurve, costs: Costs, *, name: str) -> Plan:
 
 def _notes(curve: LiveCurve, costs: Costs, bytes_per_token: float, now: PlanPoint, then: PlanPoint) -> list[str]:
     notes = [
-        f"{curve.requests:,} requests in {format_duration(curve.seconds)}, {curve.asked_tokens:,} tokens asked for; "
+        f"{curve.requests:,} requests in {format_duration(curve.seconds)}, {curve.asked_tokens:,} tokens requested; "
         f"the record samples {curve.sampled_share:.1%} of the blocks; the server has "
         f"{format_size(curve.memory_bytes)} of memory"
         + (f" and {format_size(curve.file_bytes)} of disk" if curve.file_bytes else ""),
-        "the curve is that of LRU over what the server was asked for, all of its namespaces together",
+        "the curve shows LRU on the requests to this server, all namespaces together",
         *_POLICY_NOTES[curve.runs],
-        "times are those of a prompt of average length; what engines found in their GPUs was not asked for",
+        "times are for a prompt of average length; hits in the engines' own GPU caches do not reach the server",
     ]
     if abs(bytes_per_token / costs.shape.kv_bytes - 1) > 0.05:
         notes.append(
-            f"the blocks here have {format_size(int(bytes_per_token))} a token, where {costs.shape.name} has "
-            f"{format_size(costs.shape.kv_bytes)}: check --model, or read the hit shares only"
+            f"the server's blocks have {format_size(int(bytes_per_token))} per token, but {costs.shape.name} has "
+            f"{format_size(costs.shape.kv_bytes)}: check --model, or use only the shares of hits"
         )
     if curve.requests < _FEW_REQUESTS:
-        notes.append(f"{curve.requests} requests are few: plan again once there were more")
+        notes.append(f"{curve.requests} requests are few: plan again after more")
     if then is not now and then.memory_bytes > 8 * curve.memory_bytes:
-        notes.append("sizes far above what the server has are known less well")
+        notes.append("the estimate is less accurate for sizes far above the server's own")
     return notes

@@ -1,4 +1,4 @@
-"""A plan as one HTML file: curves drawn as SVG within it, tables, advice. It loads nothing from anywhere."""
+"""A plan as one HTML file with curves (inline SVG), tables and advice. It loads no other files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ svg text { font-size: 12px; fill: currentColor; } .grid { stroke: #9ca3af; strok
 class _Line:
     label: str
     values: Sequence[tuple[int, float]]
-    """Sizes in bytes, and what there is at each."""
+    """Sizes in bytes, each with its value."""
 
 
 def page_of(plan: Plan) -> str:
-    """The whole file."""
+    """The text of the HTML file."""
     parts = [f"<h1>{html.escape(plan.title)}</h1>"]
     parts += [f'<p class="advice">{html.escape(sentence)}</p>' for sentence in plan.advice]
     parts.append(_section("Memory", plan.by_memory, plan.gpu, lambda point: point.memory_bytes))
@@ -39,7 +39,7 @@ def page_of(plan: Plan) -> str:
         memory = format_size(plan.by_disk[0].memory_bytes)
         parts.append(_section(f"Disk below {memory} of memory", plan.by_disk, plan.gpu, lambda point: point.disk_bytes))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in plan.notes)
-    parts.append(f"<h2>What this rests on</h2><ul>{notes}</ul>")
+    parts.append(f"<h2>Assumptions</h2><ul>{notes}</ul>")
     title = html.escape(plan.title)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -50,7 +50,7 @@ def page_of(plan: Plan) -> str:
 def _section(title: str, points: Sequence[PlanPoint], gpu: str, size_of: Callable[[PlanPoint], int]) -> str:
     kinds: list[tuple[str, Callable[[PlanPoint], Effect | None]]] = [
         ("LRU", lambda point: point.lru),
-        ("ours", lambda point: point.ours),
+        ("adaptive", lambda point: point.adaptive),
     ]
     shares, ttft, saved = [], [], []
     for label, effect_of in kinds:
@@ -111,9 +111,9 @@ def _chart(title: str, lines: Sequence[_Line], show: Callable[[float], str], top
 
 def _table(points: Sequence[PlanPoint], gpu: str, size_of: Callable[[PlanPoint], int]) -> str:
     heads = ["size"]
-    for policy in ("LRU", "ours"):
+    for policy in ("LRU", "adaptive"):
         heads += [f"{what} ({policy})" for what in ("hits", "TTFT mean", "TTFT p90", f"{gpu} hours/day saved")]
-    rows = [[format_size(size_of(point)), *_cells(point.lru), *_cells(point.ours)] for point in points]
+    rows = [[format_size(size_of(point)), *_cells(point.lru), *_cells(point.adaptive)] for point in points]
     shown = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(row[column])}</td>" for column in shown) + "</tr>" for row in rows

@@ -1,4 +1,4 @@
-"""A plan as a PNG, drawn with matplotlib where that is installed."""
+"""A plan as a PNG, drawn with matplotlib if that is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE_INCHES = (11.0, 7.5)
 
 
 def draw_png(plan: Plan, path: Path) -> None:
-    """Raises `ConfigError` without matplotlib, and for a file that cannot be written."""
+    """Draw the plan. Raises `ConfigError` without matplotlib, and for a file that cannot be written."""
     figure = _figure()
     points = plan.by_memory
     sizes = [point.memory_bytes for point in points]
@@ -46,9 +46,9 @@ def draw_png(plan: Plan, path: Path) -> None:
 
 
 def _effects(points: Sequence[PlanPoint]) -> dict[str, list[Effect]]:
-    """By policy; ours where every size was simulated."""
-    ours = [point.ours for point in points if point.ours is not None]
-    return {"LRU": [point.lru for point in points], **({"ours": ours} if len(ours) == len(points) else {})}
+    """The effects by policy; the adaptive policy's only if every size was simulated."""
+    adaptive = [point.adaptive for point in points if point.adaptive is not None]
+    return {"LRU": [point.lru for point in points], **({"adaptive": adaptive} if len(adaptive) == len(points) else {})}
 
 
 def _figure() -> Any:

@@ -1,8 +1,8 @@
-"""What memory and disk of each size would do for a trace: hits, time to first token, GPU time saved. And advice.
+"""The effect of memory and disk of each size on a trace: hits, time to first token, GPU time saved; and advice.
 
-What LRU does follows from the distances between uses, exactly and for all sizes at once. What our policy does is
-simulated, size by size (`kvtier.simulate.tiers`). Both know no queues, and a prefill at a steady share of what the GPU
-can do.
+LRU's hits follow from the distances between uses, exactly and for all sizes at once. The adaptive policy is simulated,
+size by size (`kvtier.simulate.tiers`). Both assume no queues, and a prefill at a constant share of the GPU's peak
+speed.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ _SHORT_S = 900.0
 _NUM_SIZES = 9
 _LATE_SHARE = 0.9
 _ENOUGH = 0.9
-"""The share of what more room could gain at which advice stops."""
+"""Advice recommends the smallest size that gains this share of the possible gain."""
 _LITTLE = 0.01
 _BELOW = 4
-"""A disk is looked at below this fraction of the memory that would be enough, if no memory is given."""
+"""If no memory is given, a disk is planned below one part in this many of the memory that would be enough."""
 _UNIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What memory and disk of one size do under one policy."""
+    """The effect of memory and disk of one size under one policy."""
 
     hit_share: float
     saved_gpu_s: float
     """Per day."""
     mean_ttft_s: float
     late_ttft_s: float | None
-    """That nine of ten requests stay below; unknown from a curve alone."""
+    """The time to first token that nine of ten requests do not exceed; unknown from a curve alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """One size. `ours` is what our policy does, if that was simulated."""
+    """One size. `adaptive` is the effect under the adaptive policy, if that was simulated."""
 
     memory_bytes: int
     disk_bytes: int
     lru: Effect
-    ours: Effect | None = None
+    adaptive: Effect | None = None
 
     @property
     def effect(self) -> Effect:
-        """What advice goes by."""
-        return self.lru if self.ours is None else self.ours
+        """The effect on which advice is based."""
+        return self.lru if self.adaptive is None else self.adaptive
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is shown of a plan. `by_memory` has no disk; `by_disk` has the memory that the advice is for."""
+    """A plan as it is shown. `by_memory` has no disk; `by_disk` has the memory that the advice is for."""
 
     title: str
     gpu: str
@@ -70,7 +70,7 @@ class Plan:
 
 
 Simulate = Callable[[Sequence[TracedRequest], TierSettings, Costs, int], TieredReplay]
-"""As `replay_tiers`: requests in the order of their arrival, a server, costs, tokens in a block."""
+"""Like `replay_tiers`: requests in the order of their arrival, a server, costs, tokens per block."""
 
 
 def plan_trace(
@@ -83,7 +83,7 @@ def plan_trace(
     disk_bytes: int | None = None,
     simulate: Simulate | None = None,
 ) -> Plan:
-    """From a trace. `memory_bytes` and `disk_bytes` are what there is now, and advice begins there.
+    """Make a plan from a trace. `memory_bytes` and `disk_bytes` are the current sizes, from which the advice starts.
 
     Raises `ConfigError` for a trace without blocks.
     """
@@ -107,25 +107,25 @@ def plan_trace(
     by_disk = [point(memory, size) for size in sizes_for(all_bytes, disk_bytes) if size > memory > 0]
     notes = [
         f"{len(requests)} requests in {format_duration(replay.seconds)}, {replay.tokens:,} prompt tokens in blocks of "
-        f"{block_tokens}; all different blocks are {format_size(all_bytes)} "
-        f"({format_size(costs.shape.kv_bytes)} a token)",
+        f"{block_tokens}; all distinct blocks take {format_size(all_bytes)} "
+        f"({format_size(costs.shape.kv_bytes)} per token)",
         _cost_note(costs),
         _policy_note(by_memory, by_disk),
     ]
     if replay.seconds < _SHORT_S:
-        notes.append(f"{format_duration(replay.seconds)} are short: hours a day suppose that it goes on like this")
+        notes.append(f"the trace covers only {format_duration(replay.seconds)}: hours a day assume traffic like this")
     advice = advise(by_memory, by_disk, now, costs.gpu.name)
     return Plan(f"{name}: {costs.shape.name} on {costs.gpu.name}", costs.gpu.name, by_memory, by_disk, advice, notes)
 
 
 LRU_NOTE = (
-    "all of it is for LRU; the adaptive policy was not simulated, and is meant to hit more where memory is short and "
-    "about as much where it is not"
+    "all figures are for LRU; the adaptive policy was not simulated, and is designed to hit more if memory is short, "
+    "and about as much otherwise"
 )
 
 
 class _Replay:
-    """The requests of a trace against LRU caches of any size: exact where a prompt fits into memory."""
+    """The requests of a trace on LRU caches of any size; exact if each prompt fits into memory."""
 
     def __init__(self, uses: Sequence[Use], block_tokens: int, costs: Costs) -> None:
         self._uses = uses
@@ -171,14 +171,14 @@ class _Replay:
 
 
 def sizes_for(all_bytes: int, current: int | None) -> list[int]:
-    """Sizes worth a look: doublings up to what holds everything, and what there is now."""
+    """Sizes to plan for: powers of two up to one that holds everything, and the current size."""
     last = 1 << max(0, all_bytes - 1).bit_length()
     sizes = {last >> step for step in range(_NUM_SIZES) if last >> step}
     return sorted(sizes | ({current} if current else set()))
 
 
 def enough(points: Sequence[PlanPoint], now: PlanPoint) -> PlanPoint:
-    """The smallest of the sizes above `now` that gains most of what can be gained, or `now`."""
+    """The smallest size above `now` that has most of the possible gain, or `now` if there is little to gain."""
     larger = [point for point in points if _room(point) > _room(now)]
     most = max((point.effect.hit_share for point in larger), default=0.0) - now.effect.hit_share
     if most < _LITTLE:
@@ -187,7 +187,7 @@ def enough(points: Sequence[PlanPoint], now: PlanPoint) -> PlanPoint:
 
 
 def advise(by_memory: Sequence[PlanPoint], by_disk: Sequence[PlanPoint], now: PlanPoint, gpu: str) -> list[str]:
-    """What to buy or set, each in a sentence."""
+    """Sentences on what to buy or set."""
     advice = [_step(now, enough(by_memory, now), "memory", gpu)]
     if by_disk:
         before = next((point for point in by_memory if point.memory_bytes == by_disk[0].memory_bytes), now)
@@ -200,7 +200,7 @@ def _step(now: PlanPoint, then: PlanPoint, what: str, gpu: str) -> str:
     rooms = [(now.memory_bytes, "memory"), (now.disk_bytes, "disk")]
     has = " and ".join(f"{format_size(size)} of {kind}" for size, kind in rooms if size) or "no cache"
     if then is now and not _room(now):
-        return f"{what}: a cache of any size gains less than a point, as next to nothing is asked for again"
+        return f"{what}: a cache of any size gains less than a point, since almost no prompt is repeated"
     if then is now:
         return f"{what}: more than {has} gains less than a point"
     more = _room(then) - (now.disk_bytes if what == "disk" else now.memory_bytes)
@@ -219,25 +219,25 @@ def _room(point: PlanPoint) -> int:
 def _cost_note(costs: Costs) -> str:
     disk = format_size(int(costs.disk_bytes_per_s))
     if costs.prefill_tokens_per_s is not None:
-        return f"a prefill of {costs.prefill_tokens_per_s:,.0f} tokens a second as given, a disk of {disk} a second"
+        return f"assumed: a prefill of {costs.prefill_tokens_per_s:,.0f} tokens/s as given, a disk of {disk}/s"
     speed = 1 / costs.prefill_s(0, 1)
     return (
-        f"a prefill at {USED_SHARE:.0%} of what {costs.gpu.name} can do (about {speed:,.0f} tokens a second in short "
-        f"prompts), {format_size(int(costs.gpu.host_bytes_per_s))} a second from memory, {disk} from disk; no queues"
+        f"assumed: a prefill at {USED_SHARE:.0%} of the {costs.gpu.name}'s peak (about {speed:,.0f} tokens/s for short "
+        f"prompts), {format_size(int(costs.gpu.host_bytes_per_s))}/s from memory, {disk}/s from disk; no queues"
     )
 
 
 def _policy_note(by_memory: Sequence[PlanPoint], by_disk: Sequence[PlanPoint]) -> str:
     gains = [
-        (100 * (point.ours.hit_share - point.lru.hit_share), point)
+        (100 * (point.adaptive.hit_share - point.lru.hit_share), point)
         for point in (*by_memory, *by_disk)
-        if point.ours is not None
+        if point.adaptive is not None
     ]
     if not gains:
         return LRU_NOTE
     best, worst = max(gains, key=lambda pair: pair[0]), min(gains, key=lambda pair: pair[0])
     return (
-        f"advice is for the adaptive policy, which was simulated over the same trace: it differs from LRU by "
+        f"the advice is for the adaptive policy, simulated on the same trace: it differs from LRU by "
         f"{worst[0]:+.1f} (at {_sizes_of(worst[1])}) to {best[0]:+.1f} points (at {_sizes_of(best[1])}); "
         f"LRU is exact"
     )

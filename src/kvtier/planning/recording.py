@@ -1,4 +1,4 @@
-"""Recording what a running cache server is asked for as a trace. Hashes only, under a key that nobody keeps."""
+"""Records the requests to a running cache server as a trace: hashes only, under a key that is not kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
 
 
 class PromptSource(Protocol):
-    """A server, as the recorder sees it."""
+    """The recorder's view of a server."""
 
     def asked_prompts(self, first: int) -> dict[str, object]: ...
 
@@ -46,25 +46,25 @@ class _Page(msgspec.Struct, frozen=True):
 
 @dataclass
 class Recorded:
-    """What a recording has so far. `num_lost` prompts were asked for faster than they could be fetched."""
+    """The state of a recording. `num_lost` prompts came faster than they could be fetched."""
 
     namespace: str = ""
     num_lost: int = 0
     others: Counter[str] = field(default_factory=Counter)
-    """Prompts of namespaces that are not recorded."""
+    """The number of prompts in each namespace that is not recorded."""
 
 
 class Recorder:
-    """Writes the prompts of one namespace: that whose digest begins with `namespace`, or the first that is seen.
+    """Writes the prompts of one namespace: the first one seen whose digest begins with `namespace`.
 
-    Blocks are numbered by a keyed hash. The key is random and dies with the recorder: nobody can tell from a trace
-    whether a text that they know was asked for.
+    Blocks are numbered by a keyed hash. The key is random and never stored, so a trace cannot reveal whether a known
+    text was requested.
     """
 
     def __init__(self, source: PromptSource, namespace: str = "") -> None:
-        """From now on the server keeps prompts for it; what it kept for others before is skipped.
+        """Make the server log prompts from now on; prompts logged earlier for other recorders are skipped.
 
-        Raises `TierError` for a server that refuses, or does not know how.
+        Raises `TierError` for a server that refuses or cannot log prompts.
         """
         self._source = source
         self._wanted = namespace.lower()
@@ -77,14 +77,14 @@ class Recorder:
         self.recorded.num_lost = 0
 
     def run(self, trace: TraceFile, stop: threading.Event, tell: Callable[[int], None]) -> None:
-        """Fetch once a second until `stop` is set or the file is full; `tell` how many requests it has."""
+        """Fetch once a second until `stop` is set or the file is full; call `tell` with its number of requests."""
         while not stop.wait(_POLL_S) and not trace.is_full:
             self._fetch(trace)
             tell(trace.num_requests)
         self._fetch(trace)
 
     def _fetch(self, trace: TraceFile) -> None:
-        """All that is there, page by page."""
+        """Fetch all logged prompts, page by page."""
         while not trace.is_full and (page := self._page()).prompts:
             for prompt in page.prompts:
                 self._add(trace, prompt)
@@ -93,9 +93,9 @@ class Recorder:
         try:
             page = msgspec.convert(self._source.asked_prompts(self._next), _Page)
         except msgspec.ValidationError as error:
-            raise TierUnavailable(f"the server described prompts in a way unknown here: {error}") from error
+            raise TierUnavailable(f"the server's log of prompts is not understood: {error}") from error
         if page.first < self._next:
-            raise TierUnavailable("the server described prompts in a way unknown here: they come again")
+            raise TierUnavailable("the server's log of prompts is not understood: it repeats prompts")
         self.recorded.num_lost += page.first - self._next
         self._next = page.first + len(page.prompts)
         return page
@@ -118,7 +118,7 @@ class Recorder:
         try:
             keys = base64.b64decode(encoded, validate=True)
         except binascii.Error as error:
-            raise TierUnavailable("the server described prompts in a way unknown here") from error
+            raise TierUnavailable("the server's log of prompts is not understood: a key is not base64") from error
         return tuple(
             int.from_bytes(
                 hashlib.blake2b(keys[first : first + _KEY_BYTES], digest_size=8, key=self._key).digest(), "little"

@@ -1,4 +1,4 @@
-"""How far back in a trace each prompt was last used: what LRU hits at every size, in one pass."""
+"""Finds how far back in a trace each prompt was last used, which gives LRU's hits at every size in one pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtier.simulate.trace import TracedRequest
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A request of a trace. `runs` are its leading blocks that were asked for before, from the first on.
+    """A request of a trace. `runs` are its leading blocks that were requested before, from the first on.
 
-    A run of `count` blocks was last used when `begin` other blocks had not been used since: it takes a cache of more
-    than `begin` blocks to hit its first, and of `begin + count` to hit all of it.
+    Since the last use of a run of `count` blocks, `begin` other blocks were used: a cache needs more than `begin`
+    blocks to hit the run's first block, and `begin + count` to hit all of it.
     """
 
     arrived_s: float
@@ -36,7 +36,7 @@ class Use:
 
 
 class _LaterUses:
-    """Counts of blocks by the request that used them last, summed as a Fenwick tree."""
+    """Counts of blocks by the request that used them last, in a Fenwick tree."""
 
     def __init__(self, num_requests: int) -> None:
         self._sums = [0] * (num_requests + 1)
@@ -50,7 +50,7 @@ class _LaterUses:
             position += position & -position
 
     def after(self, request: int) -> int:
-        """Blocks that were last used by later requests."""
+        """The number of blocks whose last use was by a later request."""
         position, earlier = request + 1, 0
         while position:
             earlier += self._sums[position]
@@ -59,7 +59,7 @@ class _LaterUses:
 
 
 def uses_of(requests: Sequence[TracedRequest]) -> list[Use]:
-    """In order of arrival, as the requests have to be. A prompt is used from its end to its beginning."""
+    """The uses of `requests`, which must be in the order of arrival. A prompt is used from its end to its beginning."""
     last_used: dict[int, int] = {}
     later = _LaterUses(len(requests))
     uses = []
@@ -81,14 +81,14 @@ def uses_of(requests: Sequence[TracedRequest]) -> list[Use]:
 
 
 def num_distinct(requests: Iterable[TracedRequest]) -> int:
-    """Blocks that would have to be kept to forget nothing."""
+    """The number of distinct blocks: the size of a cache that never evicts."""
     return len({number for request in requests for number in request.hashes})
 
 
 def block_tokens_of(requests: Iterable[TracedRequest]) -> int:
-    """Tokens per block: exactly, if prompts are whole blocks, else the power of two that is closest.
+    """Tokens per block: exact if all prompts are whole blocks, else the nearest power of two.
 
-    A trace may count a partial block at a prompt's end or leave it out. Raises `ConfigError` if no request says.
+    A trace may count a partial block at a prompt's end or leave it out. Raises `ConfigError` if no request has blocks.
     """
     num_tokens = num_blocks = 0
     exact = set()

@@ -1,4 +1,4 @@
-"""A plan as text: tables with a bar for each share of hits, the advice, and what it rests on."""
+"""A plan as text: tables with a bar for each share of hits, the advice and its assumptions."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 
 def bar(share: float, width: int = _BAR) -> str:
-    """A share as a bar that is `width` characters long at one."""
+    """A share as a bar, `width` characters long at 100%."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def _table(points: Sequence[PlanPoint], what: str, gpu: str) -> Iterator[str]:
-    has_ours = any(point.ours is not None for point in points)
+    has_adaptive = any(point.adaptive is not None for point in points)
     cells = _cells(points[0].lru, is_head=True)
     width = len("  ".join(["hits".ljust(_BAR + 7), *cells]))
-    if has_ours:
+    if has_adaptive:
         yield "  ".join([" " * 9, "LRU".ljust(width), "adaptive, simulated"]).rstrip()
-    heads = [what.rjust(9), ("hits" if has_ours else "hits (LRU)").ljust(_BAR + 7), *cells]
-    yield "  ".join([*heads, *(["hits".rjust(6), *cells] if has_ours else [])]).rstrip()
+    heads = [what.rjust(9), ("hits" if has_adaptive else "hits (LRU)").ljust(_BAR + 7), *cells]
+    yield "  ".join([*heads, *(["hits".rjust(6), *cells] if has_adaptive else [])]).rstrip()
     for point in points:
         size = point.disk_bytes if what == "disk" else point.memory_bytes
         shown = [format_size(size).rjust(9), f"{bar(point.lru.hit_share)} {_percent(point.lru)}", *_cells(point.lru)]
-        if point.ours is not None:
-            shown += [_percent(point.ours), *_cells(point.ours)]
+        if point.adaptive is not None:
+            shown += [_percent(point.adaptive), *_cells(point.adaptive)]
         yield "  ".join(shown).rstrip()
-    yield f"h/day: {gpu} hours that are saved in a day"
+    yield f"h/day: {gpu} hours saved per day"
 
 
 def _percent(effect: Effect) -> str:
@@ -56,7 +56,7 @@ def _percent(effect: Effect) -> str:
 
 
 def _cells(effect: Effect, *, is_head: bool = False) -> list[str]:
-    """Beside the share of hits."""
+    """The cells beside the share of hits."""
     mean, late, hours = "TTFT mean", "p90", "h/day"
     if not is_head:
         mean, hours = _seconds(effect.mean_ttft_s), format_hours(effect.saved_gpu_s / 3600)

@@ -23,7 +23,7 @@ class _Sink(Protocol):
 
 
 class TraceFile:
-    """Requests go to `sink` as lines, until there would be more than `max_bytes` of them before compression."""
+    """Writes requests to `sink` as lines, at most `max_bytes` of them before compression."""
 
     def __init__(self, sink: _Sink, max_bytes: int) -> None:
         self._sink = sink
@@ -32,7 +32,7 @@ class TraceFile:
         self.is_full = False
 
     def add(self, request: TracedRequest) -> bool:
-        """False, and nothing is written from now on, when there is no room for it."""
+        """Write a request. False if the file has no room for it; then it takes no more requests."""
         line = _line_of(request)
         if self.is_full or len(line) > self._bytes_left:
             self.is_full = True
@@ -45,14 +45,14 @@ class TraceFile:
 
 @contextlib.contextmanager
 def new_trace(path: Path, max_bytes: int) -> Iterator[TraceFile]:
-    """A new file, private to this user, compressed if its name ends in `.gz`. An old one is never overwritten.
+    """A new file, private to this user, compressed if its name ends in `.gz`. Never overwrites an existing file.
 
-    However the block ends, what was added is in the file, in whole lines. Raises `ConfigError` if it cannot be made.
+    However the block ends, the file has all added requests in whole lines. Raises `ConfigError` if it cannot be made.
     """
     try:
         file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     except FileExistsError as error:
-        raise ConfigError(f"{path} exists; name another file, or remove it first") from error
+        raise ConfigError(f"{path} already exists: choose another file, or remove it first") from error
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     try:

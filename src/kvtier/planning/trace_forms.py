@@ -1,7 +1,7 @@
-"""Forms of traces that others publish, read into ours.
+"""Reads published traces in several forms.
 
-- Mooncake's, and ours, which is the same with a `session`: `kvtier.simulate.trace`. Some tools write `session_id`.
-- Qwen-Bailian's: seconds, blocks of 16 tokens, and `parent_chat_id`, which leads back to the first turn of a session.
+- Mooncake's form, and ours, which adds a `session`: `kvtier.simulate.trace`. Some tools write `session_id`.
+- Qwen-Bailian's form: seconds, blocks of 16 tokens, and `parent_chat_id`, which leads to a session's first turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtier.simulate.trace import BLOCK_TOKENS, MAX_BLOCKS, MAX_LINE_BYTES, MAX_
 FORMS = ("mooncake", "bailian")
 BAILIAN_BLOCK_TOKENS = 16
 _MAX_CHATS = 1 << 20
-"""The newest chats whose sessions are remembered."""
+"""Most chats to remember the sessions of; the oldest are forgotten."""
 _MAX_TIMESTAMP = 1e15
 _GZIP_MAGIC = b"\x1f\x8b"
 _HASH_BITS = (1 << 63) - 1
@@ -57,7 +57,7 @@ class _Bailian(msgspec.Struct, frozen=True):
 
 
 class _Sessions:
-    """The first chat of each session, by any of its chats."""
+    """Finds the first chat of a session by any of its chats."""
 
     def __init__(self) -> None:
         self._roots: OrderedDict[str, str] = OrderedDict()
@@ -71,23 +71,23 @@ class _Sessions:
 
 
 def form_of(path: Path) -> str:
-    """Which of `FORMS` the first line of a trace has. Raises `ConfigError` for a file without one."""
+    """The one of `FORMS` that the first line of a trace has. Raises `ConfigError` for a file without one."""
     _, line = next(_lines_of(path), (0, b""))
     if not line:
         raise ConfigError(f"the trace {path} is empty")
     try:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"the trace {path} is no file of JSON lines: {printable(str(error))}") from error
+        raise ConfigError(f"the trace {path} is not a file of JSON lines: {printable(str(error))}") from error
     if "hash_ids" not in fields:
-        raise ConfigError(f"the trace {path} has no hash_ids: without blocks nothing is known of prefixes")
+        raise ConfigError(f"the trace {path} has no hash_ids: without blocks its prefixes are unknown")
     return "bailian" if "chat_id" in fields else "mooncake"
 
 
 def read_form(path: Path, form: str) -> Iterator[TracedRequest]:
     """The requests of a trace of this form, line by line.
 
-    Raises `ConfigError` for a file that cannot be read, and for the first line that is no request.
+    Raises `ConfigError` for a file that cannot be read, and for the first line that is not a request.
     """
     return _read_bailian(path) if form == "bailian" else _read_mooncake(path)
 
@@ -97,9 +97,9 @@ def block_tokens_of(form: str) -> int:
 
 
 def coarsened(request: TracedRequest, factor: int) -> TracedRequest:
-    """The same request with blocks `factor` times as large; a rest at the end stays one smaller block.
+    """The same request with blocks `factor` times as large; a remainder at the end is one smaller block.
 
-    A block's number follows from all blocks up to its end, so equal numbers still mean equal prefixes.
+    A block's number is a digest of all blocks up to its end, so equal numbers still mean equal prefixes.
     """
     if factor == 1:
         return request
@@ -132,7 +132,7 @@ def _decoded(decoder: msgspec.json.Decoder[_Line], path: Path, number: int, line
     try:
         return decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"line {number} of the trace {path} is no request: {printable(str(error))}") from error
+        raise ConfigError(f"line {number} of the trace {path} is not a request: {printable(str(error))}") from error
 
 
 def _request(found: _Mooncake | _Bailian, arrived_s: float, session: str | None) -> TracedRequest:
@@ -141,7 +141,7 @@ def _request(found: _Mooncake | _Bailian, arrived_s: float, session: str | None)
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, by number."""
+    """The lines that are not empty, with their numbers."""
     try:
         with path.open("rb") as raw:
             file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if _is_gzip(raw) else raw

@@ -1,2 +1,2 @@
-"""What a cache of a given size would have done for traffic that was recorded: traces, replay, costs. No torch, no I/O
-but reading a trace."""
+"""Simulates a cache of a given size on recorded traffic: traces, replay, costs. No torch; its only I/O is to read a
+trace."""

@@ -1,6 +1,6 @@
-"""The disk of a cache server, as far as it decides: its pool, its policy, and what it admits. It holds no bytes.
+"""A simulated disk of a cache server: its pool, its policy and its admission, without bytes.
 
-Reads and writes are done at once. What `persistence.Persistence` answers under the catalog's lock, this answers too.
+Reads and writes complete at once. It has those methods of `persistence.Persistence` that run under the catalog's lock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvtier.cacheserver.persistence import NoDisk, StoredRun
 from kvtier.stores.disk import DiskStore, StoredBlock
 
 _NO_STORE = cast("DiskStore", None)
-"""Of a real run it says which opening of the folder it is from."""
+"""Stands in for the store in a `StoredRun`: there is no real one."""
 
 
 class SimulatedDisk(NoDisk):
-    """At most `num_blocks` of one namespace. `on_loaded` hears of blocks that were read into memory."""
+    """At most `num_blocks` of one namespace. `on_loaded` is called with blocks that were read into memory."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedDisk(NoDisk):
         return [hashes[position] for position in positions], positions
 
     def touch(self, hashes: Hashes) -> None:
-        """A prompt was used: in memory, from here, or both."""
+        """Note that a prompt was used, from memory, from disk, or both."""
         found = self._index.blocks
         self._pool.touch([block for each in hashes if (block := found.get(each)) is not None])
 

@@ -20,7 +20,7 @@ MakePolicy = Callable[[Clock], EvictionPolicy[Block]]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What one pool did for a trace."""
+    """The result of replaying a trace through one pool."""
 
     num_blocks: int
     input_tokens: int
@@ -34,7 +34,7 @@ class Replayed:
 
 
 class VirtualClock:
-    """Time as a trace tells it."""
+    """A clock that shows the trace's time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -46,7 +46,7 @@ class VirtualClock:
 def replay(
     requests: Iterable[TracedRequest], num_blocks: int, make_policy: MakePolicy, block_tokens: int = BLOCK_TOKENS
 ) -> Replayed:
-    """`requests` come in the order of their arrival; see `by_arrival`."""
+    """Replay `requests`, which must be in the order of their arrival; see `by_arrival`."""
     clock = VirtualClock()
     pool, index = BlockPool(num_blocks, make_policy(clock)), PrefixIndex(1)
     names = BlockNames()
@@ -65,7 +65,7 @@ def replay(
 
 
 class BlockNames:
-    """Block hashes by the numbers that a trace has for them, each made once."""
+    """Block hashes for the numbers in a trace, each made once."""
 
     def __init__(self) -> None:
         self._known: dict[int, BlockHash] = {}

@@ -1,4 +1,4 @@
-"""Shapes of models, as far as their KV and the work of a prefill follow from them; and what GPUs do in a second."""
+"""Shapes of models, to derive the size of their KV and the work of a prefill; and the speeds of GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder: `kv_bytes` are those of a token in all layers, `parameters` those that a token is multiplied with."""
+    """A decoder: `kv_bytes` per token in all layers; `parameters` counts the weights that one token uses."""
 
     name: str
     kv_bytes: int
     parameters: float
     attention_width: int
-    """Layers x heads x head dimension: what attention to one token costs is proportional to it."""
+    """Layers x heads x head dimension; the cost of attention to one token is proportional to it."""
 
     def prefill_flops(self, first: int, end: int) -> float:
-        """To compute the tokens from `first` to `end` of a prompt: later tokens look at more before them."""
+        """FLOPs to compute the tokens from `first` to `end` of a prompt; later tokens attend to more tokens."""
         count = end - first
         looked_at = (first + end) / 2 * count
         return 2.0 * self.parameters * count + 4.0 * self.attention_width * looked_at
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`flops` that it has for dense products in 16 bits, and bytes a second from the host's memory."""
+    """A GPU's peak FLOPS for dense 16-bit products, and its bandwidth from host memory."""
 
     name: str
     flops: float
@@ -58,7 +58,7 @@ GPUS = {
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """Of a config.json; what else is in it does not matter here."""
+    """The fields of a config.json that matter here."""
 
     num_hidden_layers: _Layers
     num_attention_heads: _Count
@@ -94,7 +94,7 @@ SHAPE_NAMES = tuple(_KNOWN)
 
 
 def shape_of(given: str, kv_dtype: str | None = None) -> Shape:
-    """By a known name, or from a config.json or the folder that has one. `kv_dtype` is that of the cache.
+    """The shape with a known name, or from a config.json or its folder. `kv_dtype` is the dtype of the cache.
 
     Raises `ConfigError` with one sentence for anything else.
     """
@@ -128,7 +128,7 @@ def _read(path: Path) -> _Config:
 def _shape(name: str, config: _Config, kv_dtype: str | None) -> Shape:
     dtype = kv_dtype or config.dtype or config.torch_dtype or "bfloat16"
     if dtype not in _DTYPE_BYTES:
-        raise ConfigError(f"the KV dtype {printable(dtype)} is not known; known are {', '.join(_DTYPE_BYTES)}")
+        raise ConfigError(f"the KV dtype {printable(dtype)} is unknown: use one of {', '.join(_DTYPE_BYTES)}")
     head_dim = config.head_dim or max(1, config.hidden_size // config.num_attention_heads)
     kv_heads = config.num_key_value_heads or config.num_attention_heads
     kv_width = 2 * kv_heads * head_dim

@@ -1,8 +1,8 @@
 """Replays a trace through a server's memory and disk: hits by tier, times to first token, GPU time, bytes written.
 
-It is the server's own code that matches, loads, admits and evicts (`cacheserver.cached_blocks`), over real pools with
-the configured policies; the clock is the trace's, and no block has bytes. A request is served at the instant of its
-arrival, on an idle GPU: it loads what hits, computes the rest, and stores what it computed.
+The server's own code matches, loads, admits and evicts (`cacheserver.cached_blocks`), over real pools with the
+configured policies; the clock is the trace's, and blocks have no bytes. A request is served at the instant of its
+arrival, on an idle GPU: it loads its hits, computes the rest, and stores the blocks it computed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvtier.simulate.replay import BlockNames, VirtualClock
 from kvtier.simulate.trace import BLOCK_TOKENS, TracedRequest
 
 _LEAVING_S = 1.0
-"""How often a server looks at what is about to leave its memory."""
+"""How often a server looks at the blocks that are about to leave its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """A server. It has one block of memory at least; without `disk_blocks` it has no disk."""
+    """The settings of a server, with at least one block of memory; without `disk_blocks` it has no disk."""
 
     memory_blocks: int
     disk_blocks: int = 0
@@ -46,7 +46,7 @@ class TierSettings:
 
 @dataclass(frozen=True, slots=True)
 class TieredReplay:
-    """What a server did for a trace. `ttfts_s` are in ascending order."""
+    """The result of replaying a trace through a server. `ttfts_s` are in ascending order."""
 
     input_tokens: int
     memory_tokens: int
@@ -66,7 +66,7 @@ class TieredReplay:
         return math.fsum(self.ttfts_s) / len(self.ttfts_s) if self.ttfts_s else 0.0
 
     def ttft_s(self, share: float) -> float:
-        """That `share` of the requests stay within; 0 without a request."""
+        """The time to first token that `share` of the requests do not exceed; 0 without a request."""
         return share_of_sorted(self.ttfts_s, share)
 
 
@@ -78,7 +78,7 @@ def share_of_sorted(values: Sequence[float], share: float) -> float:
 def replay_tiers(
     requests: Iterable[TracedRequest], settings: TierSettings, costs: Costs, block_tokens: int = BLOCK_TOKENS
 ) -> TieredReplay:
-    """`requests` come in the order of their arrival; see `by_arrival`."""
+    """Replay `requests`, which must be in the order of their arrival; see `by_arrival`."""
     block_bytes = block_tokens * costs.shape.kv_bytes
     server = _Server(settings, costs, block_tokens, block_bytes)
     input_tokens = memory_tokens = disk_tokens = 0
@@ -108,7 +108,7 @@ def replay_tiers(
 
 
 class _Server:
-    """Memory, and a disk below it if there is one, of one namespace."""
+    """A server with one namespace, in memory and, if configured, on disk."""
 
     def __init__(self, settings: TierSettings, costs: Costs, block_tokens: int, block_bytes: int) -> None:
         self._clock = VirtualClock()
@@ -137,7 +137,7 @@ class _Server:
         self.num_into_memory = 0
 
     def serve(self, request: TracedRequest) -> tuple[int, int]:
-        """How many of the prompt's tokens are in memory, and with those that are read from disk."""
+        """Serve a request. Returns its hit tokens in memory, and those in memory and on disk together."""
         self._clock.now_s = request.arrived_s
         hashes = self._names.of(request.hashes)
         length = request.input_length
@@ -160,11 +160,11 @@ class _Server:
         return found, num_stored
 
     def _load(self, hashes: list[BlockHash]) -> list[Block]:
-        """From disk, as far as memory has room for it."""
+        """Load blocks from disk, as many as memory has room for."""
         return self._blocks.find(self._space, hashes, len(hashes))[0]
 
     def _store(self, hashes: list[BlockHash], found: list[Block]) -> None:
-        """What was computed; then nothing of the prompt is in use any more."""
+        """Store the computed blocks, then return all references to the prompt's blocks."""
         granted: list[Block] = []
         if len(found) < len(hashes):
             granted = self._blocks.reserve(self._space, hashes[len(found) :], len(hashes)).blocks

@@ -1,4 +1,4 @@
-"""Traces of requests: what was asked, when, and which blocks its prompt consists of. Hashes only, never text.
+"""Traces of requests: their arrival, their lengths and the blocks of their prompts. Hashes only, never text.
 
 A trace is a file of JSON lines, plain or compressed with gzip, in the form of Mooncake's traces::
 
@@ -59,7 +59,7 @@ class _Line(msgspec.Struct, frozen=True):
 def read_traces(path: Path | str) -> Iterator[TracedRequest]:
     """The requests of a trace, in the order of its lines. Empty lines are skipped.
 
-    Raises `ConfigError` for a file that cannot be read, and for the first line that is no request.
+    Raises `ConfigError` for a file that cannot be read, and for the first line that is not a request.
     """
     path = Path(path)
     try:
@@ -72,7 +72,7 @@ def read_traces(path: Path | str) -> Iterator[TracedRequest]:
 
 
 def by_arrival(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
-    """All of them, the first to arrive first; requests of one instant stay in their order."""
+    """All requests in the order of arrival; requests of the same instant keep their order."""
     return sorted(requests, key=lambda request: request.arrived_s)
 
 
@@ -102,7 +102,7 @@ def _request_of(path: Path, number: int, line: bytes) -> TracedRequest:
     try:
         found = _DECODER.decode(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"line {number} of the trace {path} is no request: {printable(str(error))}") from error
+        raise ConfigError(f"line {number} of the trace {path} is not a request: {printable(str(error))}") from error
     session = None if found.session is None else str(found.session)
     return TracedRequest(found.timestamp / 1000, found.input_length, found.output_length, found.hash_ids, session)
 

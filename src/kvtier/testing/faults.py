@@ -18,7 +18,7 @@ from kvtier.tiers.tier import PlainTier, Tier
 
 
 class WrappedTier(PlainTier):
-    """Passes everything on but the capabilities; kinds override what they break."""
+    """Passes all calls on, but no capabilities; subclasses override the calls that they break."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -99,7 +99,7 @@ class SlowTier(WrappedTier):
 
 
 class TruncatingTier(WrappedTier):
-    """Matches in full, then delivers only `num_blocks` of it, with an error when `error` is given."""
+    """Matches in full, but delivers only `num_blocks` blocks, and raises `error` if given."""
 
     def __init__(self, inner: Tier, num_blocks: int, error: TierError | None = None) -> None:
         super().__init__(inner)

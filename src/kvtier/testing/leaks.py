@@ -1,7 +1,7 @@
-"""A pytest plugin that fails a test which leaves threads, descriptors, child processes or shared memory behind.
+"""A pytest plugin that fails tests that leave threads, descriptors, child processes or shared memory behind.
 
-Only what belongs to this process counts: files in `/dev/shm` are those that it created, or that it or a descendant
-has mapped. Off unless a project asks for it with `kvtier_leaks = true` in its pytest settings.
+Only resources of this process count: files in `/dev/shm` only if it created them, or if it or a descendant has mapped
+them. Off unless a project enables it with `kvtier_leaks = true` in its pytest settings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def held() -> set[str]:
-    """What this process holds now, by name."""
+    """The names of the resources that this process has now."""
     return {
         *(f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if _is_ours(thread)),
         *_descriptors(),
@@ -74,7 +74,7 @@ def _shared_memory() -> Iterator[str]:
             try:
                 maps = Path("/proc", str(pid), "maps").read_text()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             yield from (path for path in present if path in maps)
 
 
@@ -89,28 +89,28 @@ def _is_ours(thread: threading.Thread) -> bool:
 
 
 def _left_since(before: set[str]) -> set[str]:
-    """What is new, after a moment of patience for what is ending."""
+    """Resources that are new, after some patience for those that are just ending."""
     deadline = time.monotonic() + _PATIENCE_S
     pause_s = _LOOK_S
     while True:
         left = held() - before
         if not left or time.monotonic() > deadline:
             return left
-        if pause_s > _LOOK_S:  # a collection takes the interpreter from the threads that are ending
+        if pause_s > _LOOK_S:  # not at first: a collection holds up the threads that are ending
             gc.collect()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_LOOK_S)
 
 
 def _descriptors() -> Iterator[str]:
-    """Without what libraries open once for the process: a map of the code that they make as they run, for profilers,
-    and what the system says of its processors."""
+    """Open descriptors, except those that libraries open once per process: a map of generated code for profilers, and
+    the system's files about its processors."""
     code_map = f"/perf-{os.getpid()}.map"
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
         is_librarys = target.endswith(code_map) or target.startswith(_PROCESSORS)
         if not is_librarys and not target.endswith("/fd") and "/proc/" not in target:
             yield f"fd {fd} {target}"
@@ -120,7 +120,7 @@ def _children(pid: int) -> Iterator[int]:
     try:
         tasks = list(Path("/proc", str(pid), "task").iterdir())
     except OSError:
-        return  # it has ended
+        return  # the process has ended
     for task in tasks:
         try:
             yield from map(int, (task / "children").read_text().split())

@@ -1,4 +1,4 @@
-"""Real cache server processes for tests and benchmarks: started, waited for, ended."""
+"""Starts, awaits and stops real cache server processes, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ServerProcess:
         self.process.wait()
 
     def stop(self) -> int:
-        """Ask it to stop and wait. Returns its exit status."""
+        """Ask the server to stop, and wait for it. Returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -69,7 +69,7 @@ class ServerProcess:
 def cache_server(
     *options: str, memory: str = "64MiB", tcp: bool = False, folder: Path | None = None, port: int = 0
 ) -> Iterator[ServerProcess]:
-    """A server in a process of its own, in a folder that is removed with it unless one is given."""
+    """A server in its own process, in a temporary folder unless one is given."""
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-")))
@@ -83,7 +83,7 @@ def cache_server(
 
 
 def start_cache_server(folder: Path, *options: str, memory: str, tcp: bool, port: int = 0) -> ServerProcess:
-    """Start one and wait until it is ready; the caller ends it."""
+    """Start a server and wait until it is ready; the caller stops it."""
     token = "a token for tests"
     arguments: Sequence[str] = ["--memory", memory, "--socket", str(folder / "kvtier.sock"), *options]
     if tcp:

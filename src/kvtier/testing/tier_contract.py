@@ -1,4 +1,4 @@
-"""What every tier must do. Inherit `TierContract` in a test module and provide the fixture `tiers`."""
+"""The laws of every tier. Inherit `TierContract` in a test module and provide the fixture `make_tier`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def empty_buffers(count: int) -> list[bytearray]:
 
 
 def fetch_all(tier: Tier, hashes: list[BlockHash]) -> list[bytes]:
-    """What the tier gives for the leading part of `hashes`."""
+    """The blocks that the tier delivers for the leading part of `hashes`."""
     into = empty_buffers(len(hashes))
     with tier.match(hashes) as lease:
         arrived = lease.fetch(into[: lease.num_blocks])
@@ -53,11 +53,11 @@ def fetch_all(tier: Tier, hashes: list[BlockHash]) -> list[bytes]:
 
 
 class TierContract:
-    """Laws of a tier that holds `CAPACITY_BLOCKS` blocks of `LAYOUT` in `NAMESPACE`."""
+    """Laws of a tier with room for `CAPACITY_BLOCKS` blocks of `LAYOUT` in `NAMESPACE`."""
 
     @pytest.fixture
     def make_tier(self) -> Iterator[MakeTier]:
-        """Override: yields a function that makes an empty tier, and closes what it made."""
+        """Override: yield a function that makes an empty tier, then close the tiers it made."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -1,6 +1,6 @@
-"""Tiny checkpoints of every family, made with transformers, and a tiny tokenizer: what tests load in place of a model.
+"""Tiny checkpoints of every family, made with transformers, and a tiny tokenizer, for tests to load instead of a model.
 
-`save_tiny_model` writes what a hub download would: config.json, generation_config.json, safetensors and a tokenizer.
+`save_tiny_model` writes the files of a hub download: config.json, generation_config.json, safetensors and a tokenizer.
 The same arguments write the same weights.
 """
 
@@ -129,14 +129,14 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte."""
+    """The printable character that byte-level BPE uses for each byte."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _randomize(name: str, parameter: torch.Tensor) -> None:
-    """Spread enough that a wrong norm, bias or rotation shows in the logits."""
+    """Randomize a parameter, with enough spread that a wrong norm, bias or rotation shows in the logits."""
     if "norm" in name:
         parameter.uniform_(0.5, 1.5)
     elif name.endswith("bias"):

@@ -136,7 +136,7 @@ def test_a_pack_that_does_not_fit_or_is_damaged_is_refused(
     assert refused.exit_code == 1
     assert refused.output.endswith("rules.kvpack is cut off\n")
     (tmp_path / "rules.kvpack").write_bytes(b"#!/bin/sh\n" * 100)
-    assert "is no pack" in run(tmp_path, "pack", "inspect", "@rules.kvpack").output
+    assert "is not a pack" in run(tmp_path, "pack", "inspect", "@rules.kvpack").output
     assert "No such file" in run(tmp_path, "pack", "inspect", "@nothing.kvpack").output
     missing = run(tmp_path, "pack", "export", "nothing", "@x.kvpack", *file)
     assert "there is no prefix called 'nothing' here" in missing.output

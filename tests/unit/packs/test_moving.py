@@ -97,7 +97,7 @@ def test_of_a_damaged_pack_nothing_stays(clients: list[CacheClient]) -> None:
 def test_a_cache_that_has_lost_a_block_gives_no_pack(clients: list[CacheClient]) -> None:
     source, _ = clients
     source.drop([HASHES[20]])
-    with pytest.raises(ConfigError, match="block 20 is not in the cache any more"):
+    with pytest.raises(ConfigError, match="block 20 is no longer in the cache"):
         exported(source)
 
 
@@ -171,7 +171,7 @@ def test_fields_that_are_not_those_of_the_namespace_are_refused(clients: list[Ca
     with pytest.raises(ConfigError, match="its fields are not those of its namespace"):
         check_namespace(lying, clients[1].namespaces())
     larger = PackHeader(**{**_values(header), "block_bytes": 8192})
-    with pytest.raises(ConfigError, match="8192 as block_bytes, and the cache 4096"):
+    with pytest.raises(ConfigError, match="block_bytes is 8192, but the cache's is 4096"):
         check_namespace(larger, clients[1].namespaces())
     with pytest.raises(ConfigError, match="no engine has used this cache yet"):
         check_namespace(header, [])

@@ -153,7 +153,7 @@ def test_the_plan_says_how_the_servers_policy_differs() -> None:
     plan = planned(simulate=half)
 
     assert {point.effect.hit_share for point in plan.by_memory + plan.by_disk} == {0.5}
-    assert "simulated over the same trace" in plan.notes[-1]
+    assert "simulated on the same trace" in plan.notes[-1]
 
 
 def test_ours_is_simulated_with_its_disk_and_advice_goes_by_it() -> None:
@@ -161,10 +161,10 @@ def test_ours_is_simulated_with_its_disk_and_advice_goes_by_it() -> None:
     point = plan.by_disk[-1]
     simulated = replay_tiers(REQUESTS, TierSettings(200, point.disk_bytes // BLOCK_BYTES), COSTS)
 
-    assert point.ours is not None
-    assert point.ours.hit_share == simulated.hit_rate
-    assert point.ours.late_ttft_s == simulated.ttft_s(0.9)
-    assert point.effect is point.ours
+    assert point.adaptive is not None
+    assert point.adaptive.hit_share == simulated.hit_rate
+    assert point.adaptive.late_ttft_s == simulated.ttft_s(0.9)
+    assert point.effect is point.adaptive
 
 
 def test_a_trace_without_blocks_is_refused() -> None:
@@ -177,15 +177,15 @@ def test_a_trace_without_blocks_is_refused() -> None:
 def test_where_nothing_is_asked_for_again_no_cache_is_advised() -> None:
     plan = plan_trace(REQUESTS[:1], COSTS, name="one")
 
-    assert plan.advice == ["memory: a cache of any size gains less than a point, as next to nothing is asked for again"]
+    assert plan.advice == ["memory: a cache of any size gains less than a point, since almost no prompt is repeated"]
     assert plan.by_disk == []
 
 
 def test_a_short_trace_is_called_short() -> None:
     hurried = [dataclasses.replace(request, arrived_s=0.0) for request in REQUESTS]
 
-    assert "1 seconds are short" in plan_trace(hurried, COSTS, name="hurried").notes[-1]
-    assert "short:" not in planned().notes[-1]
+    assert "covers only 1 seconds" in plan_trace(hurried, COSTS, name="hurried").notes[-1]
+    assert "covers only" not in planned().notes[-1]
 
 
 def test_requests_without_blocks_or_tokens_are_computed() -> None:
@@ -210,7 +210,7 @@ def test_a_live_curve_becomes_a_plan() -> None:
 
     assert now.lru.hit_share == pytest.approx(0.3)
     assert plan.by_memory[-1].lru.hit_share == pytest.approx(0.7)
-    assert any("of LRU" in note for note in plan.notes)
+    assert any("shows LRU" in note for note in plan.notes)
     assert "+40 points" in plan.advice[0] or "of memory: +" in plan.advice[0]
 
 
@@ -218,7 +218,7 @@ def test_a_live_plan_says_what_the_server_runs() -> None:
     adaptive, lru = (plan_live(read_curve(curve(runs=runs)), COSTS, name="x").notes for runs in ("adaptive", "lru"))
 
     assert any("runs the adaptive policy" in note for note in adaptive)
-    assert any("evicts as LRU does" in note for note in lru)
+    assert any("evicts with LRU" in note for note in lru)
 
 
 def test_a_live_plan_computes_what_a_disk_is_too_slow_for() -> None:
@@ -247,12 +247,12 @@ def test_a_live_plan_warns_of_few_requests_and_of_another_model() -> None:
     "wrong", [{"points": [[1, 2.0]]}, {"memory_bytes": 0}, {"seconds": -1.0}, {"points": "none"}, {"policy": 5}]
 )
 def test_a_curve_that_is_none_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(TierUnavailable, match="unknown here"):
+    with pytest.raises(TierUnavailable, match="not understood"):
         read_curve(curve(**wrong))
 
 
 def test_a_server_without_traffic_says_so() -> None:
-    with pytest.raises(ConfigError, match="once there was traffic"):
+    with pytest.raises(ConfigError, match="after some traffic"):
         read_curve(curve(points=[], asked_tokens=0))
 
 
@@ -281,5 +281,5 @@ def test_the_page_stands_alone_and_shows_names_as_text() -> None:
     assert "<script" not in page
     assert page.count("<svg") == 6
     assert not [word for word in ("http:", "https:", "src=", "url(", "@import") if word in page]
-    assert "hits (ours)" in page
+    assert "hits (adaptive)" in page
     assert "TTFT p90 (LRU)" in page

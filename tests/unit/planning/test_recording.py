@@ -121,5 +121,5 @@ def test_a_server_that_answers_something_else_is_refused(tmp_path: Path, page: d
 
     stop = threading.Event()
     stop.set()
-    with new_trace(tmp_path / "trace", PLENTY) as trace, pytest.raises(TierUnavailable, match="unknown here"):
+    with new_trace(tmp_path / "trace", PLENTY) as trace, pytest.raises(TierUnavailable, match="not understood"):
         Recorder(Strange()).run(trace, stop, lambda _: None)

@@ -54,10 +54,10 @@ def test_a_compressed_trace_is_read_as_it_is(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ("\n\n", "is empty"),
-        ("TIMESTAMP,ContextTokens\n1,2\n", "is no file of JSON lines"),
-        ("[1, 2]\n", "is no file of JSON lines"),
+        ("TIMESTAMP,ContextTokens\n1,2\n", "is not a file of JSON lines"),
+        ("[1, 2]\n", "is not a file of JSON lines"),
         ('{"timestamp": 1, "input_length": 4}\n', "has no hash_ids"),
-        ("[" * 100_000, "is no file of JSON lines"),
+        ("[" * 100_000, "is not a file of JSON lines"),
     ],
 )
 def test_a_file_of_no_known_form_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:

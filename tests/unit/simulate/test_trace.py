@@ -52,7 +52,7 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path: Path, line: bytes) -> Non
     path = tmp_path / "trace.jsonl"
     path.write_bytes(MOONCAKE + line + b"\n")
 
-    with pytest.raises(ConfigError, match=r"^line 2 of the trace [^\n]* is no request: [^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^line 2 of the trace [^\n]* is not a request: [^\n]*$"):
         list(read_traces(path))
 
 
