@@ -1,1 +1,1 @@
-"""What a block is: its layout, its identity, its references. Pure Python, no I/O, no bytes of KV."""
+"""Blocks: their layout, their identity, their references and their eviction. Pure Python, no I/O, no KV bytes."""

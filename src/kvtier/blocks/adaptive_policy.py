@@ -8,7 +8,7 @@ time that it takes up room. Candidates for eviction are the oldest run of each c
 The history outlives the blocks: a run that is evicted whole leaves a ghost, found by the hash of its first block. New
 blocks that continue a prompt inherit the history of what they continue; those that branch off a shared prefix begin
 without one. New blocks that are worth less than every candidate are declined, except for the first block of a run that
-a match can reach. Blocks stored behind a gap are unreachable for a match.
+a match can reach: no match can reach blocks behind a gap.
 
 `Duel` simulates LRU beside it, run by run. While LRU is ahead, the oldest run is evicted and nothing is declined.
 """
@@ -30,7 +30,7 @@ from kvtier.blocks.share import Share
 
 _RUN = operator.attrgetter("run")
 _POPS_OF_ONE = 16
-"""Blocks evicted from one run before candidates are compared again."""
+"""Blocks that leave one run before candidates are compared again."""
 _NUM_SAMPLED = 16
 _CAPACITY_WINDOW = 8
 """In capacities: blocks placed before the capacity is taken to have shrunk."""
@@ -84,7 +84,7 @@ class AdaptivePolicy(Generic[_Block]):
         self._num_left = 0
         self._declined_at = -math.inf
 
-    # --- what is used ----------------------------------------------------------------------------------------------
+    # --- uses ------------------------------------------------------------------------------------------------------
 
     def missed(self, parent: _Block | None, index: Scoped, block_hash: BlockHash) -> None:
         """A match ended at `block_hash`, behind `parent`: a block stored under it next continues that prompt."""
@@ -217,7 +217,7 @@ class AdaptivePolicy(Generic[_Block]):
             return Run(source.gap_class, source.log2_gap)
         return _after(source, self._clock())
 
-    # --- what goes -------------------------------------------------------------------------------------------------
+    # --- evictions -------------------------------------------------------------------------------------------------
 
     def pop_coldest(self, requester: Share | None = None, newcomer: Run[_Block] | None = None) -> _Block | None:
         """The next victim; None if there is none, or if a block of `newcomer` is worth less than it."""

@@ -19,7 +19,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ConfigError
 
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes."""
+"""A block's chained SHA-256 digest, 32 bytes."""
 
 HASH_BYTES = 32
 

@@ -1,6 +1,6 @@
 """The one block format: the KV of `block_tokens` consecutive tokens, all layers, as one run of bytes.
 
-The run is laid out `[layer][kv_head][token][K then V]` (LHNC). The same run lies in a GPU arena, in host
+The run is laid out `[layer][kv_head][token][K then V]` (LHNC). The run is the same in a GPU arena, in host
 memory, on the wire and in a file; only the stride between runs is rounded up, for direct I/O.
 """
 
@@ -22,7 +22,7 @@ def slot_bytes_of(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The shape of one block. `layers` and `kv_heads` count what the block holds, not what the model has."""
+    """The shape of one block. `layers` and `kv_heads` are those in the block, not in the whole model."""
 
     layers: int
     kv_heads: int

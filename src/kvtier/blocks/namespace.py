@@ -40,7 +40,7 @@ class NamespaceFields:
     salt: str = ""
 
     def digest(self) -> Namespace:
-        """Stable over processes, restarts, machines and Python versions."""
+        """The namespace: stable over processes, restarts, machines and Python versions."""
         return Namespace(hashlib.sha256(self._text().encode()).digest())
 
     def document(self) -> dict[str, object]:

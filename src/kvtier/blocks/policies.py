@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class EvictionPolicy(Protocol[Item]):
-    """An order among evictable blocks. Called only by the pool that owns it, under that pool's lock.
+    """The order in which a pool evicts its blocks. Called only by the pool that owns it, under that pool's lock.
 
     `add_all` adds blocks of one prompt, in its order, that have just been used and may be evicted from now on;
     `readmit` adds blocks that were not used, but pinned, retained or referenced by the pool itself. `remove` and
@@ -30,11 +30,11 @@ class EvictionPolicy(Protocol[Item]):
     """Whether the pool counts the units that each share uses."""
 
     def missed(self, parent: Item | None, index: Scoped, block_hash: BlockHash) -> None:
-        """A match ended at `block_hash`, behind `parent`."""
+        """Note that a match ended at `block_hash`, behind `parent`."""
         ...
 
     def begin(self, parent: Item | None, index: Scoped, block_hash: BlockHash, count: int) -> Run[Item] | None:
-        """`count` new blocks are to be stored, from `block_hash` on, behind `parent` if that is known."""
+        """Note that `count` new blocks will be stored from `block_hash` on, behind `parent` if that is known."""
         ...
 
     def add_all(self, blocks: Sequence[Item]) -> None: ...

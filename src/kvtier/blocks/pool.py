@@ -38,7 +38,7 @@ class Presence(enum.Enum):
     """The state of one key."""
 
     MISS = enum.auto()
-    PENDING = enum.auto()  # being written; ask again
+    PENDING = enum.auto()  # being written: try again later
     READY = enum.auto()
 
 

@@ -1,7 +1,7 @@
 """Room for blocks of any size in one range of units, with O(1) neighbours.
 
 Every unit belongs to exactly one `Region`, free or taken, linked to the regions beside it, so a freed region joins
-its neighbours at once and room left by one model serves the next. Free regions lie in bins by size (two-level
+its neighbours at once and room left by one model serves the next. Free regions are in bins by size (two-level
 segregated fit). A unit is 4 KiB in an arena that holds many block sizes, or one block in a pool of equal blocks.
 Not thread-safe: the pool that owns it is its only caller.
 """

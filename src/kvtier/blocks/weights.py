@@ -1,8 +1,8 @@
 """The identity of a model's weights: per tensor its name, dtype, shape and a hash of three 4 KiB samples.
 
 Reading the whole of a 60 GB checkpoint at every start would cost a minute; names, shapes and samples of every
-tensor cost milliseconds and still change with any training step. How tensors are spread over files, where the
-files lie and when they were written do not count.
+tensor cost milliseconds and still change with any training step. The paths and times of the files, and how
+tensors are spread over them, do not count.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The cache process: an arena, a catalog of what is in it, and the sockets to reach both. Runs without torch."""
+"""The cache process: an arena, a catalog of its blocks, and the sockets to reach both. Runs without torch."""

@@ -30,7 +30,7 @@ class AdminRequests:
         self._client = client
         self._tenant = client.tenant
         self._space_of = space_of
-        context.disk.refusals.welcome(client)
+        context.disk.refusals.start_reporting(client)
 
     def on_pin(self, request: wire.PinRequest) -> wire.Counted:
         space = self._space_of(request.space)
@@ -98,7 +98,7 @@ class AdminRequests:
             self._context.disk.flush(self._context.config.flush_timeout_s)
         except (TierTimeout, TierUnavailable) as error:
             raise TierRefused(str(error)) from error
-        if sentence := self._context.disk.refusals.tell(self._client):
+        if sentence := self._context.disk.refusals.report(self._client):
             raise TierRefused(sentence)
         return wire.Done()
 

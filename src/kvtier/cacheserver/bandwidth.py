@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 _BURST_S = 0.25
-"""Unused bandwidth of this long may be caught up on."""
+"""Bandwidth left unused may still be used this much later."""
 
 
 class Bandwidth:

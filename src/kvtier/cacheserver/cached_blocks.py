@@ -159,7 +159,7 @@ class CachedBlocks:
         return match.blocks, MatchEnd.ALL, num_stored
 
     def wait(self, blocks: Sequence[Block], count: int, timeout_s: float, num_ready: int) -> int:
-        """Wait until the first `count` blocks are READY, of which the first `num_ready` are known to be.
+        """Wait until the first `count` blocks are READY; the first `num_ready` are known to be.
 
         Returns the number of leading READY blocks, which may exceed `count`.
         """
@@ -176,7 +176,7 @@ class CachedBlocks:
             is_in_time = self._wait_for(last, deadline)
 
     def _wait_for(self, block: Block, deadline: float) -> bool:
-        """Wait until `block` was loaded or its load failed; False past the deadline. Releases the lock meanwhile."""
+        """Wait until `block` is loaded or its load fails; False past the deadline. Releases the lock meanwhile."""
         event = threading.Event()
         self._awaited.setdefault(block, []).append(event)
         self._lock.release()
@@ -357,7 +357,7 @@ class CachedBlocks:
             self._sealer.queue(space, fresh)
 
     def _end_loading(self, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None:
-        """Under the lock."""
+        """End loads; called under the lock."""
         self.num_loading -= len(blocks)
         for block, has_arrived in zip(blocks, arrived, strict=True):
             if has_arrived:

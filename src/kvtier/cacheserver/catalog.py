@@ -66,17 +66,17 @@ def _why_refused(client: ServedClient, grant: Grant, max_blocks: int, num_units:
     return f"{room} is leased, pinned or being written"
 
 
-def _own(disk: Disk, tenant: Tenant, called: Namespace) -> Namespace:
+def _own(disk: Disk, tenant: Tenant, client_namespace: Namespace) -> Namespace:
     """The server's own namespace for the one that `tenant` asks for, by its own name or by one listed in `spaces`."""
     if not tenant.sees_all:
-        stored = disk.stored_space(called)
+        stored = disk.stored_space(client_namespace)
         if stored is not None and split_tagged(stored.name)[0] == tenant.name:
-            return called
-    return tenant.own(called)
+            return client_namespace
+    return tenant.own(client_namespace)
 
 
 class Catalog:
-    """All operations on what is cached. Offsets are `block.start * SLOT_ALIGN_BYTES`."""
+    """All operations on the cached blocks. Offsets are `block.start * SLOT_ALIGN_BYTES`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Catalog:
 
     def open(
         self,
-        called: Namespace,
+        client_namespace: Namespace,
         name: str,
         block_bytes: int,
         block_tokens: int,
@@ -172,7 +172,7 @@ class Catalog:
         """
         tenant = self.tenants.owner if tenant is None else tenant
         with self._lock:
-            namespace = _own(self._disk, tenant, called)
+            namespace = _own(self._disk, tenant, client_namespace)
             stored = self._disk.stored_space(namespace)
             if tenant.sees_all:  # the namespace may be another tenant's
                 tenant = self.tenants.owner if stored is None else self.tenants.owner_of(stored.name)
@@ -181,7 +181,7 @@ class Catalog:
                 may_make, fields = True, ""
                 name, block_tokens = split_tagged(stored.name)[1], stored.block_tokens
             return self._namespaces.open(
-                tenant, namespace, called, name, block_bytes, block_tokens, fields, may_make=may_make
+                tenant, namespace, client_namespace, name, block_bytes, block_tokens, fields, may_make=may_make
             )
 
     def close(self, space: MemorySpace) -> None:
@@ -309,10 +309,10 @@ class Catalog:
             stored = self._disk.contains(space, hashes)
             return bytes([there or presence(each) is ready for each, there in zip(hashes, stored, strict=True)])
 
-    def presence(self, called: Namespace, hashes: Hashes, tenant: Tenant | None = None) -> bytes:
+    def presence(self, client_namespace: Namespace, hashes: Hashes, tenant: Tenant | None = None) -> bytes:
         """LISTED_ flags for each of `hashes`: where it is, or why it is absent. Uses no block and opens no space."""
         with self._lock:
-            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, called)
+            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, client_namespace)
             scope = scope_of(namespace)
             space = self._namespaces.get(namespace)
             blocks = {} if space is None else space.index.blocks
@@ -329,13 +329,13 @@ class Catalog:
             return bytes(flags)
 
     def presence_elsewhere(
-        self, called: Namespace, hashes: Hashes, flags: bytes, tenant: Tenant | None = None
+        self, client_namespace: Namespace, hashes: Hashes, flags: bytes, tenant: Tenant | None = None
     ) -> bytes:
         """Add to a prompt's `flags` the blocks that only the cluster has. Waits for the cluster, without the lock."""
         if all(flag & (LISTED_CACHED | LISTED_PENDING) for flag in flags):
             return flags
         with self._lock:
-            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, called)
+            namespace = _own(self._disk, self.tenants.owner if tenant is None else tenant, client_namespace)
         found = self._cluster.presence(namespace, hashes)
         return bytes(
             flag

@@ -62,7 +62,7 @@ class ClusterBelow:
         self._leavers = DiskLeavers(self._spaces, bandwidth)
 
     def start(self, owner: SharedBlockOwner, disk: Disk) -> None:
-        """Start the threads, and wait a moment for the cluster's answer, so that the first match can hit."""
+        """The cluster has a moment to answer, so that the first match can hit."""
         self._reader = ClusterReader(self._spaces, self._arena, owner)
         self._writer.start(owner)
         if self._shares_on == "worth":
@@ -138,7 +138,7 @@ class ClusterBelow:
     # --- called by the catalog, under its lock: never blocks ---------------------------------------------------------
 
     def load(self, space: MemorySpace, blocks: Sequence[Block]) -> None:
-        """Fill these slots."""
+        """Queue `blocks`, slots of the arena, to be filled from the cluster."""
         assert self._reader is not None
         self._reader.queue(space, [block for block in blocks if isinstance(block, MemoryBlock)])
 
@@ -163,7 +163,7 @@ class ClusterBelow:
 
 
 class NoCluster:
-    """Has nothing; see `ClusterBelow`."""
+    """Stores nothing and finds nothing; see `ClusterBelow`."""
 
     is_there = False
     segment_blocks = 0

@@ -151,7 +151,7 @@ class ClusterSpaces:
         known = {block_hash for block_hash in hashes if blocks.places.get(block_hash) is not None}
         num_dropped = blocks.drop([each for each in hashes if each in known], self.config.timeout_s) if known else 0
         if len(known) < len(hashes):
-            assumed = self._opened(space.namespace, space.block_bytes)  # what is assumed is not remembered
+            assumed = self._opened(space.namespace, space.block_bytes)  # assumed places are not remembered
             assumed.learn(hashes)
             unknown = [each for each in hashes if each not in known]
             num_dropped += assumed.drop(unknown, self.config.timeout_s)

@@ -30,7 +30,7 @@ _Task = TypeVar("_Task")
 
 
 class SharedBlockOwner(Protocol):
-    """Each method takes the catalog's lock for a moment."""
+    """The owner of the arena's blocks. Each method takes the catalog's lock for a moment."""
 
     def end_fetching(self, space: MemorySpace, blocks: Sequence[MemoryBlock], arrived: Sequence[bool]) -> None: ...
 

@@ -33,7 +33,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     leases of idle TCP clients, which hold copies, but never those of local clients. `gone_grace_s` is how long the
     memory of a dead client is left alone, for copies still in flight. A TCP client that knows the `token` acts as the
     server's owner; the others are tenants from `tenants_file`, identified by a token or by a certificate signed by
-    `tls_client_ca`. `tcp_secret` encrypts all TCP traffic without certificates.
+    `tls_client_ca`. `tcp_secret` encrypts all TCP traffic in place of TLS, so no certificates are needed.
 
     With `folder`, blocks are kept on disk too; everything in the folder takes at most `file_bytes`. `stores_on` says
     when a block is written to disk: at its commit, or at its first reuse. `disk_writes_per_day` bounds the bytes

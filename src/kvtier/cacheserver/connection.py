@@ -49,7 +49,7 @@ from kvtier.wire.session import DECLINES, ENCRYPTED_SERVER, PLACES, SERVER, Serv
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
-"""For the whole handshake, including TLS."""
+"""Time limit for the whole handshake, including TLS."""
 _WRONG_TOKEN_S = 1.0
 """Delay after a wrong token."""
 _SLOWEST_BYTES_PER_S = 256 << 10
@@ -92,7 +92,7 @@ class ClientRequests:
         self._stream = stream
         self._number = 0
         self._spaces: dict[int, MemorySpace] = {}
-        self._called: dict[int, Namespace] = {}
+        self._client_namespaces: dict[int, Namespace] = {}
         self._filling: Filling | None = None
         self._last_place: wire.PlaceRequest | None = None
         self._note_traffic: Callable[[], None] | None = None
@@ -121,7 +121,7 @@ class ClientRequests:
             note()
 
     def place(self, message: wire.Fill, payload_bytes: int) -> BufferList:
-        """Where a payload goes: into the slots of its reservation, or into scratch memory if that has ended."""
+        """The memory for a payload: the slots of its reservation, or scratch memory if that has ended."""
         try:
             filling = self._catalog.fill(self._client, message.reservation, message.first, message.count)
         except TierRefused as error:
@@ -164,7 +164,7 @@ class ClientRequests:
             self._tenant,
             may_write=self._may_write,
         )
-        self._called[space.number] = Namespace(request.namespace)
+        self._client_namespaces[space.number] = Namespace(request.namespace)
         if space.number in self._spaces:
             self._catalog.close(space)
         self._spaces[space.number] = space
@@ -183,7 +183,7 @@ class ClientRequests:
         with self._split(request.hashes) as hashes:
             outcome = self._catalog.lease(self._client, request.lease, space, hashes, is_lazy=request.is_lazy)
             self._count_hits(len(outcome.blocks) + outcome.num_stored, len(hashes))
-        if outcome.ended is not MatchEnd.PENDING:  # a pending match is asked for again, or computed
+        if outcome.ended is not MatchEnd.PENDING:  # the client repeats a pending match, or computes the block
             self._note_asked(space, request.hashes, Asking.LAZY_MATCH if request.is_lazy else Asking.MATCH)
         ended = wire.ENDING_WORDS[outcome.ended]
         if not outcome.num_shared or not self._knows_places:
@@ -230,10 +230,10 @@ class ClientRequests:
                 self._catalog.return_borrowed(blocks, self._tenant)
 
     def _send_blocks(self, space: MemorySpace, first: int, blocks: list[Block], is_last: bool) -> None:
-        called = self._called[space.number]
+        client_namespace = self._client_namespaces[space.number]
         payload = [self._view(block, space) for block in blocks]
         checksums = wire.pack_numbers(
-            _checksum(called, space, block, view) for block, view in zip(blocks, payload, strict=True)
+            _checksum(client_namespace, space, block, view) for block, view in zip(blocks, payload, strict=True)
         )
         self._context.metrics.sent_bytes.inc(len(blocks) * space.block_bytes)
         self._stream.send(self._number, wire.Blocks(first, len(blocks), is_last, checksums), payload)
@@ -251,9 +251,9 @@ class ClientRequests:
         return wire.Contained(b"".join(answers))
 
     def on_suspect(self, request: wire.SuspectRequest) -> wire.Counted:
-        """Check blocks whose checksum failed at a client: those altered in memory are dropped.
+        """Check blocks whose checksum failed at a client. Blocks altered in memory are dropped.
 
-        Otherwise the network is at fault.
+        For the others, the network is at fault.
         """
         space = self._space(request.space)
         num_altered = 0
@@ -284,7 +284,7 @@ class ClientRequests:
 
         A client that has the namespace open asks often, for its own requests: the cluster is left out of these.
         """
-        if not self._context.cluster.is_there or namespace in self._called.values():
+        if not self._context.cluster.is_there or namespace in self._client_namespaces.values():
             return flags
         hashes = split_hashes(joined[: MAX_AT_ONCE * HASH_BYTES])
         asked = flags[: len(hashes)]
@@ -410,19 +410,19 @@ _WRITES = frozenset(("reserve", "commit", "fill", "close", "pin", "retain", "dro
 """Operations refused to a client that may only read."""
 
 
-def _checksum(called: Namespace, space: MemorySpace, block: Block, view: memoryview) -> int:
+def _checksum(client_namespace: Namespace, space: MemorySpace, block: Block, view: memoryview) -> int:
     """The block's checksum, computed at most once, on the first read at the latest; READY blocks do not change.
 
     It covers the client's own id of the namespace. For a tenant, the server's id differs.
     """
     assert isinstance(block, MemoryBlock)
-    if called != space.namespace:
-        if block.called_checksum is None:
-            found = checksum_of(called, block.hash, view)
+    if client_namespace != space.namespace:
+        if block.client_checksum is None:
+            found = checksum_of(client_namespace, block.hash, view)
             if block.checksum not in (None, checksum_of(space.namespace, block.hash, view)):
                 return found ^ 1  # the bytes were altered: the client notices and sends SuspectRequest
-            block.called_checksum = found
-        return block.called_checksum
+            block.client_checksum = found
+        return block.client_checksum
     if block.checksum is None:
         block.checksum = checksum_of(space.namespace, block.hash, view)
     return block.checksum
@@ -446,7 +446,7 @@ class ServedConnection:
         self.is_unix = sock.family == socket.AF_UNIX
         self._peer = "a process of this host" if self.is_unix else _shown(sock)
         self.address = "" if self.is_unix else _network_of(sock)
-        self._is_unwanted = threading.Event()
+        self._is_ending = threading.Event()
         self._on_end = on_end
         # The TLS handshake takes several messages, so it happens later, in the connection's own thread.
         self._sock = sock if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -470,11 +470,11 @@ class ServedConnection:
 
     def stop_receiving(self) -> None:
         """Take no more requests; the current one is still answered."""
-        self._is_unwanted.set()
+        self._is_ending.set()
         self._stream.stop_receiving()
 
     def shut_down(self) -> None:
-        self._is_unwanted.set()
+        self._is_ending.set()
         self._stream.shut_down()
 
     def join(self, timeout_s: float) -> None:
@@ -498,7 +498,7 @@ class ServedConnection:
         except RemoteProtocolError as error:
             self._context.metrics.refusals.labels(kind="protocol").inc()
             self._context.log.warning("protocol", "connection of %s closed: %s", self._peer, error)
-            self._say_last(wire.Failure("protocol", str(error)))
+            self._send_last(wire.Failure("protocol", str(error)))
         except Exception:
             logger.exception("connection closed by a bug in the cache server")
         finally:
@@ -542,8 +542,8 @@ class ServedConnection:
             context.metrics.refusals.labels(kind="refused").inc()
             context.log.warning("refused", "%s refused: %s", self._peer, error)
             if not self.is_unix:
-                self._is_unwanted.wait(_WRONG_TOKEN_S)  # cut short when another stranger needs the place
-            self._say_last(wire.Failure("refused", str(error)))
+                self._is_ending.wait(_WRONG_TOKEN_S)  # cut short when another stranger needs the place
+            self._send_last(wire.Failure("refused", str(error)))
             raise
         self._stream.set_limits(session.limits)
         pass_fd = context.arena.fd if self.is_unix else None
@@ -613,7 +613,7 @@ class ServedConnection:
         assert self._requests is not None
         return self._requests.place(message, payload_bytes)
 
-    def _say_last(self, failure: wire.Failure) -> None:
+    def _send_last(self, failure: wire.Failure) -> None:
         try:
             self._stream.send(0, failure, deadline=time.monotonic() + _LAST_WORDS_S)
             self._stream.drain(_LAST_WORDS_S)

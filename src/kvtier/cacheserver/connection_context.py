@@ -1,4 +1,4 @@
-"""What the connections of one server share."""
+"""The state shared by the connections of one server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConnectionContext:
-    """What every connection of one server shares."""
+    """The objects that every connection of one server uses."""
 
     config: CacheServerConfig
     catalog: Catalog

@@ -11,7 +11,7 @@ StoreOn: TypeAlias = Literal["commit", "reuse"]
 
 DAY_S = 86_400.0
 _BURST_S = 3600.0
-"""Unused budget of this long may be caught up on."""
+"""Budget left unused may still be used this much later."""
 _KEPT_PART = 2
 """One byte in this many of the burst is reserved for blocks worth more than the others."""
 
@@ -59,7 +59,7 @@ class WriteBudget:
 
 
 class DiskAdmission:
-    """Decides what is written to a disk that stores blocks at `stores_on`, with an optional `budget`.
+    """Decides which blocks are written to a disk that stores at `stores_on`, with an optional `budget`.
 
     While the budget is short, a new block is withheld until it is reused or about to leave memory. Once the budget is
     spent, every block is withheld. With `stores_on` "reuse", only reused blocks are written.

@@ -31,7 +31,7 @@ class DiskAwareLru(LruPolicy[Block]):
 
     def pop_coldest(self, requester: Share | None = None, newcomer: Run[Block] | None = None) -> Block | None:
         for passed_over, block in enumerate(self._order):
-            if isinstance(block, MemoryBlock) and may_go(block, evicts_unsafe=self._evicts_unsafe):
+            if isinstance(block, MemoryBlock) and is_safe_to_evict(block, evicts_unsafe=self._evicts_unsafe):
                 del self._order[block]
                 return block
             if passed_over == _MAX_PASSED_OVER:
@@ -50,6 +50,6 @@ class DiskAwareLru(LruPolicy[Block]):
         return [] if block is None else [block]
 
 
-def may_go(block: MemoryBlock, *, evicts_unsafe: bool) -> bool:
+def is_safe_to_evict(block: MemoryBlock, *, evicts_unsafe: bool) -> bool:
     """The block is on disk, or is not queued for it: a disk may store only reused blocks, within a budget."""
     return block.is_stored or (evicts_unsafe and not block.is_queued)

@@ -8,7 +8,7 @@ from kvtier.blocks.adaptive_policy import AdaptivePolicy
 from kvtier.blocks.pool import Block
 from kvtier.blocks.run import Run
 from kvtier.blocks.share import Share
-from kvtier.cacheserver.disk_aware_lru import may_go
+from kvtier.cacheserver.disk_aware_lru import is_safe_to_evict
 from kvtier.cacheserver.namespaces import MemoryBlock
 
 _MAX_PASSED_OVER = 256
@@ -41,7 +41,7 @@ class DiskAwarePolicy(AdaptivePolicy[Block]):
                 block = next(iter(super().pop_several(1, requester, newcomer)), None)
             if block is None:
                 break
-            if isinstance(block, MemoryBlock) and may_go(block, evicts_unsafe=self._evicts_unsafe):
+            if isinstance(block, MemoryBlock) and is_safe_to_evict(block, evicts_unsafe=self._evicts_unsafe):
                 found = block
                 break
             passed_over.append(block)

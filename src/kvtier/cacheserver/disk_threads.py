@@ -36,7 +36,7 @@ _ROOM_TRY_S = 0.02
 
 
 class BlockOwner(Protocol):
-    """Each method takes the catalog's lock for a moment."""
+    """The owner of the arena's blocks. Each method takes the catalog's lock for a moment."""
 
     def begin_storing(self, blocks: Sequence[MemoryBlock]) -> list[MemoryBlock]:
         """Hold the blocks' slots while they are written. Returns the blocks that are still in memory."""

@@ -19,7 +19,7 @@ from kvtier.cacheserver.tenants import Tenant
 from kvtier.errors import TierRefused
 
 MAX_TCP_STRANGERS = 32
-_SHORTEST_S = {True: 1.0, False: 0.05}
+_MIN_STAY_S = {True: 1.0, False: 0.05}
 """How long a stranger on this host (True) or over TCP (False) keeps its place, however many follow from its address.
 
 A handshake takes a few milliseconds. A longer time would let one address that keeps connecting hold all places.
@@ -38,7 +38,7 @@ class Guest(Protocol):
 
 
 class Guests:
-    """Thread-safe. `arrive`, `let_in` and `leave` are called once for each connection, in this order."""
+    """The connected peers. Thread-safe. Each connection calls `arrive`, `let_in` and `leave` once, in this order."""
 
     def __init__(self, max_connections: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_connections = max_connections
@@ -62,7 +62,7 @@ class Guests:
             is_used = self._clients or any(guest.is_unix for guest in self._strangers)
             return 0.0 if is_used else self._clock() - self._unused_since
 
-    def everybody(self) -> list[Guest]:
+    def connected(self) -> list[Guest]:
         with self._lock:
             return [*self._strangers, *self._clients]
 
@@ -81,7 +81,7 @@ class Guests:
                 most = max(counts.values())
                 oldest = next(other for other in others if counts[other.address] == most)
                 is_crowd = most > counts[guest.address] + 1
-                if not is_crowd and now - self._strangers[oldest] < _SHORTEST_S[guest.is_unix]:
+                if not is_crowd and now - self._strangers[oldest] < _MIN_STAY_S[guest.is_unix]:
                     return f"{limit} connections have not authenticated yet, which is the limit: try again"
                 del self._strangers[oldest]
                 oldest.shut_down()

@@ -19,7 +19,7 @@ from kvtier.cacheserver.tenants import Tenant, Tenants
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 MAX_DESCRIBED = 1000
-"""Namespaces on one page."""
+"""Most namespaces on one page."""
 
 
 class Inventory:
@@ -120,7 +120,7 @@ class Inventory:
         return [{**each, "fields": None if text is None else read_fields(text)} for each, text in found]
 
     def _page(self, asker: Tenant | None, first: int) -> dict[Namespace, dict[str, object]]:
-        """Under the lock."""
+        """A page of namespaces; called under the lock."""
         asker = self._tenants.owner if asker is None else asker
         return self._namespaces.describe(self._disk.spaces, self._disk.stored_space, asker, first, MAX_DESCRIBED)
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MAX_PEERS = 32
 _MAX_HEAD_BYTES = 16 << 10
 _PEER_S = 5.0
-"""For a whole request with its answer."""
+"""Time limit for a request and its answer."""
 _PIECE_BYTES = 64 << 10
 
 

@@ -45,7 +45,7 @@ class NamespaceDescriptions:
             self._forget(next(iter(texts)))
 
     def get(self, namespace: Namespace) -> str | None:
-        """The text, to be decoded by `read_fields`."""
+        """For `read_fields`."""
         tenant = self._tenant_of.get(namespace)
         return None if tenant is None else self._texts[tenant][namespace]
 
@@ -66,8 +66,8 @@ class NamespaceDescriptions:
 
 
 def read_fields(text: str) -> dict[str, object]:
-    """Decode `text`. Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
-    if not text.isascii():  # otherwise the bound on characters would not bound the encoded bytes
+    """Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
+    if not text.isascii():  # a bound on characters would be none on what they are written as
         raise TierRefused("the fields of a namespace must be JSON in ASCII")
     try:
         fields: dict[str, object] = msgspec.json.decode(text, type=dict[str, object])

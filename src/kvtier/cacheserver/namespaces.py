@@ -32,13 +32,13 @@ class MemoryBlock(Block):
     queued once.
 
     `shared_at` is when the block was last known to be in the cluster; `is_sharing`: it has been on its way there since
-    `tried_at`. `checksum` covers key and payload, once computed; `called_checksum` does so with the tenant's own id of
+    `tried_at`. `checksum` covers key and payload, once computed; `client_checksum` does so with the tenant's own id of
     the namespace. `reused_in` is set while the block is read from disk for a client that reuses it in that space.
     """
 
     __slots__ = (
-        "called_checksum",
         "checksum",
+        "client_checksum",
         "is_queued",
         "is_sharing",
         "is_stored",
@@ -51,7 +51,7 @@ class MemoryBlock(Block):
     def __init__(self, start: int, size: int) -> None:
         super().__init__(start, size)
         self.checksum: int | None = None
-        self.called_checksum: int | None = None
+        self.client_checksum: int | None = None
         self.is_stored = False
         self.is_queued = False
         self.is_wanted = False
@@ -64,8 +64,8 @@ class MemoryBlock(Block):
 class MemorySpace:
     """One namespace's blocks in memory. `num_users` connections have it open.
 
-    `namespace` is the server's id of it, `called` the tenant's; `stored_name` is its name on disk. A space that
-    `is_awaited` was opened only by clients that may not write: it does not exist on disk.
+    `namespace` is the server's id of it, `client_namespace` the tenant's; `stored_name` is its name on disk. A space
+    that `is_awaited` was opened only by clients that may not write: it does not exist on disk.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MemorySpace:
         number: int,
         tenant: Tenant,
         namespace: Namespace,
-        called: Namespace,
+        client_namespace: Namespace,
         name: str,
         block_bytes: int,
         block_tokens: int,
@@ -81,7 +81,7 @@ class MemorySpace:
         self.number = number
         self.tenant = tenant
         self.namespace = namespace
-        self.called = called
+        self.client_namespace = client_namespace
         self.name = name
         self.stored_name = tenant.tagged(name)
         self.block_bytes = block_bytes
@@ -136,7 +136,7 @@ class Namespaces:
         self,
         tenant: Tenant,
         namespace: Namespace,
-        called: Namespace,
+        client_namespace: Namespace,
         name: str,
         block_bytes: int,
         block_tokens: int,
@@ -149,7 +149,7 @@ class Namespaces:
         if space is None:
             space = self._awaited.get((namespace, block_bytes))
             if space is None:
-                space = self._make(tenant, namespace, called, name, block_bytes, block_tokens)
+                space = self._make(tenant, namespace, client_namespace, name, block_bytes, block_tokens)
             if may_make:
                 self._awaited.pop((namespace, block_bytes), None)
                 space.begin(name, block_tokens)
@@ -169,7 +169,13 @@ class Namespaces:
         return space
 
     def _make(
-        self, tenant: Tenant, namespace: Namespace, called: Namespace, name: str, block_bytes: int, block_tokens: int
+        self,
+        tenant: Tenant,
+        namespace: Namespace,
+        client_namespace: Namespace,
+        name: str,
+        block_bytes: int,
+        block_tokens: int,
     ) -> MemorySpace:
         if slot_bytes_of(block_bytes) > self._memory_bytes:
             raise TierRefused(
@@ -179,7 +185,7 @@ class Namespaces:
         limit = MAX_TENANT_NAMESPACES if tenant.name else MAX_NAMESPACES
         if len(self._of_tenant.get(tenant, ())) >= limit:
             raise TierRefused(f"{limit} namespaces are in use or have blocks in memory, which is the limit")
-        return MemorySpace(next(self._numbers), tenant, namespace, called, name, block_bytes, block_tokens)
+        return MemorySpace(next(self._numbers), tenant, namespace, client_namespace, name, block_bytes, block_tokens)
 
     def forget_if_empty(self, space: MemorySpace) -> None:
         if space.num_users or len(space.index):
@@ -240,7 +246,7 @@ def _described(space: MemorySpace | None, stored: StoreSpace | None, asker: Tena
     known = stored if space is None else space
     assert known is not None
     num_blocks = 0 if space is None else len(space.index)
-    namespace = known.namespace if space is None or asker.sees_all else space.called
+    namespace = known.namespace if space is None or asker.sees_all else space.client_namespace
     tenant, name = split_tagged(known.name) if space is None else (space.tenant.name, space.name)
     return {
         "namespace": namespace.hex(),

@@ -1,4 +1,4 @@
-"""Engines' notes on their latest requests: text by request id, bounded. Thread-safe; kept in memory only."""
+"""Engines' notes on their latest requests: texts by request id, within bounds. Thread-safe; kept in memory only."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Persistence:
                     return
             if self._store.current is None:
                 if time.monotonic() >= retry_at:
-                    self._store.come_back(self._queue_unstored)
+                    self._store.reopen(self._queue_unstored)
                     retry_at = time.monotonic() + retry_s
                     retry_s = min(2 * retry_s, _LAST_RETRY_S)  # grows even if the disk fails as soon as it is up
                 continue

@@ -24,10 +24,10 @@ _EXPIRY_INTERVAL_S = 1.0
 class ProcessWatch:
     """Owns the pidfds passed to it, and one thread."""
 
-    def __init__(self, catalog: Catalog, gone_grace_s: float, look_after: Callable[[], None] = lambda: None) -> None:
-        """`look_after` is called about once a second, too."""
+    def __init__(self, catalog: Catalog, gone_grace_s: float, each_second: Callable[[], None] = lambda: None) -> None:
+        """`each_second` is called about once a second, too."""
         self._catalog = catalog
-        self._look_after = look_after
+        self._each_second = each_second
         self._gone_grace_s = gone_grace_s
         self._lock = threading.Lock()
         self._watched: dict[int, ServedClient] = {}
@@ -77,7 +77,7 @@ class ProcessWatch:
                 self._catalog.expire()
                 self._unwatch_left()
                 try:
-                    self._look_after()
+                    self._each_second()
                 except Exception:
                     logger.exception("a bug in the cache server's periodic work; the server goes on")
 
@@ -95,7 +95,7 @@ class ProcessWatch:
         return client
 
     def _unwatch_left(self) -> None:
-        """Stop watching clients that said goodbye: they hold nothing any more."""
+        """Stop watching clients that said goodbye and therefore hold no more blocks."""
         with self._lock:
             left = [pidfd for pidfd, client in self._watched.items() if client.is_gone]
         for pidfd in left:

@@ -130,7 +130,7 @@ class RecoveringStore:
         else:
             self.log.warning("thread", "disk store %s: %s", self.folder, _sentence_of(error))
 
-    def come_back(self, queue_unstored: Callable[[], None]) -> bool:
+    def reopen(self, queue_unstored: Callable[[], None]) -> bool:
         """Reopen the store after a failure; False if that is not possible yet.
 
         `queue_unstored` queues all blocks that should be on disk, before the store counts as up: flushes wait for them.
@@ -164,7 +164,7 @@ class RecoveringStore:
             store.close()
 
     def _opened(self) -> DiskStore:
-        """Open the store, and log what was recovered."""
+        """Open the store, and log how many blocks were recovered."""
         store = DiskStore(
             self.folder, self._file_space, files=self._files, share_of=self._share_of, eviction=self._eviction
         )

@@ -14,7 +14,7 @@ Refused: TypeAlias = Counter[tuple[str, str]]
 
 
 class Refusals:
-    """Counted since the start. Called from any thread."""
+    """Counts refusals since the start. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,21 +26,21 @@ class Refusals:
         with self._lock:
             self._refused[block.index.share.name, reason] += count
 
-    def welcome(self, client: ServedClient) -> None:
+    def start_reporting(self, client: ServedClient) -> None:
         """Start to report to a new client: refusals from now on, and those not yet reported to any client."""
         with self._lock:
-            if client.refusals_heard is None:
-                client.refusals_heard = self._told.copy()
+            if client.refusals_reported is None:
+                client.refusals_reported = self._told.copy()
 
-    def tell(self, client: ServedClient) -> str:
+    def report(self, client: ServedClient) -> str:
         """A sentence on the refusals of its tenant's blocks since the client last asked; empty if there were none."""
         tenant = client.tenant
         reasons: Counter[str] = Counter()
         with self._lock:
-            heard = Counter() if client.refusals_heard is None else client.refusals_heard
+            reported = Counter() if client.refusals_reported is None else client.refusals_reported
             for key, count in self._refused.items():
-                if count > heard[key] and (tenant.sees_all or key[0] == tenant.name):
-                    reasons[key[1]] += count - heard[key]
-                    heard[key] = self._told[key] = count
-            client.refusals_heard = heard
+                if count > reported[key] and (tenant.sees_all or key[0] == tenant.name):
+                    reasons[key[1]] += count - reported[key]
+                    reported[key] = self._told[key] = count
+            client.refusals_reported = reported
         return "; ".join(f"{count} blocks are not on disk: {reason}" for reason, count in reasons.items())

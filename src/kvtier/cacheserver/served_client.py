@@ -62,7 +62,7 @@ class ServedClient:
     held_units: int = 0
     ended_numbers: dict[int, None] = field(default_factory=dict)
     is_gone: bool = False
-    refusals_heard: Counter[tuple[str, str]] | None = None
+    refusals_reported: Counter[tuple[str, str]] | None = None
 
     @property
     def is_local(self) -> bool:

@@ -262,7 +262,7 @@ class CacheServer:
         }
 
     def _connections(self) -> list[ServedConnection]:
-        return [guest for guest in self._guests.everybody() if isinstance(guest, ServedConnection)]
+        return [guest for guest in self._guests.connected() if isinstance(guest, ServedConnection)]
 
     def _look_after(self) -> None:
         """Called about once a second."""

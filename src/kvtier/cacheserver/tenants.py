@@ -217,7 +217,7 @@ class Tenants:
 
     def __iter__(self) -> Iterator[Tenant]:
         with self._lock:
-            return iter(list(self._everybody()))
+            return iter(list(self._all()))
 
     def reload(self) -> bool:
         """Reload the file if it has changed. Returns whether it was applied; an invalid file changes nothing."""
@@ -235,11 +235,11 @@ class Tenants:
         logger.info("read %d tenants from %s", len(self._tenants), self._file)
         return True
 
-    def _everybody(self) -> tuple[Tenant, ...]:
+    def _all(self) -> tuple[Tenant, ...]:
         return (self.owner, *self._tenants.values())
 
     def _credentials(self) -> Iterator[tuple[Tenant, Credential]]:
-        return ((tenant, credential) for tenant in self._everybody() for credential in tenant.credentials)
+        return ((tenant, credential) for tenant in self._all() for credential in tenant.credentials)
 
     def _apply(self, sections: Mapping[str, TenantSection]) -> None:
         self._check_sums(sections)
@@ -272,7 +272,7 @@ class Tenants:
             for tenant in self._former.values():
                 tenant.memory.quota = tenant.disk.quota = 0
             self._rest.members = [
-                tenant.holds for tenant in (*self._everybody(), *self._former.values()) if not tenant.memory.quota
+                tenant.holds for tenant in (*self._all(), *self._former.values()) if not tenant.memory.quota
             ]
 
     def _set_limits(self, tenant: Tenant, section: TenantSection) -> None:

@@ -18,7 +18,7 @@ _DISK_FACTOR = 4
 class Asking(enum.IntEnum):
     """The kinds of lookup. A client that uses a higher kind repeats its requests in the lower ones.
 
-    An engine matches a prompt lazily, then matches the part that it loads from disk. Over TCP it gets what it matched.
+    An engine matches a prompt lazily, then matches the part that it loads from disk, and over TCP gets those blocks.
     """
 
     GET = 1

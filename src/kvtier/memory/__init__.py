@@ -1,1 +1,1 @@
-"""Where bytes sit: mapped arenas, and copies between them and a caller's buffers."""
+"""The memory of blocks: mapped arenas, and copies between them and a caller's buffers."""

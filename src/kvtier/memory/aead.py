@@ -13,7 +13,7 @@ TAG_BYTES = 16
 
 
 class InvalidTag(Exception):
-    """The data to decrypt was not encrypted with this key, or was changed."""
+    """The data was changed, or was not encrypted with this key."""
 
 
 class Aead:
@@ -30,7 +30,7 @@ class Aead:
         self._cipher.encrypt_into(nonce, data, about, into)
 
     def decrypt_into(self, nonce: bytes, data: memoryview | bytearray, about: bytes, into: memoryview) -> None:
-        """Raises `InvalidTag`."""
+        """Decrypt `data` into `into`. Raises `InvalidTag` if the data or `about` was changed."""
         from cryptography import exceptions  # noqa: PLC0415
 
         try:

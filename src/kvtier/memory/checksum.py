@@ -16,7 +16,7 @@ def start_checksum(namespace: Namespace, block_hash: BlockHash) -> xxhash.xxh3_6
 
 
 def checksum_of(namespace: Namespace, block_hash: BlockHash, payload: memoryview) -> int:
-    """64 bits. Releases the GIL for all but tiny payloads."""
+    """The 64-bit checksum of a block. Releases the GIL for all but tiny payloads."""
     digest = start_checksum(namespace, block_hash)
     digest.update(payload)
     return digest.intdigest()

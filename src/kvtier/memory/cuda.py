@@ -149,7 +149,7 @@ class Cudart:
             self._exchange_capture_mode(mode)
 
     def set_device(self, device: int) -> None:
-        """Set it for the calling thread, from now on."""
+        """Set the device of the calling thread, from now on."""
         with self.relaxed():
             self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
 

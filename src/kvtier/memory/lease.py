@@ -76,7 +76,7 @@ class Lease(Protocol):
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Meaningless without an `arena`."""
+        """The places of the blocks in `arena`; meaningless without one."""
         ...
 
     @property

@@ -38,7 +38,7 @@ class MappedArena:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Takes over `fd`."""
+        """Map `fd`, which this object owns from now on."""
         self.fd = fd
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino

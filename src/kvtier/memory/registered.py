@@ -53,7 +53,7 @@ class RegisteredArenas:
             return self._adopted.get(arena)
 
     def has(self, registration: Registration) -> bool:
-        """Whether the registration has not ended."""
+        """Whether the registration is still in place."""
         with self._lock:
             return registration in self._registrations
 

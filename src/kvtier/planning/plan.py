@@ -36,7 +36,7 @@ class Effect:
 
     hit_share: float
     saved_gpu_s: float
-    """Per day."""
+    """GPU seconds saved per day."""
     mean_ttft_s: float
     late_ttft_s: float | None
     """The time to first token that nine of ten requests do not exceed; unknown from a curve alone."""

@@ -30,7 +30,7 @@ from kvtier.simulate.replay import BlockNames, VirtualClock
 from kvtier.simulate.trace import BLOCK_TOKENS, TracedRequest
 
 _LEAVING_S = 1.0
-"""How often a server looks at the blocks that are about to leave its memory."""
+"""Interval at which a server looks at the blocks that are about to leave its memory."""
 
 
 @dataclass(frozen=True, slots=True)

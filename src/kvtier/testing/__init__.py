@@ -1,1 +1,1 @@
-"""For tests of kvtier and of what is built on it: contract suites, fault wrappers, leak checks, real servers."""
+"""For tests of kvtier and of software built on it: contract suites, fault wrappers, leak checks, real servers."""

@@ -1,4 +1,4 @@
-"""Asks running cache servers why a prompt misses, and reads an engine's note on a request, looking again if needed.
+"""Why a prompt misses, asked of running cache servers; and what an engine noted of a request, with a second look.
 
 Asking has no side effects: no lease, no change in the order of eviction, no load from disk. Callable from any thread.
 """
@@ -25,9 +25,9 @@ _FOUND = LISTED_CACHED | LISTED_CLUSTER
 def explain(
     client: CacheClient, fields: NamespaceFields, tokens: Sequence[int], *, request_id: str = "", model: str = ""
 ) -> Explanation:
-    """How much of a prompt the servers of `client` have in memory, on disk and in a cluster, and why not more.
+    """How much of a prompt the servers of `client` hold, in memory, on disk and in a cluster, and why not more.
 
-    `client` needs no layout and no namespace. Raises `TierError` if no server answers.
+    `client` needs no layout and no namespace. Raises `TierError` when no server answers.
     """
     namespace = fields.digest()
     block_tokens = fields.layout.block_tokens
@@ -71,7 +71,7 @@ def explain_request(client: CacheClient, request_id: str) -> Explanation | None:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A namespace that has more of the same tokens. `differs_in` is None if the fields of either side are unknown."""
+    """A namespace that holds more of the same tokens. `differs_in` is None when one side's fields are not known."""
 
     known: KnownNamespace
     cached_tokens: int
@@ -92,10 +92,7 @@ class _Elsewhere:
 def _with_other_namespaces(
     client: CacheClient, explanation: Explanation, tokens: Sequence[int], fields: Mapping[str, object] | None
 ) -> Explanation:
-    """The explanation, changed if the block that was never stored is cached in another namespace.
-
-    `fields` are those of our own namespace.
-    """
+    """The same, unless the block that was never stored is cached in another namespace. `fields` are our own."""
     if explanation.reason is not MatchEnd.NEVER_STORED:
         return explanation
     known = client.namespaces()

@@ -1,7 +1,7 @@
 """The ordered tiers as one cache that can only help: match and lease across them. Thread-safe.
 
 A failure of a tier is counted; the tier is left alone for a while and then tried again. The caller gets less from the
-cache, never an error. Match first, then reserve: no room is taken before it is known what is cached.
+cache, never an error. Match first, then reserve: no room is taken before the cached blocks are known.
 """
 
 from __future__ import annotations

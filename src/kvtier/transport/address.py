@@ -31,7 +31,7 @@ _MAX_UNIX_PATH_BYTES = 107
 
 
 def parse_address(text: str) -> Address:
-    """Raises `ConfigError` for anything but the two forms."""
+    """Parse an address. Raises `ConfigError` for anything but the two forms."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:").removeprefix("//")
         if not path:
@@ -58,6 +58,6 @@ def check_is_one(setting: str, given: object) -> None:
         return
     if isinstance(given, (tuple, list)):
         raise ConfigError(
-            f"{setting} takes one address: for more room than one cache server has, use a cluster (docs/cluster.md)"
+            f"{setting} takes one address: if one cache server is too small, use a cluster (cluster:, docs/cluster.md)"
         )
     raise ConfigError(f"{setting} must be an address, not {given!r}")

@@ -92,7 +92,7 @@ def peer_user(sock: socket.socket) -> int:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Whether it belongs to this user and is writable."""
+    """Whether the folder belongs to this user and is writable."""
     try:
         is_own = folder.is_absolute() and folder.stat().st_uid == os.geteuid()
         return is_own and os.access(folder, os.W_OK | os.X_OK)

@@ -263,7 +263,7 @@ class Stream:
 
 
 class _translated(contextlib.AbstractContextManager[None]):
-    """Socket errors become tier errors."""
+    """A scope that turns socket errors into tier errors."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:

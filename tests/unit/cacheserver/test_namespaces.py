@@ -20,8 +20,8 @@ def namespaces() -> Namespaces:
 
 
 def opened(namespaces: Namespaces, tenant: Tenant, number: int) -> MemorySpace:
-    called = Namespace(number.to_bytes(32, "little"))
-    return namespaces.open(tenant, tenant.own(called), called, "", SLOT_ALIGN_BYTES, 16, "{}")
+    client_namespace = Namespace(number.to_bytes(32, "little"))
+    return namespaces.open(tenant, tenant.own(client_namespace), client_namespace, "", SLOT_ALIGN_BYTES, 16, "{}")
 
 
 def test_a_tenant_has_so_many_namespaces_and_takes_none_from_others(
