@@ -6,15 +6,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import torch
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.answer import Completion
+from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.engine.client import EngineClient
 from kvtier.engine.constraint.constraints import Constraints
+from kvtier.engine.device.sampler import SampledTokens, Sampler
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import InvalidParameter
@@ -309,6 +311,40 @@ def test_after_a_failed_step_answers_go_on_where_they_were(folder: Path, schedul
 
     assert [one.outputs[0].text for one in found] == expected
     assert {one.outputs[0].finish_reason for one in found} == {"stop"}
+
+
+@pytest.mark.parametrize("number", [3, 9])
+def test_what_was_given_out_beside_a_sampling_that_fails_arrives_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A step's tokens are given to their requests while the masks of the next one are made."""
+    sample = Sampler.sample
+    left = [number]
+
+    def failing(*arguments: Any) -> SampledTokens:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("once")
+        return sample(*arguments)
+
+    grammars = {"short": Grammar("regex", f"[a-z]{{{number - 2}}}"), "long": Grammar("regex", "[a-z]{30}")}
+    told: dict[str, list[StreamPiece]] = {name: [] for name in grammars}
+    monkeypatch.setattr(Sampler, "sample", failing)
+    with open_llm(folder, schedule="async-1") as llm:
+        for name, grammar in grammars.items():
+            llm.engine.add(name, PROMPT, params(grammar))
+        while llm.engine.has_requests:
+            for request, piece in llm.engine.step():
+                told[request.id].append(piece)
+
+    assert left[0] < 0
+    for name, pieces in told.items():
+        answer = pieces[-1].completion
+        assert answer is not None, name
+        assert answer.finish_reason == "stop", name
+        assert re.fullmatch(grammars[name].text, answer.text), name
+        assert "".join(piece.text for piece in pieces) == answer.text
+        assert [token_id for piece in pieces for token_id in piece.token_ids] == answer.token_ids
 
 
 def test_a_matcher_that_fails_ends_its_own_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

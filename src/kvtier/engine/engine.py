@@ -11,6 +11,7 @@ device still computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import traceback
@@ -38,7 +39,7 @@ from kvtier.engine.sampling_params import MAX_PROMPT_SCORES, SamplingParams
 from kvtier.engine.schedule.block_manager import make_block_manager
 from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.scheduler import Scheduler
-from kvtier.engine.schedule.step import StepRow
+from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.engine.trial import Trial
 from kvtier.errors import EngineStopped, InvalidGrammar, InvalidParameter, PromptTooLong
 from kvtier.latency_guard import LatencyGuard
@@ -85,8 +86,9 @@ class Engine:
         self.runner = make_runner(config, parts)
         self._latency_guard = LatencyGuard()
         self.transfer, self._timer = make_transfer(config, parts, self.runner, self.name, self._latency_guard)
-        # The threads of `transfer` would keep it, and all it holds, alive after the engine.
+        # Their threads would keep them, and all they hold, alive after the engine.
         weakref.finalize(self, self.transfer.close).atexit = False
+        weakref.finalize(self, self._constraints.close).atexit = False
         self.scheduler = self._make_scheduler()
         self._counts = EngineCounts(num_blocks=parts.arena.num_blocks)
         self.metrics = EngineMetrics(self._counts, registry)
@@ -113,6 +115,10 @@ class Engine:
         self._is_closed = False
         self._rows_at_risk: Sequence[StepRow] = ()
         """The rows of the step that is being handed over, or whose tokens are being read."""
+        self._noted: Step | None = None
+        """The step of which the scheduler knows that it is with the device, while it is being handed over."""
+        self._early: list[StepOutput] = []
+        """News that were made while a step was being handed over."""
         self._num_unexplained = 0
         """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)
@@ -340,7 +346,7 @@ class Engine:
             try:
                 news = self._step()
             except Exception as error:
-                news = self._isolate(error)
+                news = self._take_early() + self._isolate(error)
         except BaseException:
             self._start_over()
             raise
@@ -415,6 +421,7 @@ class Engine:
                     self.runner.forget(request)
                     self._note_end(request)
         self._drop_steps()
+        self._take_early()
         self._rows_at_risk = ()
         self._canary.forget()
         self.transfer.start_over()
@@ -461,6 +468,7 @@ class Engine:
             for request in requests:
                 request.prefetch.leave()
         self.retentions.close()
+        self._constraints.close()
         self.transfer.close()
 
     def _drop_steps(self) -> None:
@@ -482,13 +490,14 @@ class Engine:
         if not step.is_empty:
             self._timer.start()
             self._rows_at_risk = step.rows
-            submit = self.runner.submit
-            self._under_way.append(submit(step, self._masks) if self._constraints else submit(step))
+            self._noted = None
+            constrain = functools.partial(self._masks, step) if self._constraints else None
+            self._under_way.append(self.runner.submit(step, constrain))
             self._rows_at_risk = ()
             self._timer.stop(step)
-            started_at = time.perf_counter()
-            self.scheduler.submitted(step)
-            self.schedule_s += time.perf_counter() - started_at
+            if self._noted is not step:
+                self._note_submitted(step)
+            news += self._take_early()
             self.num_steps += 1
         elif self.scheduler.has_unmatched:
             self.transfer.give_way(is_idle=not self._under_way)
@@ -503,12 +512,29 @@ class Engine:
             news += self._look_at_oldest()
         return news
 
-    def _masks(self, requests: Sequence[Request], make: MakeMasks) -> TokenMasks | None:
+    def _note_submitted(self, step: Step) -> None:
+        started_at = time.perf_counter()
+        self.scheduler.submitted(step)
+        self.schedule_s += time.perf_counter() - started_at
+
+    def _masks(self, step: Step, requests: Sequence[Request], make: MakeMasks) -> TokenMasks | None:
         """The tokens that `requests` may have, once the host knows those before. Called when only sampling is left."""
         if self._constraints.waits_for_tokens(requests):
             for submitted in self._under_way:
                 self._read(submitted)
-        return self._constraints.masks(requests, make)
+        return self._constraints.masks(requests, make, functools.partial(self._beside_masks, step))
+
+    def _beside_masks(self, step: Step) -> None:
+        """What else is due, while threads make the masks of `step`: all of it but its sampling is with the device."""
+        self._note_submitted(step)
+        self._noted = step
+        while self._under_way and self._under_way[0].is_read:
+            self._early += self._look_at_oldest()
+        self._rows_at_risk = step.rows
+
+    def _take_early(self) -> list[StepOutput]:
+        early, self._early = self._early, []
+        return early
 
     def _read(self, submitted: Submitted) -> list[TokenResult]:
         """The tokens of a step, once the device has them. Advances the grammars."""

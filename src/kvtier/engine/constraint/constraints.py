@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.engine.constraint.compiler import CompiledGrammar
 from kvtier.engine.constraint.library import llguidance
+from kvtier.engine.constraint.mask_thread import MaskThread
 from kvtier.engine.constraint.vetting import reason
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.schedule.request import Request
@@ -81,6 +82,7 @@ class Constraints:
         self._drop = drop
         self._constraints: dict[Request, _Constraint] = {}
         self._executor: LLExecutor | None = None
+        self._thread = MaskThread()
         self._ends: _Ends | None = None
 
     def __bool__(self) -> bool:
@@ -90,7 +92,13 @@ class Constraints:
         self._constraints[request] = _Constraint(compiled)
 
     def forget(self, request: Request) -> None:
-        self._constraints.pop(request, None)
+        """Behind the last request, there is no thread either."""
+        if self._constraints.pop(request, None) is not None and not self._constraints:
+            self._thread.close()
+
+    def close(self) -> None:
+        """Afterwards it has no thread."""
+        self._thread.close()
 
     def rewind(self, request: Request) -> None:
         """Back to the tokens that the request has."""
@@ -126,11 +134,13 @@ class Constraints:
             elif matcher.is_stopped():
                 constraint.end = constraint.num_taken
 
-    def masks(self, requests: Sequence[Request], make: MakeMasks) -> TokenMasks | None:
+    def masks(self, requests: Sequence[Request], make: MakeMasks, meanwhile: Callable[[], None]) -> TokenMasks | None:
         """Which tokens the rows of `requests` may have; None when all are free. All earlier tokens are known.
 
-        The library's threads write the masks where `make` says.
+        The library's threads write the masks where `make` says. `meanwhile` is called in this thread beside them; it
+        may forget requests.
         """
+        self._thread.settle()
         rows: list[int] = []
         moving = []
         for row, request in enumerate(requests):
@@ -144,12 +154,19 @@ class Constraints:
                 moving.append((matcher, len(rows), request, constraint))
                 rows.append(row)
         if not rows:
+            meanwhile()
             return None
         masks = make(len(rows), moving[0][3].compiled.num_words)
         masks.rows[:] = rows
         words = masks.words
         pairs = [(matcher, place) for matcher, place, _, _ in moving]
-        self._get_executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words))
+        where = (words.ctypes.data, 4 * words.shape[1], len(words))
+        executor = self._get_executor()
+        self._thread.begin(lambda: executor.unsafe_compute_mask_ptr(pairs, *where))
+        try:
+            meanwhile()
+        finally:
+            self._thread.wait()
         ends = self._get_ends(words.shape[1])
         has_end = np.any(words[:, ends.places] & ends.bits, axis=1)
         for matcher, place, request, constraint in moving:

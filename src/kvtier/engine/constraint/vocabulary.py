@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{count}}}" for count in (10, 12, 16, 30)), f"{_TEXT}+"]
+"""Kinds of tokens that are allowed or not as a whole: the library's own, and two more for texts that are nearly as long
+as a schema allows. Only the other tokens are tried one by one, which takes a millisecond for 150,000."""
+
+
 class _Tokens:
     """What llguidance asks of a tokenizer; its names. Any thread calls it, with Python's lock."""
 
@@ -68,5 +74,5 @@ def make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collec
     """
     inside = [token_id for token_id in sorted(eos_token_ids) if token_id < vocab_size]
     tokens = _Tokens(tokenizer, vocab_size, inside)
-    made: LLTokenizer = llguidance().LLTokenizer(tokens, eos_token=inside or None)
+    made: LLTokenizer = llguidance().LLTokenizer(tokens, eos_token=inside or None, slices=_SLICES)
     return made

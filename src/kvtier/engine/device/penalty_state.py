@@ -48,7 +48,7 @@ class PenaltyState:
         return slot
 
     def close(self, slot: int) -> None:
-        """Give the slot back; a batch that names it must not be sampled again."""
+        """Give the slot back; a batch that names it must not be sampled once it is open again."""
         assert slot not in self._free
         self._free.append(slot)
 

@@ -266,7 +266,10 @@ class Runner:
             states = self._last_states(step, hidden, len(sampling))
             together = self._sampling_of(sampling)
             logits = self.model.logits(states)
-            sampled = self._sample(logits, together, constrain)
+            if constrain is None:
+                sampled = self._sampler.sample(logits, together.batch)
+            else:
+                sampled = self._sample_constrained(logits, together, constrain)
             kept = LastTokens(self._last_tokens, together.slots)
             return Submitted(sampling, sampled, kept, is_long=is_long, scores=scores)
 
@@ -276,12 +279,10 @@ class Runner:
         max_rows = min(MAX_SLICE_ROWS, len(self._tables))
         return PromptScores(step, hidden, self.model.logits, max_rows=max_rows, vocab_size=self.model.config.vocab_size)
 
-    def _sample(self, logits: torch.Tensor, sampling: _Sampling, constrain: Constrain | None) -> SampledTokens:
-        masks = None if constrain is None else constrain(sampling.requests, self._mask_upload.make)
-        if masks is None:
-            return self._sampler.sample(logits, sampling.batch)
-        allowed = self._mask_upload.upload(masks)
+    def _sample_constrained(self, logits: torch.Tensor, sampling: _Sampling, constrain: Constrain) -> SampledTokens:
         try:
+            masks = constrain(sampling.requests, self._mask_upload.make)
+            allowed = None if masks is None else self._mask_upload.upload(masks)
             return self._sampler.sample(logits, sampling.batch, allowed)
         finally:
             self._mask_upload.done()
@@ -300,7 +301,7 @@ class Runner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
+        """The request is over. The step that is being handed over may still sample for it, for nobody."""
         row = self._sampling_rows.pop(request, None)
         if row is not None:
             self._sampler.close(row)

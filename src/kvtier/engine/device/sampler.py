@@ -75,7 +75,7 @@ class Sampler:
         return SamplingRow(params, _as_signed(seed), slot)
 
     def close(self, row: SamplingRow) -> None:
-        """Forget a request. No batch that holds it may be sampled afterwards."""
+        """Forget a request. No batch that holds it may be sampled once another one was taken in."""
         if row.penalty_slot is not None:
             self._penalties.close(row.penalty_slot)
 
