@@ -49,6 +49,10 @@ class NamespaceFields:
         document["salt"] = hashlib.sha256(self.salt.encode()).hexdigest()[:16] if self.salt else ""
         return document
 
+    def description(self) -> str:
+        """`document` as JSON in ASCII."""
+        return json.dumps(self.document(), separators=(",", ":"))
+
     def _text(self) -> str:
         layout = self.layout
         fields = {

@@ -116,7 +116,7 @@ class AdminRequests:
         return wire.Document(json.dumps(self._context.count_up(self._tenant)))
 
     def on_spaces(self, request: wire.SpacesRequest) -> wire.Document:
-        return wire.Document(json.dumps(self._catalog.inventory.spaces_with_fields(self._tenant, request.first)))
+        return wire.Document(json.dumps(self._catalog.inventory.known_spaces(self._tenant, request.first)))
 
     def on_misscurve(self, request: wire.MissCurveRequest) -> wire.Document:
         if not self._tenant.sees_all:

@@ -17,7 +17,7 @@ from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.pool import Block, BlockState
 from kvtier.cacheserver.bandwidth import Bandwidth
 from kvtier.cacheserver.cluster_leavers import DiskLeavers
-from kvtier.cacheserver.cluster_spaces import NOWHERE, ClusterSpaces, Elsewhere
+from kvtier.cacheserver.cluster_spaces import NOWHERE, ClusterSpaces, Elsewhere, FieldsOf
 from kvtier.cacheserver.cluster_threads import ClusterReader, SharedBlockOwner
 from kvtier.cacheserver.cluster_writer import ClusterWriter
 from kvtier.cacheserver.namespaces import Hashes, MemoryBlock, MemorySpace
@@ -25,6 +25,7 @@ from kvtier.cacheserver.persistence import Disk
 from kvtier.memory.mapped import MappedArena
 from kvtier.stores.valkey.announcements import Announcer
 from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.described import DescribedNamespace
 
 _FIRST_ANSWER_S = 2.0
 _ANNOUNCE_AFTER_S = 0.02
@@ -61,8 +62,9 @@ class ClusterBelow:
         self._writer = ClusterWriter(self._spaces, arena, bandwidth, sweeps=is_last_place)
         self._leavers = DiskLeavers(self._spaces, bandwidth)
 
-    def start(self, owner: SharedBlockOwner, disk: Disk) -> None:
+    def start(self, owner: SharedBlockOwner, disk: Disk, fields_of: FieldsOf) -> None:
         """The cluster has a moment to answer, so that the first match can hit."""
+        self._spaces.fields_of = fields_of
         self._reader = ClusterReader(self._spaces, self._arena, owner)
         self._writer.start(owner)
         if self._shares_on == "worth":
@@ -118,6 +120,10 @@ class ClusterBelow:
         """Which blocks of a prompt the cluster has, without using them; None where no node answered."""
         return self._spaces.presence(namespace, hashes)
 
+    def described(self) -> list[DescribedNamespace]:
+        """The namespaces of all hosts, as far as they have described them there."""
+        return self._spaces.described()
+
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
         return self._spaces.drop(space, hashes)
 
@@ -168,7 +174,7 @@ class NoCluster:
     is_there = False
     segment_blocks = 0
 
-    def start(self, owner: SharedBlockOwner, disk: Disk) -> None: ...
+    def start(self, owner: SharedBlockOwner, disk: Disk, fields_of: FieldsOf) -> None: ...
 
     def close(self) -> None: ...
 
@@ -187,6 +193,9 @@ class NoCluster:
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> list[bool | None]:
         return [False] * len(hashes)
+
+    def described(self) -> list[DescribedNamespace]:
+        return []
 
     def drop(self, space: MemorySpace, hashes: Hashes) -> int:
         return 0

@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
@@ -21,19 +22,23 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.disk import StoreSpace
 from kvtier.stores.valkey.announcements import Announcer, ComputedElsewhere
 from kvtier.stores.valkey.blocks import ClusterBlocks
-from kvtier.stores.valkey.cluster import Cluster
-from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.config import ClusterConfig, open_cluster
+from kvtier.stores.valkey.described import DescribedNamespace, DescribedNamespaces
 from kvtier.stores.valkey.renewals import Renewals
 
 logger = logging.getLogger(__name__)
 
 _DROP_S = 60.0
 _DROP_WAIT_S = 0.5
+_DESCRIBE_S = 1.0
 _FIRST_ASKED = 64
 _GROWTH = 8
 _MAX_ASKED = 1 << 14
 _MAX_SPACES = 64
 _MAX_PLACES = 1 << 17
+
+FieldsOf: TypeAlias = Callable[[MemorySpace], str | None]
+"""What a namespace covers, in JSON, if a client has said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,9 @@ class ClusterSpaces:
         self._clock = clock
         self._renewals = Renewals()
         self._computed = None if announcer is None else ComputedElsewhere(announcer)
-        self._cluster = Cluster(config.seeds, config.access())
+        self._cluster = open_cluster(config)
+        self.fields_of: FieldsOf = lambda space: None
+        self._described = DescribedNamespaces(self._cluster, ttl_s=config.ttl_s, clock=clock)
         self._lock = threading.Lock()
         self._spaces: OrderedDict[tuple[Namespace, int], ClusterBlocks] = OrderedDict()
         self._losses: Counter[str] = Counter()
@@ -156,6 +163,22 @@ class ClusterSpaces:
             unknown = [each for each in hashes if each not in known]
             num_dropped += assumed.drop(unknown, self.config.timeout_s)
         return num_dropped
+
+    def described(self) -> list[DescribedNamespace]:
+        """The namespaces that hosts have described; see `describe`."""
+        return self._described.known(self.config.timeout_s)
+
+    def describe(self, space: MemorySpace) -> None:
+        """The cluster has blocks of `space`: tell other hosts what it covers, unless that was done a while ago.
+
+        Only those of the server's owner: what a tenant says of its own is for its server alone.
+        """
+        if space.tenant.name or not self._described.is_due(space.namespace):
+            return
+        fields = self.fields_of(space)
+        if fields is not None:
+            timeout_s = self.config.timeout_s + _DESCRIBE_S
+            self._described.describe(space.namespace, space.name, space.block_tokens, fields, timeout_s)
 
     def note_loss(self, kind: str, times: int) -> None:
         with self._lock:

@@ -133,6 +133,8 @@ class ClusterWriter:
             self._owner.end_sharing(blocks, shared)
             with self._lock:
                 self._queued_bytes -= write.nbytes
+        if any(shared):  # without holding a block
+            self._spaces.describe(write.space)
         wait_s = self._bandwidth.spend(num_sent * write.space.block_bytes)
         if wait_s:  # without holding a block
             self._is_closing.wait(wait_s)

@@ -20,11 +20,11 @@ from kvtier.blocks.hashing import HASH_BYTES, BlockHash, split_hashes
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.match_end import MatchEnd
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.namespace_document import read_fields
 from kvtier.blocks.pool import Block, Grant
 from kvtier.cacheserver.admin_requests import AdminRequests
 from kvtier.cacheserver.catalog import MAX_AT_ONCE
 from kvtier.cacheserver.connection_context import ConnectionContext
-from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemoryBlock, MemorySpace
 from kvtier.cacheserver.pieces import in_pieces
 from kvtier.cacheserver.served_client import Filling, ServedClient

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.namespace_document import read_fields
 from kvtier.blocks.pool import Block, BlockPool
 from kvtier.cacheserver.cluster_below import SharedCluster
-from kvtier.cacheserver.namespace_descriptions import read_fields
 from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
 from kvtier.cacheserver.persistence import Disk
 from kvtier.cacheserver.served_client import ServedClient
@@ -118,6 +118,37 @@ class Inventory:
             get = self._namespaces.descriptions.get
             found = [(each, get(namespace)) for namespace, each in self._page(asker, first).items()]
         return [{**each, "fields": None if text is None else read_fields(text)} for each, text in found]
+
+    def known_spaces(self, asker: Tenant, first: int) -> list[dict[str, object]]:
+        """As `spaces_with_fields`; behind the last of them come those that only other hosts have, for an owner."""
+        page = self.spaces_with_fields(asker, first)
+        is_last = len(page) < MAX_DESCRIBED and (page or not first)
+        return page + self._spaces_elsewhere() if is_last and asker.sees_all else page
+
+    def fields_of(self, space: MemorySpace) -> str | None:
+        """What its namespace covers, in JSON, if a client has said so."""
+        with self._lock:
+            return self._namespaces.descriptions.get(space.namespace)
+
+    def _spaces_elsewhere(self) -> list[dict[str, object]]:
+        """May wait for the cluster."""
+        described = self._cluster.described()
+        with self._lock:
+            elsewhere = [each for each in described if not self._has(each.namespace)]
+        return [
+            {
+                "namespace": each.namespace.hex(),
+                "name": each.name,
+                "block_tokens": each.block_tokens,
+                "fields": each.fields,
+                "is_elsewhere": True,
+            }
+            for each in elsewhere
+        ]
+
+    def _has(self, namespace: Namespace) -> bool:
+        """Under the lock."""
+        return self._namespaces.get(namespace) is not None or self._disk.stored_space(namespace) is not None
 
     def _page(self, asker: Tenant | None, first: int) -> dict[Namespace, dict[str, object]]:
         """A page of namespaces; called under the lock."""

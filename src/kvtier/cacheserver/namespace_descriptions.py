@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-import msgspec
-
 from kvtier.blocks.namespace import Namespace
-from kvtier.errors import TierRefused
 
 _MAX_CHARS = 1 << 20
 _MAX_TENANT_CHARS = 128 << 10
-_MAX_DEPTH = 16
 
 
 class NamespaceDescriptions:
@@ -45,7 +41,7 @@ class NamespaceDescriptions:
             self._forget(next(iter(texts)))
 
     def get(self, namespace: Namespace) -> str | None:
-        """For `read_fields`."""
+        """As it was kept."""
         tenant = self._tenant_of.get(namespace)
         return None if tenant is None else self._texts[tenant][namespace]
 
@@ -63,25 +59,3 @@ class NamespaceDescriptions:
         self._num_chars[tenant] -= len(self._texts[tenant].pop(namespace))
         if not self._texts[tenant]:
             del self._texts[tenant]
-
-
-def read_fields(text: str) -> dict[str, object]:
-    """Raises `TierRefused` unless it is a JSON object, in ASCII, of bounded depth."""
-    if not text.isascii():  # a bound on characters would be none on what they are written as
-        raise TierRefused("the fields of a namespace must be JSON in ASCII")
-    try:
-        fields: dict[str, object] = msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise TierRefused(f"the fields of a namespace must be a JSON object: {error}") from error
-    level: list[object] = [fields]
-    for _ in range(_MAX_DEPTH):
-        level = [inner for value in level for inner in _values(value)]
-        if not level:
-            return fields
-    raise TierRefused(f"the fields of a namespace must not be nested more than {_MAX_DEPTH} deep")
-
-
-def _values(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []

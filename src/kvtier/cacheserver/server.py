@@ -111,7 +111,7 @@ class CacheServer:
                 self._metrics_server = MetricsServer(config.metrics, self._metrics.registry)
             undo.pop_all()
         self._disk.start(self.catalog.blocks)
-        cluster.start(self.catalog.blocks, self._disk)
+        cluster.start(self.catalog.blocks, self._disk, self.catalog.inventory.fields_of)
         self._watch = ProcessWatch(self.catalog, config.gone_grace_s, self._look_after)
         self._context = ConnectionContext(
             config,

@@ -1,14 +1,15 @@
-"""The options of a cache server for the Valkey cluster below it."""
+"""The options of a cache server for the Valkey cluster below it, and of commands that ask a cluster."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import click
+import msgspec
 
 from kvtier.cacheserver.config import DEFAULT_CLUSTER_TIMEOUT_S
 from kvtier.cli.size_parameter import SizeParameter
@@ -16,6 +17,31 @@ from kvtier.errors import ConfigError
 from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S, ClusterConfig
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_ASKED_TIMEOUT_S = 10.0
+_SEGMENT = click.option(
+    "--cluster-segment",
+    type=int,
+    default=DEFAULT_SEGMENT,
+    show_default=True,
+    help="Consecutive blocks of a prompt on one node. All hosts must use the same number.",
+)
+_ACCESS = (
+    click.option("--cluster-plaintext", is_flag=True, help="Use no TLS with nodes on other hosts."),
+    click.option("--cluster-ca-file", type=_FILE, default=None, help="CA of the nodes' certificates, for TLS."),
+    click.option("--cluster-password-file", type=_FILE, default=None, help="File with the cluster user's password."),
+    click.option("--cluster-user", default=None, help="The cluster's user for kvtier."),
+)
+_ASKED_OPTIONS = (
+    _SEGMENT,
+    *_ACCESS,
+    click.option(
+        "--cluster",
+        "cluster_nodes",
+        default=None,
+        metavar="NODE,...",
+        help="Ask a Valkey cluster and no server: some of its nodes, tls://host:port each.",
+    ),
+)
 _OPTIONS = (
     click.option(
         "--cluster-write-rate",
@@ -38,13 +64,7 @@ _OPTIONS = (
         show_default=True,
         help="Seconds that a match waits for the cluster; must be less than the clients' time-out.",
     ),
-    click.option(
-        "--cluster-segment",
-        type=int,
-        default=DEFAULT_SEGMENT,
-        show_default=True,
-        help="Consecutive blocks of a prompt on one node. All hosts must use the same number.",
-    ),
+    _SEGMENT,
     click.option(
         "--cluster-ttl",
         type=float,
@@ -58,10 +78,7 @@ _OPTIONS = (
         show_default=True,
         help="Announce in the cluster the blocks being computed: hosts that need the same wait for them.",
     ),
-    click.option("--cluster-plaintext", is_flag=True, help="Use no TLS with nodes on other hosts."),
-    click.option("--cluster-ca-file", type=_FILE, default=None, help="CA of the nodes' certificates, for TLS."),
-    click.option("--cluster-password-file", type=_FILE, default=None, help="File with the cluster user's password."),
-    click.option("--cluster-user", default=None, help="The cluster's user for kvtier."),
+    *_ACCESS,
     click.option(
         "--cluster",
         "cluster_nodes",
@@ -73,23 +90,22 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True)
-class ClusterOptions:
-    """The cluster options that were given."""
+class AskedClusterOptions:
+    """A cluster to be asked, if one was given."""
 
     cluster_nodes: str | None
     cluster_user: str | None
     cluster_password_file: Path | None
     cluster_ca_file: Path | None
     cluster_plaintext: bool
-    cluster_compute_once: bool
-    cluster_ttl: float
     cluster_segment: int
-    cluster_timeout: float
-    cluster_store_on: Literal["commit", "reuse", "worth"]
-    cluster_write_rate: int | None
 
     def config(self) -> ClusterConfig | None:
         """Raises `ConfigError`."""
+        config = self._reached()
+        return None if config is None else msgspec.structs.replace(config, timeout_s=_ASKED_TIMEOUT_S)
+
+    def _reached(self) -> ClusterConfig | None:
         if self.cluster_nodes is None:
             if self.cluster_user or self.cluster_password_file or self.cluster_ca_file or self.cluster_plaintext:
                 raise ConfigError("which cluster? Give some of its nodes with --cluster")
@@ -99,25 +115,58 @@ class ClusterOptions:
             user=self.cluster_user,
             password=read_password(self.cluster_password_file),
             ca_file=None if self.cluster_ca_file is None else str(self.cluster_ca_file),
-            ttl_s=self.cluster_ttl,
             segment=self.cluster_segment,
-            timeout_s=self.cluster_timeout,
             plaintext=self.cluster_plaintext,
+        )
+
+
+@dataclass(frozen=True)
+class ClusterOptions(AskedClusterOptions):
+    """The cluster options of a server that were given."""
+
+    cluster_compute_once: bool
+    cluster_ttl: float
+    cluster_timeout: float
+    cluster_store_on: Literal["commit", "reuse", "worth"]
+    cluster_write_rate: int | None
+
+    def config(self) -> ClusterConfig | None:
+        """Raises `ConfigError`."""
+        config = self._reached()
+        if config is None:
+            return None
+        return msgspec.structs.replace(
+            config,
+            ttl_s=self.cluster_ttl,
+            timeout_s=self.cluster_timeout,
             compute_once=self.cluster_compute_once,
         )
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--cluster` and its options; the command gets them as `cluster`."""
+    return _collecting(command, ClusterOptions, _OPTIONS)
 
+
+def asked_cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `cluster_options`, for a command that asks a cluster: `cluster` is an `AskedClusterOptions`."""
+    return _collecting(command, AskedClusterOptions, _ASKED_OPTIONS)
+
+
+def _collecting(
+    command: Callable[..., Any],
+    kind: type[AskedClusterOptions],
+    options: Sequence[Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Callable[..., Any]:
     @functools.wraps(command)
     def collected(**given: Any) -> Any:
-        cluster = ClusterOptions(**{name: given.pop(name) for name in ClusterOptions.__dataclass_fields__})
+        cluster = kind(**{name: given.pop(name) for name in kind.__dataclass_fields__})
         return command(cluster=cluster, **given)
 
-    for option in _OPTIONS:
-        collected = option(collected)
-    return collected
+    wrapped: Callable[..., Any] = collected
+    for option in options:
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def read_password(path: Path | None) -> str | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.namespace import NamespaceFields
+from kvtier.cli.cluster_options import AskedClusterOptions, asked_cluster_options
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.cli.engine_socket import engine_socket
 from kvtier.client.client import CacheClient
@@ -22,6 +23,8 @@ from kvtier.engine.process.asking import ask_parting
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.models.config import COMPUTE_DTYPES, ModelConfig, read_config
 from kvtier.observe.printable import printable
+from kvtier.stores.valkey.config import ClusterConfig, open_cluster
+from kvtier.tiers.cluster_explaining import AskedCluster
 from kvtier.tiers.explaining import explain, explain_request
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.parting import Parting
@@ -65,6 +68,7 @@ class ModelOptions:
 @click.command("explain", short_help="Say why a request or prompt had no more hits.")
 @click.argument("request_id", required=False)
 @connection_options
+@asked_cluster_options
 @click.option("--engine", default=None, help="An engine's socket, unix:PATH: ask only where the prompt diverged.")
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="The model's folder, for a prompt.")
 @click.option("--prompt", default=None, help="The prompt's text, as the engine got it.")
@@ -90,6 +94,7 @@ class ModelOptions:
 def explain_command(
     request_id: str | None,
     reach: Reach,
+    cluster: AskedClusterOptions,
     engine: str | None,
     model: Path | None,
     prompt: str | None,
@@ -120,6 +125,10 @@ def explain_command(
     that: it asks the engines of this user's deployments, or the one at a socket:
 
         kvtier explain --engine unix:/run/kvtier/engine.sock REQUEST_ID
+
+    If engines are right above a Valkey cluster, it tells a prompt's state there:
+
+        kvtier explain --cluster tcp://127.0.0.1:6379 --model FOLDER --prompt "Once upon a time"
     """
     if engine is not None:
         _explain_by_engine(engine, request_id, as_json=as_json)
@@ -129,6 +138,9 @@ def explain_command(
         raise click.UsageError("Give a request id, or --model with one of --prompt, --prompt-file and --tokens.")
     ask: Callable[[CacheClient], Explanation | None]
     try:
+        cluster_config = cluster.config()
+        if model is None and cluster_config is not None:
+            raise click.UsageError("A cluster has no notes of requests: give --model and a prompt.")
         if model is None:
             assert request_id is not None
             ask = functools.partial(explain_request, request_id=request_id)
@@ -145,7 +157,11 @@ def explain_command(
                 identity=identity,
             )
             token_ids = _token_ids(model, prompt, prompt_file, tokens)
-            ask = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)
+            about = functools.partial(explain, fields=loaded.fields(), tokens=token_ids, model=model.resolve().name)
+            if cluster_config is not None:
+                _show(_explained_by_cluster(cluster_config, about), as_json=as_json)
+                return
+            ask = about
         if reach.server is None and not does_answer(reach.address) and _do_engines_tell(request_id, as_json=as_json):
             return
         with reach.connect(_TIMEOUT_S) as client:
@@ -159,7 +175,19 @@ def explain_command(
             f"{reach.address} has no note of request {printable(str(request_id))}: "
             "it is too old, or its engine does not report there"
         )
+    _show(explanation, as_json=as_json)
+
+
+def _show(explanation: Explanation, *, as_json: bool) -> None:
     click.echo(explanation.to_json() if as_json else _table(explanation))
+
+
+def _explained_by_cluster(config: ClusterConfig, about: Callable[..., Explanation]) -> Explanation:
+    """Raises `ConfigError` if no node answers."""
+    with contextlib.closing(open_cluster(config)) as cluster:
+        if not cluster.wait_until_known(config.timeout_s):
+            raise ConfigError(f"no node of the cluster answers: {', '.join(config.valkey)}")
+        return about(AskedCluster(cluster, config), tier="cluster")
 
 
 def _table(explanation: Explanation) -> str:

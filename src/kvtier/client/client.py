@@ -276,6 +276,10 @@ class CacheClient:
 
     def namespaces(self) -> list[KnownNamespace]:
         """Every namespace that is cached or in use."""
+        return [known for known in self.known_namespaces() if not known.is_elsewhere]
+
+    def known_namespaces(self) -> list[KnownNamespace]:
+        """As `namespaces`, and those of other hosts in a cluster below the server."""
         return read_namespaces(self._server.described_namespaces())
 
     def presence(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from kvtier.blocks.layout import KvLayout
@@ -93,5 +92,5 @@ def _fields_text(fields: Namespace | NamespaceFields | None) -> str:
     """What to tell a server about a namespace: nothing if only its digest is known, or if it would be too much."""
     if not isinstance(fields, NamespaceFields):
         return ""
-    text = json.dumps(fields.document(), separators=(",", ":"))
+    text = fields.description()
     return text if len(text) <= MAX_FIELDS_CHARS else ""

@@ -10,7 +10,10 @@ from kvtier.errors import TierUnavailable
 
 
 class KnownNamespace(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest` is in hex; `fields` is what it covers (see `NamespaceFields.document`), None if unknown."""
+    """`digest` is in hex; `fields` is what it covers (see `NamespaceFields.document`), None if unknown.
+
+    One that `is_elsewhere` is known from the cluster alone: the server itself has none of its blocks.
+    """
 
     digest: str = msgspec.field(name="namespace")
     name: str
@@ -20,6 +23,7 @@ class KnownNamespace(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: int = 0
     tenant: str = ""
     fields: dict[str, object] | None = None
+    is_elsewhere: bool = False
 
     def __post_init__(self) -> None:
         if len(bytes.fromhex(self.digest)) != NAMESPACE_BYTES or self.block_tokens <= 0:

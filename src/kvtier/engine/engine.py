@@ -50,6 +50,7 @@ from kvtier.models.tokenizer import Tokenizer
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import EngineCounts, EngineMetrics, PartingMetrics
 from kvtier.sizes import format_size
+from kvtier.tiers.explaining import look_again
 from kvtier.tiers.explanation import Explanation
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ class Engine:
             shows_text=config.explain_text,
             metrics=PartingMetrics(self.metrics.registry),
         )
-        hierarchy = None if self.transfer.traffic is None else self.transfer.traffic.hierarchy
-        self.retentions = Retentions(hierarchy, parts.namespace, config.block_size)
+        self._hierarchy = None if self.transfer.traffic is None else self.transfer.traffic.hierarchy
+        self.retentions = Retentions(self._hierarchy, parts.namespace, config.block_size)
         self._explanations = Explanations(
             self.name, parts.namespace, config.block_size, self.transfer.note, self.partings, self.retentions
         )
@@ -625,8 +626,13 @@ class Engine:
         return _piece(request, list(token_ids), text.take(), completion_of(request, text.text, text.stop))
 
     def explain(self, request_id: str) -> Explanation:
-        """Why no more of a recent prompt was cached. Raises `InvalidParameter` if it is unknown or too old."""
-        return self._explanations.of(request_id)
+        """Why no more of a recent prompt was cached. Raises `InvalidParameter` if it is unknown or too old.
+
+        With a cluster right below the engine, it waits a moment for that: another namespace there may have the prompt.
+        """
+        explanation = self._explanations.of(request_id)
+        asked = None if self._hierarchy is None else self._hierarchy.asked
+        return explanation if asked is None else look_again(asked, explanation)
 
     def forget(self, request_id: str) -> None:
         """Its outputs were read."""

@@ -46,7 +46,7 @@ def make_hierarchy(
         if config.mooncake is not None:
             tiers.append(open_mooncake_tier(config.mooncake, layout, fields.digest(), metrics))
         if config.cluster is not None:
-            tiers.append(open_cluster_tier(config.cluster, layout, fields.digest(), metrics))
+            tiers.append(open_cluster_tier(config.cluster, layout, fields, metrics, model=name))
         if config.objects is not None:
             tiers.append(open_object_tier(config.objects, layout, fields.digest(), metrics))
         swap_space = config.swap_space

@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.blocks.namespace import Namespace
+from kvtier.blocks.namespace import Namespace, NamespaceFields
 from kvtier.errors import ConfigError
 from kvtier.memory.copying import Buffer, byte_views
 from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.valkey.announcements import Announcer, ComputedElsewhere
 from kvtier.stores.valkey.blocks import ClusterBlocks
-from kvtier.stores.valkey.config import ClusterConfig, open_blocks
+from kvtier.stores.valkey.cluster import Cluster
+from kvtier.stores.valkey.config import ClusterConfig, blocks_in, open_cluster
+from kvtier.stores.valkey.described import DescribedNamespaces
 from kvtier.stores.valkey.renewals import Renewals
+from kvtier.tiers.cluster_explaining import AskedCluster
 from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
@@ -30,19 +33,52 @@ _FIRST_ANSWER_S = 5.0
 
 
 def open_cluster_tier(
-    config: ClusterConfig, layout: KvLayout, namespace: Namespace, metrics: TierMetrics, name: str = "cluster"
+    config: ClusterConfig,
+    layout: KvLayout,
+    namespace: Namespace | NamespaceFields,
+    metrics: TierMetrics,
+    name: str = "cluster",
+    *,
+    model: str = "",
 ) -> ClusterTier:
     """Open the tier, and wait a moment for the cluster, so that the first request can hit. It may also answer later.
 
-    Raises `ConfigError`.
+    A namespace whose fields are given is described there, as that of `model`. Raises `ConfigError`.
     """
 
     def count(kind: str, times: int) -> None:
         metrics.failures.labels(tier=name, kind=kind).inc(times)
 
-    blocks = open_blocks(config, namespace, layout.block_bytes, count)
-    blocks.wait_until_known(min(config.timeout_s, _FIRST_ANSWER_S))
-    return ClusterTier(blocks, layout, timeout_s=config.timeout_s, name=name, computes_once=config.compute_once)
+    cluster = open_cluster(config)
+    digest, fields = (namespace.digest(), namespace) if isinstance(namespace, NamespaceFields) else (namespace, None)
+    tier = ClusterTier(
+        blocks_in(cluster, config, digest, layout.block_bytes, count),
+        layout,
+        timeout_s=config.timeout_s,
+        name=name,
+        computes_once=config.compute_once,
+        description=None if fields is None else _Description(cluster, config, fields, model),
+        asked=AskedCluster(cluster, config),
+    )
+    tier.wait_until_known(min(config.timeout_s, _FIRST_ANSWER_S))
+    return tier
+
+
+class _Description:
+    """Tells other hosts what a namespace covers, behind the first blocks that are stored there, and now and then."""
+
+    def __init__(self, cluster: Cluster, config: ClusterConfig, fields: NamespaceFields, model: str) -> None:
+        self._described = DescribedNamespaces(cluster, ttl_s=config.ttl_s)
+        self._timeout_s = config.timeout_s
+        self._fields = fields
+        self._namespace = fields.digest()
+        self._model = model
+
+    def renew(self) -> None:
+        """Waits for the cluster, if it is time."""
+        if self._described.is_due(self._namespace):
+            text, block_tokens = self._fields.description(), self._fields.layout.block_tokens
+            self._described.describe(self._namespace, self._model, block_tokens, text, self._timeout_s)
 
 
 class ClusterTier(PlainTier):
@@ -59,8 +95,12 @@ class ClusterTier(PlainTier):
         timeout_s: float,
         name: str = "cluster",
         computes_once: bool = False,
+        description: _Description | None = None,
+        asked: AskedCluster | None = None,
     ) -> None:
         self.name = name
+        self._asked = asked
+        self._description = description
         self.layout = layout
         self._blocks = blocks
         self._timeout_s = timeout_s
@@ -72,6 +112,10 @@ class ClusterTier(PlainTier):
     @property
     def holds_leases(self) -> bool:
         return False
+
+    @property
+    def asked(self) -> AskedCluster | None:
+        return self._asked
 
     def wait_until_known(self, timeout_s: float) -> bool:
         """Wait until the cluster has answered. Returns whether it has."""
@@ -131,12 +175,18 @@ class ClusterTier(PlainTier):
         found = self._blocks.touch(hashes, self._timeout_s)
         absent = [position for position, is_there in enumerate(found) if is_there is False]
         if not absent:
+            self._describe_if(any(found))
             return 0
         wanted = [hashes[position] for position in absent]
         written = self._blocks.put(wanted, [views[position] for position in absent], self._transfer_s(len(absent)))
         stored = [block_hash for block_hash, is_written in zip(wanted, written, strict=True) if is_written]
         self._seen.note(stored)
+        self._describe_if(bool(stored))
         return len(stored)
+
+    def _describe_if(self, has_blocks: bool) -> None:
+        if has_blocks and self._description is not None:
+            self._description.renew()
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         return [is_there is True for is_there in self._blocks.contains(hashes, self._timeout_s)]

@@ -22,6 +22,7 @@ from kvtier.errors import ConfigError, ProtocolError, TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
 from kvtier.observe.metrics import TierMetrics
+from kvtier.tiers.explaining import Asked
 from kvtier.tiers.retention import RetentionAsk
 from kvtier.tiers.tier import SegmentTier, StagingTier, Tier
 
@@ -186,6 +187,11 @@ class Hierarchy:
     def segmented(self) -> SegmentTier | None:
         """The tier that keeps only whole segments, if there is one."""
         return next((guard.tier.segmented for guard in self._guards if guard.tier.segmented is not None), None)
+
+    @property
+    def asked(self) -> Asked | None:
+        """What can be asked why a prompt missed, if a tier can be."""
+        return next((guard.tier.asked for guard in self._guards if guard.tier.asked is not None), None)
 
     def close(self) -> None:
         """Close every tier, even if one of them fails to close."""

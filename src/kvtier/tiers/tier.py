@@ -15,6 +15,7 @@ from kvtier.blocks.retention import Granted
 from kvtier.memory.copying import Buffer
 from kvtier.memory.lease import Lease, Reservation
 from kvtier.memory.mapped import MappedArena
+from kvtier.tiers.explaining import Asked
 from kvtier.tiers.explanation import Explanation
 from kvtier.tiers.retention import RetentionAsk
 
@@ -69,6 +70,11 @@ class Tier(Protocol):
     @property
     def keeps_notes(self) -> bool:
         """Whether explanations given to `note` can be read back later."""
+        ...
+
+    @property
+    def asked(self) -> Asked | None:
+        """What can be asked which other namespaces have a prompt, if the tier itself can; it may wait for others."""
         ...
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:
@@ -180,6 +186,10 @@ class PlainTier(ABC):
 
     @property
     def segmented(self) -> SegmentTier | None:
+        return None
+
+    @property
+    def asked(self) -> Asked | None:
         return None
 
     @property

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from kvtier.blocks.namespace import Namespace
-from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions, read_fields
+from kvtier.blocks.namespace_document import read_fields
+from kvtier.cacheserver.namespace_descriptions import NamespaceDescriptions
 from kvtier.errors import TierRefused
 
 

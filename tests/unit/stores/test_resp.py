@@ -79,6 +79,14 @@ def test_a_payload_of_another_size_is_skipped(payload: bytes, sizes: list[int]) 
     assert reader.read() == 7
 
 
+@given(st.binary(max_size=5000), st.integers(0, 5000), SIZES)
+def test_a_text_that_is_too_long_is_skipped(text: bytes, longest: int, sizes: list[int]) -> None:
+    reader = ReplyReader(Pieces(encoded(text) + encoded(7), sizes).receive)
+
+    assert reader.read(longest=longest) == (text if len(text) <= longest else len(text))
+    assert reader.read() == 7
+
+
 def test_what_a_server_pushes_is_passed_over() -> None:
     reader = ReplyReader(Pieces(b">2\r\n$10\r\ninvalidate\r\n*1\r\n+key\r\n:3\r\n", []).receive)
 

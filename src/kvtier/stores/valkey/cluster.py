@@ -61,11 +61,18 @@ class Share:
         """What comes before each command."""
         return _ASKING if self.is_asking else b""
 
-    def read(self, node: NodeConnection, deadline: float, into: Sequence[memoryview] | None = None) -> Reply:
-        """The reply to a command that was sent with the prefix."""
+    def read(
+        self,
+        node: NodeConnection,
+        deadline: float,
+        into: Sequence[memoryview] | None = None,
+        *,
+        longest: int | None = None,
+    ) -> Reply:
+        """The reply to a command that was sent with the prefix; see `ReplyReader.read`."""
         if self.is_asking:
             node.read(deadline)
-        return node.read(deadline, into)
+        return node.read(deadline, into, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return Access(self.user, self.password, tls, self.plaintext)
 
 
-def open_blocks(config: ClusterConfig, namespace: Namespace, block_bytes: int, on_loss: OnLoss) -> ClusterBlocks:
-    """The blocks of `namespace`. The cluster need not answer now."""
-    cluster = Cluster(config.seeds, config.access())
+def open_cluster(config: ClusterConfig) -> Cluster:
+    """It need not answer now. Raises `ConfigError` for a `ca_file` that cannot be read."""
+    return Cluster(config.seeds, config.access())
+
+
+def blocks_in(
+    cluster: Cluster,
+    config: ClusterConfig,
+    namespace: Namespace,
+    block_bytes: int,
+    on_loss: OnLoss = lambda kind, count: None,
+) -> ClusterBlocks:
+    """The blocks of `namespace`."""
     return ClusterBlocks(
         cluster, namespace, block_bytes, ttl_s=config.ttl_s, segment_blocks=config.segment, on_loss=on_loss
     )

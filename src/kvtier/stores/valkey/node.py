@@ -115,10 +115,10 @@ class NodeConnection:
                 if sent:
                     left[position] = left[position][sent:]
 
-    def read(self, deadline: float, into: Sequence[memoryview] | None = None) -> Reply:
+    def read(self, deadline: float, into: Sequence[memoryview] | None = None, *, longest: int | None = None) -> Reply:
         """The next reply; see `ReplyReader.read`."""
         self._deadline = deadline
-        return self._reader.read(into)
+        return self._reader.read(into, longest=longest)
 
     def has_ended(self) -> bool:
         """The node left, or said what nobody asked for."""

@@ -70,18 +70,21 @@ class ReplyReader:
         """Bytes have arrived that no reply was read from."""
         return self._first < self._end
 
-    def read(self, into: Sequence[memoryview] | None = None) -> Reply:
+    def read(self, into: Sequence[memoryview] | None = None, *, longest: int | None = None) -> Reply:
         """The next reply. A bulk goes `into` the views, if it fills them, and counts as its size.
 
-        One of another size is skipped, and counts as its size, too. Whatever the server pushes is skipped.
+        One of another size is skipped, and counts as its size, too; so is one of more than `longest` bytes without
+        views. Whatever the server pushes is skipped.
         """
         while True:
             kind, rest = self._line()
             if kind != ord(">"):
-                return self._value(kind, rest, into, 0)
+                return self._value(kind, rest, into, 0, longest)
             self._items(rest, 0, 1)
 
-    def _value(self, kind: int, rest: bytes, into: Sequence[memoryview] | None, depth: int) -> Reply:
+    def _value(
+        self, kind: int, rest: bytes, into: Sequence[memoryview] | None, depth: int, longest: int | None = None
+    ) -> Reply:
         if kind in _INTEGERS:
             return _number(rest)
         if kind == ord("_"):
@@ -96,7 +99,9 @@ class ReplyReader:
                 return None
             if kind == ord("!"):
                 return _error(self._text(size))
-            return self._text(size) if into is None else self._place(size, into)
+            if into is None and (longest is None or size <= longest):
+                return self._text(size)
+            return self._place(size, into or ())
         if kind in _LISTS:
             return self._items(rest, depth, 2 if kind == ord("%") else 1)
         raise RemoteProtocolError(f"a reply begins with the byte {kind}")
