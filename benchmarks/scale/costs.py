@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from benchmarks.shapes import SHAPES
 from kvtier.stores.valkey.shard import CONNECTIONS_PER_SHARD
 
+_FEW_NODES = 3
+"""Of fewer, `stores/valkey/cluster` asks each over all of its connections."""
+
 LAYOUT = SHAPES["Qwen2.5-7B"]
 """57,344 bytes a token, 0.9 MB a block of 16."""
 
@@ -54,12 +57,16 @@ class Costs:
 
     in_flight_bytes: int = 64 << 20
     max_in_flight: int = 16
-    """What a host has under way, and blocks of one connection: as `stores/valkey/blocks` has them."""
+    """What a host has under way, and blocks of one connection: as `stores/valkey/window` has them."""
 
-    def window_blocks(self, num_shards: int) -> int:
-        """Blocks under way on one connection: the bound of a host is divided among the connections to all nodes."""
-        connections = CONNECTIONS_PER_SHARD * num_shards
-        return max(1, min(self.max_in_flight, self.in_flight_bytes // (LAYOUT.block_bytes * connections)))
+    def window_blocks(self, num_nodes: int) -> int:
+        """Blocks under way to each of the nodes that a load asks at once.
+
+        The bound of a host is divided among the connections in use: two to each of a few nodes, else one.
+        """
+        connections = CONNECTIONS_PER_SHARD if num_nodes < _FEW_NODES else 1
+        share = self.in_flight_bytes // (LAYOUT.block_bytes * connections * num_nodes)
+        return connections * max(1, min(self.max_in_flight, share))
 
     def prefill_s(self, first_token: int, num_tokens: int) -> float:
         """Computing `num_tokens` behind the first `first_token` tokens of a prompt."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale import __main__ as program
-from benchmarks.scale import scenarios
+from benchmarks.scale import costs, scenarios
 from benchmarks.scale.costs import LAYOUT, Costs, bytes_of
 from benchmarks.scale.fleet import Fleet, FleetConfig, Sharing
 from benchmarks.scale.links import Clock, Link
@@ -22,6 +22,7 @@ from benchmarks.scale.placement import (
     usable_share_expected,
 )
 from benchmarks.scale.workload import SYSTEM_PROMPTS, Router, Workload, drive
+from kvtier.stores.valkey import cluster as valkey_cluster
 from kvtier.stores.valkey import window as valkey_window
 from kvtier.stores.valkey.slots import NUM_SLOTS
 
@@ -118,7 +119,8 @@ def test_blocks_in_some_seconds_is_the_inverse_of_their_seconds(first_block: int
 def test_as_many_blocks_are_under_way_as_the_client_allows() -> None:
     assert COSTS.in_flight_bytes == valkey_window._IN_FLIGHT_BYTES
     assert COSTS.max_in_flight == valkey_window._MAX_IN_FLIGHT
-    assert [COSTS.window_blocks(num_shards) for num_shards in (1, 3, 64)] == [16, 12, 1]
+    assert valkey_cluster._FEW_NODES == costs._FEW_NODES
+    assert [COSTS.window_blocks(num_nodes) for num_nodes in (1, 2, 3, 8, 64)] == [32, 32, 16, 9, 1]
 
 
 def test_blocks_of_a_segment_share_a_slot_and_segments_do_not() -> None:
