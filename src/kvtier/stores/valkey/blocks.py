@@ -20,6 +20,7 @@ from typing import TypeAlias
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.namespace import Namespace
 from kvtier.errors import ProtocolError, RemoteProtocolError, TierError, TierFull, TierRefused
+from kvtier.latency_guard import give_way
 from kvtier.memory.checksum import checksum_of
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.valkey.cluster import Cluster, NodeFailure, Share
@@ -97,14 +98,15 @@ class ClusterBlocks:
         return self._live_on(hashes, (), timeout_s)
 
     def touch(self, hashes: Sequence[BlockHash], timeout_s: float) -> list[bool | None]:
-        """As `ask`, of blocks that another host may have asked for since: none lives shorter for it."""
+        """As `ask`, of blocks that another host may have asked for since: none lives shorter for it.
+
+        Most of those that are offered are not there: they cost one command each.
+        """
         deadline = time.monotonic() + timeout_s
-        found = self._live_on(hashes, (b"GT",), timeout_s)
-        unsure = [position for position, has_grown in enumerate(found) if has_grown is False]
-        if unsure:
-            answers = self.contains([hashes[position] for position in unsure], max(0.0, deadline - time.monotonic()))
-            for position, is_there in zip(unsure, answers, strict=True):
-                found[position] = is_there
+        found = self.contains(hashes, timeout_s)
+        there = [block_hash for block_hash, is_there in zip(hashes, found, strict=True) if is_there]
+        if there:
+            self.renew(there, max(0.0, deadline - time.monotonic()))
         return found
 
     def renew(self, hashes: Sequence[BlockHash], timeout_s: float) -> None:
@@ -234,6 +236,7 @@ class ClusterBlocks:
 
         def parts(position: int) -> list[bytes | memoryview]:
             payload = blocks[position]
+            give_way()
             if checksums is None:
                 checksum = checksum_of(self._namespace, hashes[position], payload)
             else:
@@ -249,8 +252,9 @@ class ClusterBlocks:
             asked = iter(share.positions)
             replies = iter(share.positions)
             for num_more in self._paced(len(share.positions)):
-                for _ in range(num_more):
-                    node.send([share.prefix, *parts(next(asked))], deadline)
+                more = [next(asked) for _ in range(num_more)]
+                if more:  # in one system call
+                    node.send([part for each in more for part in (share.prefix, *parts(each))], deadline)
                 position = next(replies)
                 reply = share.read(node, deadline)
                 if isinstance(reply, ReplyError):

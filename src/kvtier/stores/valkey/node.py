@@ -17,7 +17,7 @@ from kvtier.latency_guard import give_way
 from kvtier.stores.valkey.resp import Reply, ReplyError, ReplyReader, command
 
 _MAX_VECTORS = 512
-_SEND_BYTES = 4 << 20
+_SEND_BYTES = 16 << 20
 _REFUSALS = ("WRONGPASS", "NOAUTH", "NOPERM")
 _CLIENT_NAME = b"kvtier"
 _TIMEVAL = struct.Struct("@ll")
