@@ -204,6 +204,14 @@ _BY_RESULT = [
         },
     ),
     (
+        "A prompt that another host has computed, through two cache servers and a Valkey cluster, two busy cores",
+        "cpu_two_hosts",
+        {
+            "cluster_of_compute": "first token, over computing, worst of 256, 1,024 and 2,048 tokens",
+            "loaded_of_prompt": "share of the prompt that came from the cluster",
+        },
+    ),
+    (
         "An object store, 512 blocks in objects of 32 MiB, two cores",
         "cpu_objects",
         {
