@@ -28,6 +28,10 @@ _MEETING_STEPS = 2
 _UNITS_TO_MEET = 16
 _MIN_UNIT_S = 0.001
 _LATE_SLACK_S = 0.01
+_FIRST_LOAD_S = 0.25
+"""A tier's first load is never late before this: one that is abandoned would leave the tier's speed unknown, and what
+computing takes may rest on a few steps at start-up, too."""
+
 _FIRST_REST_S = 1.0
 _LAST_REST_S = 10.0
 _RETRY_SLOW_S = 10.0
@@ -81,7 +85,9 @@ class LoadOrCompute:
         if self._is_resting(span.tier):
             return None
         compute_s = self.compute_s(position, span.end, prompt_tokens)
-        if load_s is None or compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
+        if load_s is None:  # this load measures it, so it may take as long as is still worth it
+            return replace(plan, expected_s=max(compute_s or 0.0, _FIRST_LOAD_S))
+        if compute_s is None or load_s <= _CLEARLY_FASTER * compute_s:
             return plan
         if span.is_in_memory and load_s <= busy_s:
             return plan

@@ -7,7 +7,8 @@ import pytest
 from kvtier.blocks.layout import KvLayout
 from kvtier.tiers.speeds import Speeds
 from kvtier.transfer.decision import LoadOrCompute
-from kvtier.transfer.load import LoadPlan, Order, Span
+from kvtier.transfer.load import Load, LoadPlan, Order, Span
+from tests.support.host_device import Arrived, Past
 
 LAYOUT = KvLayout(layers=16, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16)
 NUM_BLOCKS = 256
@@ -63,6 +64,28 @@ def test_a_tier_that_was_slow_is_tried_again_with_more_than_the_last_block(decis
     retried = decision.plan(0)
 
     assert retried is not None
+
+
+@pytest.mark.parametrize(("token_s", "soon_s", "late_s"), [(1e-3, 2.0, 5.0), (1e-6, 0.2, 0.3)])
+def test_the_first_load_from_a_tier_has_the_time_of_computing_and_a_quarter_of_a_second_at_least(
+    token_s: float, soon_s: float, late_s: float
+) -> None:
+    """A load right after a restart starts slowly; at that pace, the rest would be computed sooner."""
+    now = 0.0
+    speeds = Speeds()
+    for num_tokens in (256, 1024, 4096):
+        speeds.note_prefill([(0, num_tokens)], num_tokens * token_s)
+    decides = LoadOrCompute(speeds, LAYOUT, 8192, always_loads=False, clock=lambda: now)
+    plan = decides.plan([Span("disk", "server", 0, NUM_BLOCKS, None, 0)], 0, PROMPT_TOKENS + 1)
+    assert plan is not None
+    load = Load(plan, [], [0] * NUM_BLOCKS, Past(), now)
+    load.take(32)
+    load.write(0, 32, Arrived)
+
+    now = soon_s
+    assert not decides.is_late(load, PROMPT_TOKENS + 1, 0.0, 1)
+    now = late_s
+    assert decides.is_late(load, PROMPT_TOKENS + 1, 0.0, 1)
 
 
 def test_blocks_of_an_unknown_prompt_take_as_long_as_they_take_alone(decision: Decision) -> None:

@@ -15,21 +15,7 @@ from kvtier.memory.lease import EmptyLease
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.load import Load, LoadPlan, Order, Span
 from tests.support.examples import examples
-from tests.support.host_device import Past
-
-
-class _Arrived:
-    is_done = True
-    num_bytes_left = 0
-
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        self.block_ids = list(block_ids)
-
-    def wait(self) -> None:
-        pass
-
-    def precede(self, layer: int) -> None:
-        pass
+from tests.support.host_device import Arrived, Past
 
 
 def load_of(order: Order, first: int = 2, end: int = 10) -> Load:
@@ -41,8 +27,8 @@ def load_of(order: Order, first: int = 2, end: int = 10) -> Load:
 
 
 def write(load: Load, first: int, end: int) -> list[int] | None:
-    transfer = load.write(first, end, _Arrived)
-    return transfer.block_ids if isinstance(transfer, _Arrived) else None
+    transfer = load.write(first, end, Arrived)
+    return transfer.block_ids if isinstance(transfer, Arrived) else None
 
 
 # --- from the front ----------------------------------------
@@ -122,7 +108,7 @@ def test_once_abandoned_nothing_is_taken_or_written() -> None:
     for order in Order:
         load = load_of(order)
         taken = load.take(3)
-        transfers = [load.write(*taken, _Arrived)]
+        transfers = [load.write(*taken, Arrived)]
 
         assert load.abandon() == transfers
         assert load.take(3) == (0, 0)
@@ -191,7 +177,7 @@ def test_two_threads_bring_every_block_once(seed: int, is_abandoned: bool, unit:
     def begin(block_ids: Sequence[int]) -> Copies:
         num_after.append(abandoned.is_set())
         written.extend(block_id - 100 for block_id in block_ids)
-        return _Arrived(block_ids)
+        return Arrived(block_ids)
 
     def bring() -> None:
         while True:
