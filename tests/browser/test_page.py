@@ -346,6 +346,7 @@ def _nasty_prefixes(route: Route) -> None:
         "last_used": None,
         "hits": None,
         "is_pinned": False,
+        "pinned_blocks": _HTML,
         "expires_at": None,
     }
     route.fulfill(json={"prefixes": [prefix], "is_cut": True})

@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, TierRefused
 from kvtier.stores.disk import DiskStore
 from kvtier.testing.servers import cache_server
 from kvtier.transport.address import UnixAddress
-from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY
+from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 from tests.support.actors import (
     BLOCK_BYTES,
     LAYOUT,
@@ -489,6 +489,19 @@ def test_a_pin_made_before_the_disk_has_the_block_holds_there_too(tmp_path: Path
     with contextlib.closing(DiskStore(tmp_path / "data", 32 << 20)) as store:
         space = store.open(NAMESPACE, "", BLOCK_BYTES, LAYOUT.block_tokens)
         assert [is_pinned for _, is_pinned in store.blocks(space)] == [True] * 8
+
+
+def test_presence_tells_of_pins_that_only_the_disk_remembers(tmp_path: Path) -> None:
+    with _served(tmp_path / "data") as client:
+        _set(client, 1)
+        client.flush()
+        assert client.pin(chain(1, 8)[:3]) == 3
+    with _served(tmp_path / "data") as client:
+        on_disk = client.presence(NAMESPACE, chain(1, 8))
+        assert list(on_disk) == [LISTED_DISK | LISTED_PINNED] * 3 + [LISTED_DISK] * 5
+        client.match(chain(1, 8)).release()
+        loaded = client.presence(NAMESPACE, chain(1, 8))
+        assert [bool(flags & LISTED_PINNED) for flags in loaded] == [True] * 3 + [False] * 5
 
 
 def test_a_server_of_disk_alone_forgets_what_its_disk_has_no_room_for(tmp_path: Path) -> None:

@@ -30,7 +30,15 @@ from kvtier.cacheserver.served_client import Claim, Filling, ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants, split_tagged
 from kvtier.errors import TierRefused
 from kvtier.sizes import format_size
-from kvtier.wire.messages import LISTED_CACHED, LISTED_CLUSTER, LISTED_DISK, LISTED_DOWN, LISTED_EVICTED, LISTED_PENDING
+from kvtier.wire.messages import (
+    LISTED_CACHED,
+    LISTED_CLUSTER,
+    LISTED_DISK,
+    LISTED_DOWN,
+    LISTED_EVICTED,
+    LISTED_PENDING,
+    LISTED_PINNED,
+)
 
 MAX_AT_ONCE = 1 << 14
 """Most blocks to look at under one hold of the lock, which takes a few milliseconds."""
@@ -323,7 +331,7 @@ class Catalog:
                     if self.blocks.ghosts.has(block_hash, scope) and not flags[position] & LISTED_DISK:
                         flags[position] = LISTED_EVICTED
                 elif block.is_ready:
-                    flags[position] = flags[position] & LISTED_DISK | flags_of(block)
+                    flags[position] = flags[position] & (LISTED_DISK | LISTED_PINNED) | flags_of(block)
                 elif block.state is BlockState.PENDING:
                     flags[position] = LISTED_PENDING
             return bytes(flags)

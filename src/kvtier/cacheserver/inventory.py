@@ -13,10 +13,10 @@ from kvtier.blocks.namespace_document import read_fields
 from kvtier.blocks.pool import Block, BlockPool
 from kvtier.cacheserver.cluster_below import SharedCluster
 from kvtier.cacheserver.namespaces import MemorySpace, Namespaces
-from kvtier.cacheserver.persistence import Disk
+from kvtier.cacheserver.persistence import Disk, listed_on_disk
 from kvtier.cacheserver.served_client import ServedClient
 from kvtier.cacheserver.tenants import Tenant, Tenants
-from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
+from kvtier.wire.messages import LISTED_MEMORY, LISTED_PINNED
 
 MAX_DESCRIBED = 1000
 """Most namespaces on one page."""
@@ -56,7 +56,7 @@ class Inventory:
         pinned = dict(stored)
         only_stored = [block_hash for block_hash in pinned if block_hash not in blocks]
         listed = itertools.islice(itertools.chain(blocks, only_stored), first, first + count)
-        flags = {each: flags_of(blocks.get(each)) | _listed_on_disk(pinned.get(each)) for each in listed}
+        flags = {each: flags_of(blocks.get(each)) | listed_on_disk(pinned.get(each)) for each in listed}
         found = {block_hash: each for block_hash, each in flags.items() if each}
         return list(found), bytes(found.values()), first + count >= len(blocks) + len(only_stored)
 
@@ -160,7 +160,3 @@ def flags_of(block: Block | None) -> int:
     if block is None or not block.is_ready:
         return 0
     return LISTED_MEMORY | (LISTED_PINNED if block.is_pinned else 0)
-
-
-def _listed_on_disk(is_pinned: bool | None) -> int:
-    return 0 if is_pinned is None else LISTED_DISK | (LISTED_PINNED if is_pinned else 0)

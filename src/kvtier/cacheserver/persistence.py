@@ -28,7 +28,7 @@ from kvtier.cacheserver.refusals import Refusals
 from kvtier.errors import TierError, TierRefused, TierUnavailable
 from kvtier.memory.mapped import MappedArena
 from kvtier.stores.disk import DiskStore, StoredBlock, StoreSpace
-from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED
+from kvtier.wire.messages import LISTED_DISK, LISTED_DOWN, LISTED_EVICTED, LISTED_PINNED
 
 _MAX_RECENT = 1024
 _KEEPER_INTERVAL_S = 1.0
@@ -99,15 +99,15 @@ class Persistence:
         return [hashes[position] for position in positions], positions
 
     def presence(self, namespace: Namespace, hashes: Hashes) -> list[int]:
-        """LISTED_ flags for each hash: on disk, evicted from disk, or unknown because the disk is down."""
+        """LISTED_ flags for each hash: on disk, and pinned; evicted from disk; or unknown because the disk is down."""
         store = self._store.current
         if store is None:
             return [LISTED_DOWN] * len(hashes)
         space = store.find(namespace)
-        stored = [False] * len(hashes) if space is None else store.contains(space, hashes)
+        pins = [None] * len(hashes) if space is None else store.pins(space, hashes)
         return [
-            LISTED_DISK if is_here else LISTED_EVICTED if was_here else 0
-            for is_here, was_here in zip(stored, store.was_evicted(namespace, hashes), strict=True)
+            listed_on_disk(is_pinned) or (LISTED_EVICTED if was_here else 0)
+            for is_pinned, was_here in zip(pins, store.was_evicted(namespace, hashes), strict=True)
         ]
 
     def queue(self, space: MemorySpace, blocks: Sequence[MemoryBlock]) -> None:
@@ -382,3 +382,8 @@ class NoDisk:
 
 Disk: TypeAlias = Persistence | NoDisk
 NO_DISK = NoDisk()
+
+
+def listed_on_disk(is_pinned: bool | None) -> int:
+    """LISTED_ flags of a block on disk; None for one that is not there."""
+    return 0 if is_pinned is None else LISTED_DISK | (LISTED_PINNED if is_pinned else 0)

@@ -84,11 +84,18 @@ def _row(one: Document) -> tuple[str, ...]:
         str(one["blocks"]),
         format_size(tiers["server"]) if "server" in tiers else "-",
         format_size(tiers["disk"]) if "disk" in tiers else "-",
-        "yes" if one["is_pinned"] else "-",
+        _pinned(one),
         "-" if one["hits"] is None else str(one["hits"]),
         _when(one["last_used"]),
         _when(one["expires_at"]),
     )
+
+
+def _pinned(one: Document) -> str:
+    """What the cache keeps, which may be less than was pinned, or what another prefix has in common with this one."""
+    if one["is_pinned"]:
+        return "yes"
+    return f"{one['pinned_blocks']} blocks" if one.get("pinned_blocks") else "-"
 
 
 def _when(seconds: float | None) -> str:

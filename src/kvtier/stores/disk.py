@@ -199,6 +199,12 @@ class DiskStore:
         with self._lock:
             return [space.index.presence(block_hash) is Presence.READY for block_hash in hashes]
 
+    def pins(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[bool | None]:
+        """Whether each is pinned; None if it is not stored."""
+        with self._lock:
+            found = (space.index.blocks.get(block_hash) for block_hash in hashes)
+            return [block.is_pinned if block is not None and block.is_ready else None for block in found]
+
     def match(self, space: StoreSpace, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
         """Reference the longest stored prefix of `hashes`; `free` each block after reading it."""
         with self._lock:

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.api.config import ApiKey
 from kvtier.api.prefixes.warming import Pace
-from kvtier.blocks.hashing import block_hashes, salted_root
+from kvtier.blocks.hashing import block_hashes, salted_root, split_hashes
 from kvtier.engine.process.messages import ChatPrompt
 from tests.support.fake_engine import Running, held, http_client, running, wait_until
 from tests.support.openai_asking import CHAT, chat_body, error_of
@@ -185,6 +185,34 @@ def test_pins_come_and_go_and_names_change(server: Running, below: StoringEngine
     assert taken.status_code == 409
     assert "there is a prefix manual already" in taken.text
     assert bad.status_code == 400
+
+
+def test_a_pin_that_the_cache_has_lost_is_not_shown(below: StoringEngine) -> None:
+    with running("openai", below.config()) as server, http_client(server) as client:
+        warm(client, pin=True)
+        hashes = split_hashes(bytes.fromhex(client.get(f"{PREFIXES}/handbook").json()["hashes"]))
+    below.client.unpin(hashes[40:])
+    with running("openai", below.config()) as server, http_client(server) as client:
+        lost = client.get(PREFIXES).json()["prefixes"][0]
+        pinned = client.post(f"{PREFIXES}/handbook/pin").json()["prefix"]
+    assert (lost["is_pinned"], lost["pinned_blocks"]) == (False, 40)
+    assert (pinned["is_pinned"], pinned["pinned_blocks"]) == (True, 50)
+
+
+def test_a_name_whose_blocks_are_all_gone_can_be_unpinned_and_dropped(below: StoringEngine, tmp_path: Path) -> None:
+    with running("openai", below.config()) as server, http_client(server) as client:
+        warm(client, pin=True)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    with storing_engine(folder) as other:
+        other.client.close()  # nothing has used that cache yet
+        config = msgspec.structs.replace(other.config(), prefix_folder=below.folder / "prefixes")
+        with running("openai", config) as server, http_client(server) as client:
+            assert not client.get(PREFIXES).json()["prefixes"][0]["is_pinned"]
+            unpinned = client.post(f"{PREFIXES}/handbook/unpin")
+            dropped = client.post(f"{PREFIXES}/handbook/drop")
+    assert unpinned.status_code == 200, unpinned.text
+    assert dropped.json() == {"dropped_blocks": 0}
 
 
 def test_what_another_prefix_needs_stays_pinned_and_stays(server: Running, below: StoringEngine) -> None:

@@ -5,6 +5,7 @@ Connections last for one call: calls are rare, and a server that is away must no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvtier.client.client import CacheClient
 from kvtier.client.connecting import connect
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import TierRefused
-from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY
+from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY, LISTED_PINNED
 
 _TIMEOUT_S = 30.0
 MEMORY, DISK = "server", "disk"
@@ -26,12 +27,13 @@ MEMORY, DISK = "server", "disk"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where the blocks of a prefix are: how many are cached at all, and their bytes by tier.
+    """Where the blocks of a prefix are: how many are cached at all, how many of those are pinned, and bytes by tier.
 
     `slot_bytes` is what one takes; 0 while the server knows nothing of the namespace.
     """
 
     num_cached: int
+    num_pinned: int
     slot_bytes: int
     bytes_by_tier: dict[str, int]
     first_absent: int
@@ -44,6 +46,10 @@ class Room:
     level: str
     free_bytes: int
     usable_bytes: int
+
+
+class NothingCached(TierRefused):
+    """The server has no block of the namespace, and does not know it."""
 
 
 class PrefixCache:
@@ -69,6 +75,7 @@ class PrefixCache:
         tiers = {MEMORY: in_memory * slot_bytes, DISK: on_disk * slot_bytes}
         return Placed(
             sum(cached),
+            sum(1 for each in flags if each & LISTED_PINNED),
             slot_bytes,
             {tier: nbytes for tier, nbytes in tiers.items() if nbytes},
             cached.index(False) if False in cached else len(cached),
@@ -86,9 +93,11 @@ class PrefixCache:
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         """Raises `TierRefused` with what was pinned undone, when only a part may be."""
-        with self._opened(namespace) as client:
-            if not keep:
+        if not keep:
+            with contextlib.suppress(NothingCached), self._opened(namespace) as client:
                 return client.unpin(hashes)
+            return 0
+        with self._opened(namespace) as client:
             try:
                 return client.pin(hashes)
             except TierRefused:
@@ -96,9 +105,10 @@ class PrefixCache:
                 raise
 
     def drop(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
-        with self._opened(namespace) as client:
+        with contextlib.suppress(NothingCached), self._opened(namespace) as client:
             client.unpin(hashes)
             return client.drop(hashes)
+        return 0
 
     def use(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
         """Blocks count as used once more: a server that stores what is used again stores them. Waits for the disk."""
@@ -108,11 +118,11 @@ class PrefixCache:
 
     @contextmanager
     def _opened(self, namespace: Namespace) -> Iterator[CacheClient]:
-        """With the namespace in use. Raises `TierRefused` if the server knows nothing of it."""
+        """With the namespace in use. Raises `NothingCached` if the server knows nothing of it."""
         with self._connect() as client:
             known = _find(client.namespaces(), namespace)
         if known is None:
-            raise TierRefused("the cache has no blocks of this model as it is now")
+            raise NothingCached("the cache has no blocks of this model as it is now")
         with self._connect(known) as client:
             yield client
 

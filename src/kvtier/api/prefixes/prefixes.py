@@ -47,7 +47,11 @@ _TRIES = 3
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix as it is shown; without a name, all that is cached of a namespace."""
+    """A prefix as it is shown; without a name, all that is cached of a namespace.
+
+    `pinned_blocks` is what the cache says, or None while it does not answer. `is_pinned`: the name has a pin, and the
+    cache keeps all of its blocks for it, as far as that is known.
+    """
 
     name: str | None
     model: str
@@ -59,6 +63,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float | None
     hits: int | None
     is_pinned: bool
+    pinned_blocks: int | None
     expires_at: float | None
 
 
@@ -151,7 +156,8 @@ class Prefixes:
             bytes_by_tier={} if placed is None else placed.bytes_by_tier,
             last_used=record.last_used,
             hits=record.hits,
-            is_pinned=record.is_pinned,
+            is_pinned=record.is_pinned and (placed is None or placed.num_pinned == record.blocks),
+            pinned_blocks=None if placed is None else placed.num_pinned,
             expires_at=record.expires_at,
         )
 
@@ -502,6 +508,7 @@ def _whole_namespace(model: str, known: KnownNamespace) -> Prefix:
         last_used=None,
         hits=None,
         is_pinned=False,
+        pinned_blocks=None,
         expires_at=None,
     )
 

@@ -32,7 +32,9 @@ class FakeCache(PrefixCache):
         self.on_drop: Callable[[], None] = lambda: None
 
     def place(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Placed:
-        return Placed(len(hashes), 10, {"server": 10 * len(hashes)}, len(hashes))
+        return Placed(
+            len(hashes), sum(map(self.pinned.__contains__, hashes)), 10, {"server": 10 * len(hashes)}, len(hashes)
+        )
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         if self.error is not None:

@@ -70,7 +70,8 @@ export class Prefixes {
       const everywhere = sum(prefix.bytes_by_tier) || 1; // a block may be in several tiers
       const parts = tiers.map((tier) => ({ share: prefix.bytes_by_tier[tier] / everywhere, kind: kindOf(tier), title: tier }));
       const text = tiers.map((tier) => `${tier} ${share(prefix.bytes_by_tier[tier], prefix.bytes)}`).join(", ");
-      const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned") : "no";
+      const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned")
+        : prefix.pinned_blocks ? `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks pinned` : "no";
       return [
         prefix.name === null ? make("em", {}, "everything") : prefix.name, count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
         [bar(text || "in no tier", parts), make("small", {}, text)], prefix.name === null ? "–" : ago(prefix.last_used), count(prefix.hits), prefix.name === null ? "–" : kept,
@@ -83,9 +84,8 @@ export class Prefixes {
     const path = `prefixes/${encodeURIComponent(prefix.name)}`;
     const button = (text, action) => make("button", { type: "button", "aria-label": `${text} ${prefix.name}`, onclick: action }, text);
     return make("span", { class: "buttons" },
-      prefix.is_pinned
-        ? button("Unpin", () => this.change(`${path}/unpin`))
-        : button("Pin", () => this.change(`${path}/pin`)),
+      prefix.is_pinned ? "" : button("Pin", () => this.change(`${path}/pin`)),
+      prefix.is_pinned || prefix.pinned_blocks ? button("Unpin", () => this.change(`${path}/unpin`)) : "",
       button("Rename", async () => {
         const name = await askText(`A new name for ${prefix.name}`, prefix.name, "Rename");
         if (name !== null) this.change(`${path}/rename`, { name });
