@@ -24,7 +24,9 @@ _QUESTION = "Which rule comes first?"
 
 
 def run(deployment: DeploymentProcess, *arguments: str, status: int = 0) -> str:
-    """A `kvtier` command, as the user of that deployment starts it: what it says."""
+    """A `kvtier` command, as the user of that deployment starts it: what it says. Others may run on this machine."""
+    if arguments[0] in ("prefix", "pack") and arguments[1] != "inspect":
+        arguments = (*arguments, "--deployment", "deploy.yml")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(deployment.runtime_parent)}
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", *arguments],
@@ -142,6 +144,8 @@ def test_a_pack_brings_a_prefix_to_another_deployment(deployment: DeploymentProc
     (folder / "key").write_text("a key that both of them have")
     with DeploymentProcess(folder, TEXT) as other:
         assert "is signed: give the key" in run(other, "pack", "import", pack, status=1)
+        refused = run(other, "pack", "import", pack, "--sign-key", "key", "--name", "../rules", status=1)
+        assert "cannot be called '../rules'" in refused
         assert "blocks were absent" in run(other, "pack", "import", pack, "--sign-key", "key", "--name", "imported")
         other.stop()
         other.start()

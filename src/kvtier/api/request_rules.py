@@ -32,8 +32,14 @@ def read_metadata(body: JsonBody) -> dict[str, str]:
 
 
 def read_prefix(body: JsonBody) -> str:
-    """The name of a prefix that stands before the conversation; empty if there is none."""
-    return body.short_text("prefix", MAX_NAME_CHARACTERS) or ""
+    """The name of a prefix that stands before the conversation; empty if there is none.
+
+    An empty name is refused: a client that lost it would get an answer without the documents.
+    """
+    name = body.short_text("prefix", MAX_NAME_CHARACTERS)
+    if name == "":
+        raise body.wrong("prefix", "the name of a prefix")
+    return name or ""
 
 
 def sampling_params(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> SamplingParams:

@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from kvtier.api.prefixes.record import NAME_IN_WORDS, is_name
 from kvtier.blocks.hashing import split_hashes
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.cli.running_deployment import Document, Running, deployment_options, path_of
@@ -100,6 +102,8 @@ def import_pack(
 ) -> None:
     """Put the blocks in FILE (- is standard input) into the cache of a running deployment, under their name.
 
+    If the deployment refuses the name, the blocks are removed again.
+
     Only where the namespace, and with it the weights, is the same; else it says what differs. With --server, and
     neither --deployment nor --url, the blocks go into that cache server without a name.
     """
@@ -114,12 +118,13 @@ def import_pack(
             reach = _with_server(reach, served["address"])
         with reach.connect(_TIMEOUT_S) as client:
             known = check_namespace(header, client.namespaces())
-        with _opened(reach, known) as client, _bar(header.num_blocks, header.name) as advance:
-            count = import_blocks(client, reader, advance)
         called = ""
+        add: Callable[[], object] | None = None
         if running is not None and served is not None:
-            called = name or header.name
-            running.post(path_of(called, "add"), _addition(reader, served["model"], pin=pin))
+            called = _checked(header.name if name is None else name)
+            add = partial(running.post, path_of(called, "add"), _addition(reader, served["model"], pin=pin))
+        with _opened(reach, known) as client, _bar(header.num_blocks, header.name) as advance:
+            count = import_blocks(client, reader, advance, add)
         absent = f"{count} of {header.num_blocks} blocks were absent"
         click.echo(f"{called or 'without a name'}: {absent}")
 
@@ -171,6 +176,12 @@ def _served(running: Running, header: PackHeader) -> tuple[Running, Document]:
         named = [one for one in served if one["model"] == header.model]
         found = named or served
     return running, (found or served)[0]
+
+
+def _checked(name: str) -> str:
+    if not is_name(name):
+        raise ConfigError(f"the prefix cannot be called {printable(name)!r}: give it a --name of {NAME_IN_WORDS}")
+    return name
 
 
 def _addition(reader: PackReader, model: str, *, pin: bool) -> Document:

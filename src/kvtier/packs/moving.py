@@ -62,10 +62,13 @@ def _get(
     return into[: len(hashes) * block_bytes]
 
 
-def import_blocks(client: CacheClient, reader: PackReader, advance: Advance) -> int:
+def import_blocks(
+    client: CacheClient, reader: PackReader, advance: Advance, finish: Callable[[], object] | None = None
+) -> int:
     """Store all blocks that the cache lacks, and flush them. Returns how many.
 
-    Raises `ConfigError` for a damaged pack, and `TierFull` if there is no room; then the stored blocks are dropped.
+    `finish` is called once all blocks are stored. Raises `ConfigError` for a damaged pack, `TierFull` if there is no
+    room, and whatever `finish` raises; then the stored blocks are dropped.
     """
     header = reader.header
     size = min(header.section_blocks, header.num_blocks) * header.block_bytes
@@ -87,6 +90,8 @@ def import_blocks(client: CacheClient, reader: PackReader, advance: Advance) -> 
         num_kept = sum(client.contains(reader.hashes))
         if num_kept < header.num_blocks:  # the last blocks evicted the first ones
             raise TierFull(f"the cache kept {num_kept} of {header.num_blocks} blocks: it has too little room")
+        if finish is not None:
+            finish()
     except BaseException:
         client.drop(stored)
         raise

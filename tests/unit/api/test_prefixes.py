@@ -117,6 +117,7 @@ def test_a_large_body_may_name_a_prefix(server: Running, below: StoringEngine) -
             "the first message must be the user's",
         ),
         (chat_body("Who?", prefix=7), "prefix must be text"),
+        (chat_body("Who?", prefix=""), "prefix must be the name of a prefix"),
         (chat_body("Who?", prefix="x" * 129), "at most 128 characters"),
     ],
 )

@@ -94,6 +94,19 @@ def test_of_a_damaged_pack_nothing_stays(clients: list[CacheClient]) -> None:
     assert target.contains(HASHES) == [True, True] + [False] * (len(HASHES) - 2)
 
 
+def test_of_a_pack_that_gets_no_name_nothing_stays(clients: list[CacheClient]) -> None:
+    source, target = clients
+    target.set(HASHES[:2], [payload_of(one) for one in HASHES[:2]])
+
+    def refuse() -> None:
+        assert all(target.contains(HASHES))
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError, match="no"):
+        import_blocks(target, PackReader(io.BytesIO(exported(source)), "it"), lambda _: None, refuse)
+    assert target.contains(HASHES) == [True, True] + [False] * (len(HASHES) - 2)
+
+
 def test_a_cache_that_has_lost_a_block_gives_no_pack(clients: list[CacheClient]) -> None:
     source, _ = clients
     source.drop([HASHES[20]])
