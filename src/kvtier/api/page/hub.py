@@ -47,6 +47,8 @@ class Hub:
         self._tick_s = tick_s
         self._readers: set[_Reader] = set()
         self._task: asyncio.Task[None] | None = None
+        self._newest = b""
+        """The state at the last tick, for a reader that comes before the next one."""
         self._is_closed = False
 
     @property
@@ -62,6 +64,8 @@ class Hub:
             raise overloaded("too many pages are open: close some")
         reader = _Reader(is_allowed)
         self._readers.add(reader)
+        if self._newest:
+            reader.tell(self._newest)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="kvtier-page")
         try:
@@ -87,12 +91,14 @@ class Hub:
             while self._readers:
                 try:
                     told, last = await self._board.events(last)
+                    self._newest = told[0]
                     self._tell(b"".join(told))
                 except Exception as error:  # a bug of ours: the next tick may do
                     logger.warning("the page could not be told anything: %s", str(error))
                 await asyncio.sleep(self._tick_s)
         finally:
             self._task = None
+            self._newest = b""
             self._rest()
 
     def _tell(self, data: bytes) -> None:

@@ -90,6 +90,21 @@ def test_all_readers_share_one_look_and_the_same_bytes() -> None:
     asyncio.run(run())
 
 
+def test_a_reader_that_comes_between_two_ticks_is_told_the_state_at_once() -> None:
+    async def run() -> None:
+        view = FakeView()
+        hub = Hub(Board(view, PageConfig()), view.rest, tick_s=3600)
+        first = await opened(hub)
+        state = await told(first)
+        second = await opened(hub)
+        assert await told(second) == state
+        await first.aclose()
+        await second.aclose()
+        hub.close()
+
+    asyncio.run(run())
+
+
 def test_nothing_runs_once_the_last_reader_has_gone() -> None:
     async def run() -> None:
         view = FakeView()
