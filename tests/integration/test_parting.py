@@ -181,7 +181,7 @@ def test_nothing_is_told_unless_it_is_asked_for(deployment: DeploymentProcess) -
     ("fields", "sentence"),
     [
         ({"explain": 1}, "explain"),
-        ({"explain": True, "prompt": ["a", "b"]}, "explain is for a single prompt, and there are 2"),
+        ({"explain": True, "prompt": ["a", "b"]}, "explain needs a single prompt, not 2"),
         ({"explain": True, "stream": True}, "explain needs stream_options.include_usage in a stream"),
         ({"prompt_cache_key": "x" * 1025}, "prompt_cache_key"),
     ],

@@ -291,7 +291,7 @@ WRONG: list[tuple[str, dict[str, object], str]] = [
     ("/tokenize", {}, "prompt is missing"),
     ("/tokenize", {"prompt": 5}, "prompt must be text, not 5"),
     ("/tokenize", {"prompt": ["a"]}, 'prompt must be text, not ["a"]'),
-    ("/tokenize", {"prompt": "a", "messages": [{}]}, "prompt and messages do not go together"),
+    ("/tokenize", {"prompt": "a", "messages": [{}]}, "prompt and messages cannot be combined"),
     ("/tokenize", {"messages": []}, "messages must be a list of at least one message, not []"),
     ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs must be true or false, not 1"),
     ("/tokenize", {"prompt": "a", "what": 1}, "what is not supported here"),

@@ -106,7 +106,7 @@ def test_a_model_that_is_not_there_is_404_and_says_which_are(deployment: Deploym
 
     assert response.status_code == of_ollama.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
-    assert "there is tiny, other" in response.json()["error"]["message"]
+    assert "available: tiny, other" in response.json()["error"]["message"]
 
 
 def test_a_model_without_a_tokenizer_refuses_a_chat_in_a_sentence(deployment: DeploymentProcess) -> None:

@@ -190,7 +190,7 @@ def find_model(models: Sequence[_Model], name: str) -> _Model:
 
 def unknown_model(name: str, known: str) -> UnknownModel:
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
-    return UnknownModel(f"the model {shown!r} is not served here; there is {known}")
+    return UnknownModel(f"the model {shown!r} is not served here; available: {known}")
 
 
 def _there(connections: Sequence[EngineConnection]) -> list[EngineConnection]:

@@ -332,7 +332,7 @@ class Generation:
     def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
         """Raises `AnswerFailed` or `EngineStopped` for an answer that ended and is not complete."""
         if completion.finish_reason == _FAILED:
-            raise AnswerFailed("the engine failed at this request; its log has more")
+            raise AnswerFailed("the engine failed on this request: see its log")
         if completion.finish_reason not in _COMPLETE:
             raise EngineStopped(self.shape.broken_off(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)

@@ -1,4 +1,4 @@
-"""What Ollama's API tells of the models: `/api/tags`, `/api/show` and `/api/ps`."""
+"""Answers of Ollama's API about the models: `/api/tags`, `/api/show` and `/api/ps`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _STAYS = timedelta(days=36500)
 """Models stay loaded as long as their deployment runs."""
 
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_WHAT_IT_IS_FOR = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
+_ARCHITECTURE_SUFFIX = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
 
 
 def tags(service: Service) -> dict[str, object]:
-    """Every name of every model, also of those whose engines are away: of them nothing else is known."""
+    """Every name of every model. If its engines are away, the name is all that is known of a model."""
     own = [_tag(service, model, name) for model in service.engines.models for name in model.listed_names]
     passed = [_tag_of_vllm(service, model, name) for model in service.vllm.models for name in model.listed_names]
     return {"models": [*own, *passed]}
 
 
 def running(service: Service) -> dict[str, object]:
-    """The models whose engines have connected, with the memory of all these engines."""
+    """The models whose engines have connected, with the memory that these engines use together."""
     own = [_process(model) for model in service.engines.models if model.hello is not None]
     passed = [_process_of_vllm(model, model.facts) for model in service.vllm.models if model.facts is not None]
     return {"models": [*own, *passed]}
 
 
 def description_of_vllm(model: VllmModel) -> dict[str, object]:
-    """Raises `EngineAway` while none of its engines has connected. vLLM tells little of a model."""
+    """What vLLM tells of a model, which is little. Raises `EngineAway` while none of its engines has connected."""
     facts = model.facts
     if facts is None:
         raise EngineAway(f"the model {model.name} is starting")
@@ -58,7 +58,7 @@ def description_of_vllm(model: VllmModel) -> dict[str, object]:
 
 
 def _capabilities(model: KnownModel) -> list[str]:
-    """As Ollama names them: programs look here before they offer tools."""
+    """Capabilities under Ollama's names: programs check these before they offer tools."""
     tools = ["tools"] if can_call(model) else []
     return ["completion", *tools, *(["thinking"] if can_think(model) else [])]
 
@@ -153,7 +153,7 @@ def _memory_bytes(hello: Hello) -> int:
 
 
 def _family(hello: Hello) -> str:
-    return _WHAT_IT_IS_FOR.sub("", hello.architecture).lower()
+    return _ARCHITECTURE_SUFFIX.sub("", hello.architecture).lower()
 
 
 def _level(hello: Hello) -> str:
@@ -164,7 +164,7 @@ def _level(hello: Hello) -> str:
 
 
 def _count(number: int) -> str:
-    """As Ollama writes it: 7.6B, 494.03M, 900K."""
+    """A count in Ollama's notation: 7.6B, 494.03M, 900K."""
     if number >= 1_000_000_000:
         return f"{number / 1e9:.1f}B"
     if number >= 1_000_000:
@@ -173,7 +173,7 @@ def _count(number: int) -> str:
 
 
 def _parameters(options: Mapping[str, object]) -> list[tuple[str, str]]:
-    """By Ollama's names, a line for each stop text."""
+    """Names and values under Ollama's names; each stop text is a parameter of its own."""
     lines: list[tuple[str, str]] = []
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]

@@ -1,7 +1,7 @@
-"""Ollama's `options` as the engine's `SamplingParams`.
+"""Translates Ollama's `options` to the engine's `SamplingParams`.
 
-Every option of Ollama is known here: it is followed, or it is without effect and accepted for that, or it asks for
-something that the engine does not do and is refused.
+Every option of Ollama is known here. Some are applied, some have no effect on an answer and are accepted, and the rest,
+which the engine does not support, are refused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvtier.engine.sampling_params import SamplingParams
 from kvtier.errors import InvalidParameter
 
 OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
-"""Of those fields of `SamplingParams` that Ollama calls otherwise."""
+"""Ollama's names for the fields of `SamplingParams` that have another name there."""
 
 _DEFAULTS: Mapping[str, object] = {"max_tokens": None, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Ollama's, except for its penalty of 1.1 on the last 64 tokens: penalties here are on all tokens, so there is none."""
+"""Ollama's defaults, but without its penalty of 1.1 on the last 64 tokens: penalties here apply to all tokens."""
 
 _NUMBERS = {
     "temperature": "temperature",
@@ -37,60 +37,60 @@ _ANY_SEED = -1
 
 
 def sampling_params(options: JsonBody, defaults: Mapping[str, object], *, logprobs: int | None) -> SamplingParams:
-    """What `options` ask for, else the model's `defaults`, else Ollama's. Raises a `HttpError` about what is wrong."""
-    asked = _asked(options)
+    """The values in `options`, then the model's `defaults`, then Ollama's. Raises `HttpError` for a wrong option."""
+    given = _given_values(options)
     _check_context(options)
     _check_machine(options)
     _refuse_other_samplers(options)
-    values: dict[str, Any] = {**_DEFAULTS, **defaults, **asked, "n": 1, "logprobs": logprobs}
+    values: dict[str, Any] = {**_DEFAULTS, **defaults, **given, "n": 1, "logprobs": logprobs}
     try:
         params = SamplingParams(**values)
     except InvalidParameter as error:
-        raise _in_ollamas_words(error) from error
-    _check_span_of_penalties(options, asked)
+        raise _with_ollama_name(error) from error
+    _check_penalty_window(options, given)
     options.refuse_rest()
     return params
 
 
-def asked_options(options: JsonBody) -> dict[str, object]:
-    """Those that are given, by the names of `SamplingParams`, which are vLLM's, too. Raises a `HttpError`."""
-    sampling_params(options, {}, logprobs=None)  # looks at all of them
-    return {name: value for name, value in _asked(options).items() if value is not None}
+def given_options(options: JsonBody) -> dict[str, object]:
+    """The given options by the names of `SamplingParams`, which are also vLLM's. Raises `HttpError` for a wrong one."""
+    sampling_params(options, {}, logprobs=None)  # checks all of them
+    return {name: value for name, value in _given_values(options).items() if value is not None}
 
 
-def _asked(options: JsonBody) -> dict[str, Any]:
-    asked: dict[str, Any] = {}
+def _given_values(options: JsonBody) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, ours in _NUMBERS.items():
         number = options.number(name)
         if number is not None:
-            asked[ours] = number
+            found[ours] = number
     limit = options.whole("num_predict")
     if limit is not None:
-        asked["max_tokens"] = limit if limit > 0 else None  # as Ollama: none, and as many as there is room for
+        found["max_tokens"] = limit if limit > 0 else None  # in Ollama, too, the answer may then fill the context
     top_k = options.whole("top_k")
     if top_k is not None:
-        asked["top_k"] = max(0, top_k)
+        found["top_k"] = max(0, top_k)
     seed = options.whole("seed")
     if seed is not None:
-        asked["seed"] = None if seed == _ANY_SEED else seed
+        found["seed"] = None if seed == _ANY_SEED else seed
     stop = options.value("stop")
     if stop is not None:
         texts = [stop] if isinstance(stop, str) else stop
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise options.wrong("stop", "a text or a list of texts, none of them empty")
-        asked["stop"] = tuple(texts)
-    return asked
+        found["stop"] = tuple(texts)
+    return found
 
 
 def _check_context(options: JsonBody) -> None:
-    """The model's own length holds: Ollama too cuts what is more."""
+    """Only check the type: the model's own context length applies; Ollama, too, reduces a larger one to it."""
     num_ctx = options.whole("num_ctx")
     if num_ctx is not None and num_ctx <= 0:
         raise HttpError(400, f"options.num_ctx must be positive, not {num_ctx}", "invalid_value", "options.num_ctx")
 
 
 def _check_machine(options: JsonBody) -> None:
-    """How the model runs was decided when it was deployed: only the types are looked at."""
+    """Only check the types: the deployment decides how the model runs."""
     for name in _MACHINE_NUMBERS:
         options.whole(name)
     for name in _MACHINE_FLAGS:
@@ -100,7 +100,7 @@ def _check_machine(options: JsonBody) -> None:
 def _refuse_other_samplers(options: JsonBody) -> None:
     if options.whole("mirostat"):
         raise options.refuse("mirostat", "is not supported here: only 0 is")
-    for name in ("mirostat_tau", "mirostat_eta"):  # without mirostat they mean nothing, in Ollama too
+    for name in ("mirostat_tau", "mirostat_eta"):  # without mirostat they have no effect, in Ollama too
         options.number(name)
     for name in ("typical_p", "tfs_z"):
         if options.number(name) not in (None, 1.0):
@@ -110,22 +110,25 @@ def _refuse_other_samplers(options: JsonBody) -> None:
             raise options.refuse(name, "is not supported here: only false is")
 
 
-def _check_span_of_penalties(options: JsonBody, asked: Mapping[str, Any]) -> None:
-    """Of penalties that the client asks for: the model's own are on all tokens, whatever the client sends by habit."""
-    params = SamplingParams(**{name: value for name, value in asked.items() if name in _PENALTIES})
-    span = options.whole("repeat_last_n")
+def _check_penalty_window(options: JsonBody, given: Mapping[str, Any]) -> None:
+    """Refuse a window for penalties that the client asks for.
+
+    The model's default penalties apply to all tokens, even if the client always sends a window.
+    """
+    params = SamplingParams(**{name: value for name, value in given.items() if name in _PENALTIES})
+    window = options.whole("repeat_last_n")
     spares_newlines = options.flag("penalize_newline") is False
     if not params.has_penalties:
         return
-    if span not in (None, _WHOLE_TEXT):
-        sentence = f"is not supported with penalties, which are on all tokens here: only {_WHOLE_TEXT} is"
+    if window not in (None, _WHOLE_TEXT):
+        sentence = f"is not supported with penalties, which apply to all tokens here: only {_WHOLE_TEXT} is"
         raise options.refuse("repeat_last_n", sentence)
     if spares_newlines:
         raise options.refuse("penalize_newline", "is not supported with penalties: only true is")
 
 
-def _in_ollamas_words(error: InvalidParameter) -> HttpError:
-    """Its sentence begins with our name of a field; the client knows Ollama's."""
+def _with_ollama_name(error: InvalidParameter) -> HttpError:
+    """The error's sentence begins with our name of a field; the client knows Ollama's name."""
     name, _, rest = str(error).partition(" ")
     shown = "top_logprobs" if name == "logprobs" else f"options.{OLLAMA_NAMES.get(name, name)}"
     return HttpError(400, f"{shown} {rest}", "invalid_value", shown)

@@ -1,4 +1,4 @@
-"""The bodies of Ollama's API for models that vLLM runs, as bodies of vLLM's own. What would be ignored is refused."""
+"""Translates bodies of Ollama's API to vLLM's API, for models that vLLM runs. Fields without effect are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.api.body_messages import (
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, decode_body
 from kvtier.api.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
-from kvtier.api.ollama.options import asked_options
+from kvtier.api.ollama.options import given_options
 from kvtier.api.ollama.requests import LATEST, is_zero_duration, read_logprobs
 from kvtier.api.vllm.bodies import ReadForVllm, SaltOf, find_vllm, pass_on, read_fields
 
@@ -29,18 +29,18 @@ EMBEDDINGS_PATH = "/v1/embeddings"
 _ROLES = ("system", "user", "assistant", "tool")
 _EFFORTS = ("low", "medium", "high")
 _IMAGE_KINDS = {"/9j/": "jpeg", "iVBOR": "png", "R0lG": "gif", "UklG": "webp"}
-"""By how their base64 begins."""
+"""Image types by the beginning of their base64."""
 
 _REFUSED = {
-    "suffix": "is not supported here: an answer follows its prompt",
-    "template": "is not supported here: the model's own is used, or none with raw",
+    "suffix": "is not supported here: models that vLLM runs cannot fill in text",
+    "template": "is not supported here: the model's own template is used, or none with raw",
     "context": "is not supported here: send the conversation to /api/chat",
-    "shift": "is not supported here: an answer ends where the model's context does",
+    "shift": "is not supported here: an answer ends at the model's context length",
 }
 
 _Document = dict[str, object]
 _Read = Callable[[JsonBody], tuple[str, _Document] | None]
-"""The path at vLLM and the body for it; None if nothing is asked but that the model is there."""
+"""The path at vLLM and the body for it; None if the request only loads the model."""
 
 
 def _read_chat(body: JsonBody) -> tuple[str, _Document] | None:
@@ -61,7 +61,7 @@ def _read_generate(body: JsonBody) -> tuple[str, _Document] | None:
         if body.value(name):
             raise body.refuse(name, _REFUSED[name])
     if is_raw and (system or images):
-        raise body.refuse("raw", "does not go with system or images")
+        raise body.refuse("raw", "cannot be combined with system or images")
     document = _common(body)
     if not text and not images:
         return None
@@ -89,27 +89,27 @@ def _read_embed(body: JsonBody) -> tuple[str, _Document] | None:
         document["dimensions"] = dimensions
     if body.flag("truncate") is not False:
         document["truncate_prompt_tokens"] = -1
-    _pass_over(body)
+    _check_without_effect(body)
     return EMBEDDINGS_PATH, document
 
 
 def _read_embeddings(body: JsonBody) -> tuple[str, _Document] | None:
     document = {"input": body.needed_text("prompt"), "encoding_format": "float", "truncate_prompt_tokens": -1}
-    _pass_over(body)
+    _check_without_effect(body)
     return EMBEDDINGS_PATH, document
 
 
-def _pass_over(body: JsonBody) -> None:
+def _check_without_effect(body: JsonBody) -> None:
     is_zero_duration(body, "keep_alive")
-    asked_options(body.inner("options") or JsonBody({}))
+    given_options(body.inner("options") or JsonBody({}))
 
 
 def _common(body: JsonBody) -> _Document:
-    """What chats and prompts have in common."""
+    """The fields that chats and prompts have in common."""
     if body.value("shift"):
         raise body.refuse("shift", _REFUSED["shift"])
     body.flag("truncate")
-    document: _Document = asked_options(body.inner("options") or JsonBody({}))
+    document: _Document = given_options(body.inner("options") or JsonBody({}))
     logprobs = read_logprobs(body)
     if logprobs is not None:
         document |= {"logprobs": True, **({"top_logprobs": logprobs} if logprobs else {})}
@@ -134,7 +134,7 @@ def _common(body: JsonBody) -> _Document:
 
 
 def _message(given: object, path: str, pending: list[str]) -> _Document:
-    """`pending` are ids of tool calls that no message has answered yet: Ollama's have none."""
+    """`pending` has the ids of tool calls without a result so far: in Ollama's API results need not have ids."""
     if not isinstance(given, dict):
         raise HttpError(400, f"{path} must be an object with role and content", "invalid_type", path)
     body = JsonBody(given, f"{path}.")

@@ -1,6 +1,6 @@
-"""The bodies of Ollama's API, read into what the engine is asked.
+"""Reads bodies of Ollama's API into requests for the engine.
 
-A field of Ollama's that cannot be followed is refused. What Ollama does not know it passes over, and so does this.
+A field of Ollama's API that is not supported here is refused. Fields that Ollama does not know are ignored, as there.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ MAX_DURATION_CHARACTERS = 64
 _UNITS = "(?:ns|us|µs|μs|ms|s|m|h)"
 _DURATION = re.compile(
     rf"[+-]?(?:(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++){_UNITS})++|[0-9]++(?:\.[0-9]++)?)"
-)  # possessive throughout: no part of it is ever read twice
+)  # possessive throughout, so that matching never backtracks
 _PART = re.compile(rf"([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)({_UNITS})?")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_S = 1.0
 
 _REFUSED = {
-    "template": "is not supported here: the model's own is used, or none with raw",
+    "template": "is not supported here: the model's own template is used, or none with raw",
     "context": "is not supported here: send the conversation to /api/chat",
-    "images": "is not supported here: the models read text",
+    "images": "is not supported here: the models read text only",
     "truncate": "is not supported here: a prompt that is too long is refused",
-    "shift": "is not supported here: an answer ends where the model's context does",
+    "shift": "is not supported here: an answer ends at the model's context length",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Nothing to answer: Ollama would load or unload the model, which here stays as long as the deployment."""
+    """A request without a prompt: Ollama would load or unload the model; here models stay loaded."""
 
     name: str
     done_reason: str
 
 
 def find_model(engines: ModelCatalog, name: str) -> KnownModel:
-    """The model of that name, with or without Ollama's ":latest". Raises a `HttpError` with the names there are."""
+    """The model of that name, with or without Ollama's ":latest". Raises an `HttpError` that lists the models."""
     for one in (name, name.removesuffix(LATEST), name + LATEST):
         with contextlib.suppress(UnknownModel):
             return engines.find(one)
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
-    raise HttpError(404, f"model '{shown}' not found; there is {engines.known}", "model_not_found", "model")
+    raise HttpError(404, f"model '{shown}' not found; available: {engines.known}", "model_not_found", "model")
 
 
 def hello_of(model: KnownModel) -> Hello:
@@ -78,45 +78,45 @@ def hello_of(model: KnownModel) -> Hello:
 
 
 def read_generate(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | LoadModel:
-    """Raises a `HttpError` for a body that cannot be served as asked, `EngineAway` while the model is away."""
+    """Raises `HttpError` for a body that cannot be served, and `EngineAway` while the model's engines are away."""
     text = body.text("prompt") or ""
     system = body.text("system") or ""
     is_raw = body.flag("raw") or False
     if is_raw and system:
-        raise body.refuse("raw", "does not go with system")
+        raise body.refuse("raw", "cannot be combined with system")
     suffix = body.text("suffix") or ""
     if suffix and system:
-        raise body.refuse("suffix", "does not go with system")
+        raise body.refuse("suffix", "cannot be combined with system")
     _refuse(body, "template", "context", "images")
-    rest = _read_rest(body, engines)
+    fields = _read_common(body, engines)
     if not text and not suffix:
-        return rest.load()
-    hello = hello_of(rest.model)
+        return fields.load()
+    hello = hello_of(fields.model)
     if suffix:
-        return rest.ask_text(TextPrompt(text, suffix=suffix))
+        return fields.text_request(TextPrompt(text, suffix=suffix))
     if is_raw or not hello.chat_template:
-        return rest.ask_text(TextPrompt(f"{system}\n\n{text}" if system else text))
+        return fields.text_request(TextPrompt(f"{system}\n\n{text}" if system else text))
     messages = [ChatMessage("system", system)] if system else []
-    return rest.ask_chat([*messages, ChatMessage("user", text)])
+    return fields.chat_request([*messages, ChatMessage("user", text)])
 
 
 def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest | LoadModel:
-    """As `read_generate`."""
+    """Raises as `read_generate`."""
     given = body.items("messages", MAX_MESSAGES) or []
     messages = paired_results([_read_message(message, f"messages[{index}]") for index, message in enumerate(given)])
     tools = _read_tools(body)
-    rest = _read_rest(body, engines)
+    fields = _read_common(body, engines)
     if not messages:
-        return rest.load()
+        return fields.load()
     if messages[-1].role == "assistant":
-        raise HttpError(400, "messages must not end with the assistant's: it is not continued here", "invalid_value")
-    hello_of(rest.model)
-    return rest.ask_chat(messages, tools)
+        raise HttpError(400, "messages must not end with an assistant message: it cannot be continued", "invalid_value")
+    hello_of(fields.model)
+    return fields.chat_request(messages, tools)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """What both endpoints take."""
+class _CommonFields:
+    """The fields that both endpoints have."""
 
     name: str
     model: KnownModel
@@ -134,13 +134,13 @@ class _Rest:
         if self.is_unload:
             return LoadModel(self.name, "unload")
         hello_of(self.model)
-        self._params({})  # a client that loads a model with options sends them again later
+        self._params({})  # checked now: a client that loads a model with options sends them again later
         return LoadModel(self.name, "load")
 
-    def ask_text(self, prompt: TextPrompt) -> GenerationRequest:
-        return self._ask(prompt, PLAIN, {"grammar": self.output})
+    def text_request(self, prompt: TextPrompt) -> GenerationRequest:
+        return self._request(prompt, PLAIN, {"grammar": self.output})
 
-    def ask_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> GenerationRequest:
+    def chat_request(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> GenerationRequest:
         if self.thinks and not can_think(self.model):
             raise HttpError(400, f"think is not supported by {self.model.name}", "unsupported_parameter", "think")
         asked = ask(
@@ -154,9 +154,9 @@ class _Rest:
             ),
             self.model,
         )
-        return self._ask(asked.prompt, asked.form, {**asked.sampling, "grammar": asked.grammar})
+        return self._request(asked.prompt, asked.form, {**asked.sampling, "grammar": asked.grammar})
 
-    def _ask(self, prompt: Prompt, form: AnswerForm, sampling: Mapping[str, object]) -> GenerationRequest:
+    def _request(self, prompt: Prompt, form: AnswerForm, sampling: Mapping[str, object]) -> GenerationRequest:
         check_length(prompt, self.model.hello)
         params = self._params(sampling)
         return GenerationRequest(
@@ -174,12 +174,12 @@ class _Rest:
         return sampling_params(self.options, {**self.model.options, **sampling}, logprobs=self.logprobs)
 
 
-def _read_rest(body: JsonBody, engines: ModelCatalog) -> _Rest:
+def _read_common(body: JsonBody, engines: ModelCatalog) -> _CommonFields:
     name = body.needed_text("model")
     model = find_model(engines, name)
     _refuse(body, "truncate", "shift")
     think = _read_think(body)
-    return _Rest(
+    return _CommonFields(
         name=name,
         model=model,
         options=body.inner("options") or JsonBody({}),
@@ -212,7 +212,7 @@ def _read_tools(body: JsonBody) -> list[Tool]:
 
 
 def _refuse(body: JsonBody, *names: str) -> None:
-    """What is empty, false or zero asks for nothing: clients send such fields with every request."""
+    """Refuse fields with a value. Empty, false and zero ask for nothing: clients send them with every request."""
     for name in names:
         if body.value(name):
             raise body.refuse(name, _REFUSED[name])
@@ -258,7 +258,7 @@ def read_logprobs(body: JsonBody) -> int | None:
 
 
 def _read_keep_alive(body: JsonBody) -> RetentionWish:
-    """How long Ollama would keep the model, and with it the prompt; a negative one is for as long as may be."""
+    """Keep the prompt for as long as Ollama would keep the model; a negative duration means the longest possible."""
     if not body.has("keep_alive"):
         return NO_WISH
     if is_zero_duration(body, "keep_alive"):
@@ -269,7 +269,7 @@ def _read_keep_alive(body: JsonBody) -> RetentionWish:
 
 
 def _seconds(duration: str) -> float:
-    """Of a text that `_DURATION` fits."""
+    """The seconds of a text that matches `_DURATION`."""
     sign = -1.0 if duration.startswith("-") else 1.0
     parts = _PART.findall(duration)
     return sign * sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts)

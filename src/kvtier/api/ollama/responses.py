@@ -1,4 +1,4 @@
-"""The shapes of what Ollama's API answers: lines of JSON as an answer grows, or one object. All are bytes."""
+"""Encodes the answers of Ollama's API, as bytes: one line of JSON per piece of a stream, or one object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtier.errors import KvtierError
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_ERROR = "internal error: the server's log says more"
+INTERNAL_ERROR = "internal error: see the server's log"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,7 +37,7 @@ class Message(msgspec.Struct):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """One object of Ollama's; durations are in nanoseconds. `cached_tokens`, `retention` and `parted` are ours."""
+    """An object of Ollama's API, plus `cached_tokens`, `retention` and `parted`. Durations are in nanoseconds."""
 
     model: str
     created_at: datetime
@@ -60,14 +60,14 @@ class Line(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call whose arguments still come; without `begin` there is none."""
+    """A tool call whose arguments are still arriving; no call is open if `begin` is None."""
 
     begin: CallBegin | None = None
     arguments: list[str] = field(default_factory=list)
 
 
 class _OllamaShape(ABC):
-    """What `/api/generate` and `/api/chat` share. `name` is what the client calls the model."""
+    """The shape that `/api/generate` and `/api/chat` share. `name` is the client's name for the model."""
 
     media_type = "application/x-ndjson"
 
@@ -78,7 +78,7 @@ class _OllamaShape(ABC):
         self._readers = AnswerReaders(form, num_answers=1)
         self._call = _OpenCall()
         self._last: Line | None = None
-        """The line that ends a stream."""
+        """The last line of a stream."""
 
     @abstractmethod
     def line(self, text: str, thinking: str = "", calls: Sequence[object] = ()) -> Line: ...
@@ -100,10 +100,10 @@ class _OllamaShape(ABC):
             found.append(self._line_of(None))
         lines = [line for line in found if line is not None]
         if logprobs and not lines:
-            lines = [self.line("")]  # its text is held back: it may begin a mark
+            lines = [self.line("")]  # the text is held back: it may be the start of a marker
         if logprobs:
             lines[0].logprobs = logprobs
-        if piece.completion is not None:  # said by `end`, with what is known by then
+        if piece.completion is not None:  # sent by `end`, with the usage
             self._last = self._ended(self.line(""), piece.completion, prompt_tokens)
         return b"".join([_encode(line) + b"\n" for line in lines])
 
@@ -140,10 +140,10 @@ class _OllamaShape(ABC):
         return _encode(self._ended(line, answer.completion, usage.prompt_tokens))
 
     def broken_off(self, reason: str | None) -> str:
-        return f"the engine gave the answer up ({reason})"
+        return f"the engine stopped before the answer was complete ({reason})"
 
     def _line_of(self, part: AnswerPart | None) -> Line | None:
-        """What is said of a part, or, with None, of the end: calls are said once they are whole."""
+        """The line for a part, or, with None, for the end of an answer. A tool call is sent once it is complete."""
         if isinstance(part, CallArguments):
             self._call.arguments.append(part.text)
             return None
@@ -188,7 +188,7 @@ class ChatShape(_OllamaShape):
 
 
 def _call(number: int, call_id: str, name: str, arguments: str) -> dict[str, object] | None:
-    """A call with its arguments as the model wrote them; None if they are no JSON object: they were cut."""
+    """A call with its arguments as the model wrote them; None if they are not a JSON object, since they were cut."""
     if not arguments.lstrip().startswith("{") or not is_json(arguments):
         return None
     function = {"index": number, "name": name, "arguments": msgspec.Raw(arguments.encode())}
@@ -200,5 +200,5 @@ def error_body(sentence: str) -> bytes:
 
 
 def nanoseconds(seconds: float) -> int:
-    """At least one: clients divide by it, also for an answer of one token."""
+    """At least 1: clients divide by the duration, even for an answer of one token."""
     return max(1, round(seconds * 1e9))

@@ -1,4 +1,4 @@
-"""Ollama's API: its paths. Models cannot be pulled, made or removed: a deployment serves those of its file."""
+"""The paths of Ollama's API. Models cannot be pulled, created or deleted: a deployment serves those in its file."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from kvtier.api.ollama.translation import Translation, embedded, vectors
 from kvtier.api.passing import PassedBody
 from kvtier.api.streaming import while_connected
 
-# Clients compare this before they use what an Ollama brought: schemas in `format` (0.5), `capabilities` in /api/show
-# (0.6.4, below which editors refuse to work), tool calls in streams (0.8), `think` (0.9). Of what came later, some is
-# here too (`logprobs`) and some is not (images that are made, the search of the web): a later version would promise it.
+# Clients check the version before they use a feature: schemas in `format` (0.5), `capabilities` in /api/show (0.6.4,
+# below which editors refuse to work), tool calls in streams (0.8), `think` (0.9). Some later features are supported
+# (`logprobs`), others are not (generated images, web search), so a later version would promise too much.
 OLLAMA_VERSION = "0.9.0"
-"""The Ollama whose API this is."""
+"""The version of Ollama whose API is implemented here."""
 
-_FIXED_MODELS = "the models here are those of the deployment's file: they cannot be pulled, pushed, made or removed"
+_FIXED_MODELS = "models are set in the deployment file: they cannot be pulled, pushed, created, copied or deleted"
 _NOT_SERVED = (
     ("/api/pull", ["POST"], _FIXED_MODELS),
     ("/api/push", ["POST"], _FIXED_MODELS),
@@ -51,7 +51,7 @@ _NOT_SERVED = (
 
 
 class OllamaApplication(Application):
-    """Its errors are ``{"error": sentence}``, with the status that says whose fault it is."""
+    """Ollama's API. Errors are ``{"error": sentence}``; the status says whose fault they are."""
 
     def routes(self) -> list[Route]:
         return [
@@ -67,7 +67,7 @@ class OllamaApplication(Application):
         ]
 
     def _embedding_routes(self) -> list[Route]:
-        """Only vLLM computes them."""
+        """Embeddings need vLLM: kvtier's own engine computes none."""
         paths = {"/api/embed": self._embed, "/api/embeddings": self._embeddings}
         if not self.service.vllm.models:
             return [Route(path, self._not_served(NO_EMBEDDINGS, 400), methods=["POST"]) for path in paths]
@@ -80,7 +80,7 @@ class OllamaApplication(Application):
         return INTERNAL_ERROR
 
     async def _root(self, request: Request) -> Response:
-        """What Ollama's own clients look for before anything else; it needs no key."""
+        """Ollama's clients ask for this before anything else. It needs no API key."""
         return PlainTextResponse("Ollama is running")
 
     async def _generate(self, request: Request) -> Response:
@@ -120,7 +120,7 @@ class OllamaApplication(Application):
         return self._document(request, {"embedding": vectors(document)[0]})
 
     async def _embedded(self, request: Request, kind: str) -> tuple[PassedBody, dict[str, Any], int]:
-        """What vLLM says. Raises a `HttpError` for a model that kvtier's own engine runs."""
+        """Embeddings from vLLM. Raises `HttpError` for a model that kvtier's own engine runs."""
         tenant = self.open(request, "ollama")
         started_ns = time.monotonic_ns()
 
@@ -144,7 +144,7 @@ class OllamaApplication(Application):
     async def _show(self, request: Request) -> Response:
         self.service.tenant(request)
         body = await self.read_small(request)
-        old_name = body.text("name")  # as older clients say it
+        old_name = body.text("name")  # the field of older clients
         name = body.text("model") or old_name or body.needed_text("model")
         body.flag("verbose")
         body.refuse_rest()

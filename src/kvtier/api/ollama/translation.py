@@ -1,4 +1,4 @@
-"""Answers of vLLM in the shape of Ollama's API: lines of JSON as they grow, or one object."""
+"""Translates answers of vLLM to Ollama's API: one line of JSON per event of a stream, or one object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Translation:
-    """One request on its way through. `is_chat` says whether it came to `/api/chat`."""
+    """One request that vLLM answers. `is_chat` says whether it was sent to `/api/chat`."""
 
     def __init__(
         self, service: Service, request: Request, tenant: Tenant, passed: PassedBody, *, is_chat: bool
@@ -42,7 +42,7 @@ class Translation:
         self._lines = _Lines(passed.passes.name, is_chat=is_chat)
 
     async def response(self) -> Response:
-        """Raises a `HttpError` or a `KvtierError` for what goes wrong before the first byte of the answer."""
+        """Raises `HttpError` or `KvtierError` for a failure before the first byte of the answer."""
         headers = {"x-request-id": self._request.state.id}
         if not self._passed.passes.is_streamed:
             document = await while_connected(self._request, self.document())
@@ -56,13 +56,13 @@ class Translation:
         return StreamedAnswer(chunks, media_type="application/x-ndjson", headers=headers)
 
     async def document(self) -> dict[str, Any]:
-        """The whole answer, as vLLM gives it."""
+        """The whole answer, decoded, in vLLM's form."""
         request_id = self._request.state.id
         async with asked(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
             return await _document(answer)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        """First nothing, when the beginning of the answer is here, then its lines."""
+        """First an empty chunk, once the beginning of the answer has arrived, then its lines."""
         request_id = self._request.state.id
         async with asked(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
             if answer.status != _OK:
@@ -92,11 +92,11 @@ def vectors(document: Mapping[str, Any]) -> list[object]:
     try:
         return [one["embedding"] for one in sorted(document["data"], key=lambda one: int(one["index"]))]
     except (LookupError, TypeError, ValueError) as error:
-        raise AnswerFailed(f"vLLM's answer at {EMBEDDINGS_PATH} is not what it should be") from error
+        raise AnswerFailed(f"vLLM's answer at {EMBEDDINGS_PATH} has no embeddings") from error
 
 
 class _Lines:
-    """Makes lines of what comes. Calls of tools come in pieces, and are told together, at the end."""
+    """Makes lines of events. Tool calls arrive in pieces and are sent together, at the end."""
 
     def __init__(self, name: str, *, is_chat: bool) -> None:
         self._name = name
@@ -108,9 +108,9 @@ class _Lines:
         self._calls: dict[int, dict[str, str]] = {}
 
     def of_event(self, event: Mapping[str, Any]) -> bytes:
-        """Empty if there is nothing to say yet. Raises `AnswerFailed` for an error of the engine."""
+        """The line for an event, empty if the event shows nothing. Raises `AnswerFailed` for an error of the engine."""
         if "error" in event:
-            raise AnswerFailed(_sentence(event) or "the engine failed at this request")
+            raise AnswerFailed(_sentence(event) or "the engine failed on this request")
         self._usage = event.get("usage") or self._usage
         choice = _first_choice(event)
         if choice is None:
@@ -186,7 +186,7 @@ class _Lines:
 
 
 async def _document(answer: UpstreamAnswer) -> dict[str, Any]:
-    """The whole body. Raises a `HttpError` with vLLM's own sentence if it is an error."""
+    """The whole body. Raises `HttpError` with vLLM's own sentence if vLLM refuses the request."""
     pieces = [answer.first]
     while not answer.is_whole and (piece := await answer.read()):
         pieces.append(piece)
@@ -195,16 +195,16 @@ async def _document(answer: UpstreamAnswer) -> dict[str, Any]:
     try:
         document = _decode(b"".join(pieces))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AnswerFailed("vLLM's answer is no JSON") from error
+        raise AnswerFailed("vLLM's answer is not JSON") from error
     if not isinstance(document, dict):
-        raise AnswerFailed("vLLM's answer is no JSON object")
+        raise AnswerFailed("vLLM's answer is not a JSON object")
     if answer.status != _OK:
         raise HttpError(answer.status, _sentence(document) or "vLLM refused the request", "upstream")
     return document
 
 
 async def _events(answer: UpstreamAnswer) -> AsyncIterator[dict[str, Any]]:
-    """What a stream of events carries. Raises `AnswerFailed` for what is none."""
+    """The data of a stream's events. Raises `AnswerFailed` for a line that is not an event."""
     rest = answer.first
     while True:
         *lines, rest = rest.split(b"\n")
@@ -226,9 +226,9 @@ def _event(data: bytes) -> dict[str, Any]:
     try:
         event = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AnswerFailed("a line of vLLM's answer is no JSON") from error
+        raise AnswerFailed("a line of vLLM's answer is not JSON") from error
     if not isinstance(event, dict):
-        raise AnswerFailed("a line of vLLM's answer is no JSON object")
+        raise AnswerFailed("a line of vLLM's answer is not a JSON object")
     return event
 
 
@@ -243,7 +243,7 @@ def _thinking(message: Mapping[str, Any]) -> str:
 
 
 def _call(name: str, arguments: str) -> dict[str, object]:
-    """Ollama's arguments are an object; those of a model that wrote none are told as they are."""
+    """Ollama's arguments are a decoded object; if the model wrote something else, they are shown as text."""
     try:
         found = _decode(arguments.encode() or b"{}")
     except (msgspec.DecodeError, RecursionError):

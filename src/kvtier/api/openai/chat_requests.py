@@ -1,4 +1,4 @@
-"""Conversations as bodies of OpenAI's chat API have them: messages, tools, and how much the model thinks."""
+"""Reads conversations from bodies of OpenAI's chat API: messages, tools, and the reasoning effort."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from kvtier.engine.grammar import Grammar
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 
 Marked: TypeAlias = list[tuple[float, int | None]]
-"""For how long, and up to which message."""
+"""Retention marks: seconds to keep, and the number of messages that the mark covers."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _IGNORED = ("annotations", "cache_control", "id", "metadata", "parsed", "provider_specific_fields", "reasoning_details")
-"""What clients send back, or send to others, and no template reads."""
+"""Fields that clients send back from an answer, or send for other servers; no chat template reads them."""
 
 _NEUTRAL_IN_MESSAGES: Neutral = {"audio": (), "function_call": (), "refusal": ("",)}
 _CHOICES = ("auto", "none", "required")
 
 
 def read_conversation(body: JsonBody, output: Grammar | None = None, marked: Marked | None = None) -> Conversation:
-    """`output` is what the answer's text must follow; `marked` gets what `cache_control` says.
+    """`output` constrains the text of the answer; the retention marks of `cache_control` are added to `marked`.
 
-    Raises a `HttpError` that names the field.
+    Raises an `HttpError` that names the field.
     """
     marked = [] if marked is None else marked
     tools = _tools(body, marked)
@@ -68,7 +68,7 @@ def _messages(body: JsonBody, marked: Marked) -> list[ChatMessage]:
         raise body.wrong("messages", "a list of at least one message")
     found: list[ChatMessage] = []
     names: dict[str, str] = {}
-    """Of tools, by the ids of their calls."""
+    """Tool names by call id."""
     for index, message in enumerate(messages):
         read = _message(message, f"messages[{index}]", names)
         _note_marks(message, index, marked)
@@ -89,19 +89,19 @@ def _message(message: object, path: str, names: dict[str, str]) -> ChatMessage:
     name, call_id = body.text("name"), body.text("tool_call_id")
     reasoning = _reasoning(body)
     refuse_others(body, _NEUTRAL_IN_MESSAGES)
-    if role != "assistant":  # in an answer that is sent back, others may have put anything
+    if role != "assistant":  # an answer of another server may have any fields
         _refuse_rest(body, message)
     if role == "assistant":
         return ChatMessage(role, content, name, reasoning, calls, None, num_characters)
     if calls:
-        raise invalid(f"{path}.tool_calls", f"{path}.tool_calls must be in a message of the assistant's")
+        raise invalid(f"{path}.tool_calls", f"{path}.tool_calls is allowed in assistant messages only")
     if role == "tool":
         return ChatMessage(role, content, name or names.get(call_id or ""), call_id=call_id)
     return ChatMessage(role, content, name)
 
 
 def _note_marks(message: object, index: int, marked: Marked) -> None:
-    """`cache_control` of a message that was read, or of its parts."""
+    """Add the retention marks of a message that has been read, and of its parts."""
     assert isinstance(message, dict)
     path, parts = f"messages[{index}].", message.get("content")
     bodies = [JsonBody(message, path)]
@@ -112,7 +112,7 @@ def _note_marks(message: object, index: int, marked: Marked) -> None:
 
 
 def _refuse_rest(body: JsonBody, document: Mapping[str, object]) -> None:
-    """Raises a `HttpError` for an unknown field that says something: what is empty or false asks for nothing."""
+    """Raises an `HttpError` for an unknown field, except if its value is empty or false: that asks for nothing."""
     for name, value in document.items():
         if name in _IGNORED or not value:
             body.value(name)
@@ -120,7 +120,7 @@ def _refuse_rest(body: JsonBody, document: Mapping[str, object]) -> None:
 
 
 def _reasoning(body: JsonBody) -> str | None:
-    """The first that says something: clients send what an answer had under several names."""
+    """The first reasoning field with text: clients send an answer's reasoning back under several names."""
     blocks = body.items("thinking_blocks", MAX_PARTS) or ()
     thoughts = [one.get("thinking") for one in blocks if isinstance(one, dict)]
     found = [body.text(field) for field in _REASONING]
@@ -136,13 +136,13 @@ def _content(body: JsonBody, path: str, *, is_optional: bool) -> str:
         body.items("content", MAX_PARTS)
         return "".join(_text_of_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise body.wrong("content", "text, or a list of parts of text")
+        raise body.wrong("content", "text, or a list of text parts")
     return content
 
 
 def _text_of_part(part: object, path: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise invalid(path, f"{path} must be a part of the type text, not {shown(part)}: there is no other here")
+        raise invalid(path, f"{path} must be a part of type text, not {shown(part)}: no other type is supported")
     body = JsonBody(part, f"{path}.")
     body.value("type")
     text = body.needed_text("text")
@@ -224,7 +224,7 @@ def _template_values(body: JsonBody) -> dict[str, object]:
 
 
 def _is_plain(values: object) -> bool:
-    """Whether it is within bounds, and a message to an engine can carry it."""
+    """Whether the values are within bounds, and a message to an engine can carry them."""
     left: list[tuple[object, int]] = [(values, 0)]
     num_values = num_characters = 0
     while left:

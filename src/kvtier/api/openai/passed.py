@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's API, and of the others under `/v1`, that go to vLLM as they are."""
+"""Bodies of OpenAI's API, and of other paths under `/v1`, that are passed on to vLLM unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvtier.api.vllm.bodies import (
 )
 
 KNOWN_PATHS = tuple(f"/v1/{name}" for name in ("embeddings", "score", "rerank", "chat/completions/batch"))
-"""Of vLLM, counted one by one. All others under `/v1` are passed on, too, and counted together."""
+"""Paths of vLLM with metrics of their own. All other paths under `/v1` are passed on, too, and counted together."""
 
 FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _REFUSED_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -39,7 +39,7 @@ _PATHS = {
 
 
 def reader_for(kind: str) -> ReadForVllm:
-    """Of bodies of this kind, or at this path."""
+    """A reader for bodies of this kind, or for bodies sent to this path."""
     path = _PATHS.get(kind, kind)
 
     def read(body: bytes, models: Sequence[ModelSnapshot], salt_of: SaltOf | None) -> BodyPasses | None:
@@ -51,7 +51,7 @@ def reader_for(kind: str) -> ReadForVllm:
 
 
 def read_form(body: bytes, path: str, models: Sequence[ModelSnapshot], salt_of: SaltOf | None) -> BodyPasses:
-    """A form with a file in it. Raises a `HttpError`, or `UnknownModel`."""
+    """Read a form with a file in it. Raises `HttpError`, or `UnknownModel`."""
     name = model_in_form(body)
     model = find_vllm(models, name)
     if model is None:
@@ -61,17 +61,17 @@ def read_form(body: bytes, path: str, models: Sequence[ModelSnapshot], salt_of: 
 
 
 def check_served(path: str) -> None:
-    """Raises a `HttpError` for what changes the engine."""
+    """Raises `HttpError` for paths that change the engine."""
     if path in _REFUSED_PATHS:
         raise HttpError(
-            403, f"{path} changes the engine: give vLLM its adapters in the deployment's file", "unsupported"
+            403, f"{path} would change the engine: configure vLLM's adapters in the deployment file", "unsupported"
         )
 
 
 def unknown_here(name: str | None, path: str, models: Sequence[ModelSnapshot]) -> Exception:
-    """Of a path that only vLLM serves."""
+    """The error for a request to a path that only vLLM serves, if vLLM does not run the model."""
     if name is None:
         return HttpError(400, "model is missing", "missing_field", "model")
     if any(name in model.names for model in models):
-        return HttpError(404, f"{path} is not served for {name}, which kvtier's own engine runs", "unknown_url")
+        return HttpError(404, f"{path} is not available for {name}: kvtier's own engine runs it", "unknown_url")
     return unknown_model(name, ", ".join(model.name for model in models if model.is_vllm))

@@ -1,4 +1,4 @@
-"""`/kvtier/v1/prefixes`: prefixes listed, warmed, pinned, dropped and renamed. docs/prefixes.md has the contract."""
+"""`/kvtier/v1/prefixes`: list, warm, pin, drop and rename prefixes. docs/prefixes.md has the contract."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KEEP_ALIVE_S = 10.0
 
 
 class PrefixPaths:
-    """Part of an application. With API keys, any key sees its own prefixes; changes need one with `admin`."""
+    """Routes of the OpenAI application. With API keys, each key sees its own prefixes; changes need an `admin` key."""
 
     def __init__(self, application: Application) -> None:
         self._application = application
@@ -70,12 +70,12 @@ class PrefixPaths:
         return self._json(request, {"prefixes": found, "is_cut": is_cut})
 
     async def _caches(self, request: Request) -> Response:
-        """Where the blocks of each model are, for an import."""
+        """The cache server that holds each model's blocks, for an import."""
         self._service.access.admin(request)
         return self._json(request, {"caches": self._service.prefixes.served()})
 
     async def _show(self, request: Request) -> Response:
-        """With its hashes, for an export; with its text if that is asked for."""
+        """One prefix with its block hashes, for an export, and with its text if the query has `text=true`."""
         tenant = self._service.access.admin(request)
         prefixes = self._service.prefixes
         record = prefixes.find(request.path_params["name"], tenant)
@@ -111,7 +111,7 @@ class PrefixPaths:
         return self._json(request, {"prefix": await self._service.prefixes.rename(record, name)})
 
     async def _add(self, request: Request) -> Response:
-        """Give a name to blocks that are in the cache already: `kvtier pack import` has put them there."""
+        """Name blocks that are already in the cache: `kvtier pack import` has put them there."""
         tenant = self._service.access.admin(request)
         name = request.path_params["name"]
         if not is_name(name):
@@ -137,11 +137,11 @@ class PrefixPaths:
         return StreamedAnswer(chunks, media_type="text/event-stream", headers=headers)
 
     async def _events(self, order: WarmOrder) -> AsyncGenerator[bytes, None]:
-        """First nothing, once the order can be tried; then progress, and the prefix or what went wrong."""
-        news = warmed(self._service, order)
+        """First an empty chunk, once warming can start; then progress; at the end the prefix or an error."""
+        events = warmed(self._service, order)
         try:
-            yield _event(await anext(news)) and b""
-            coming = asyncio.ensure_future(anext(news))
+            yield _event(await anext(events)) and b""
+            coming = asyncio.ensure_future(anext(events))
             try:
                 while True:
                     done, _ = await asyncio.wait({coming}, timeout=_KEEP_ALIVE_S)
@@ -149,7 +149,7 @@ class PrefixPaths:
                         yield b": still at it\n\n"
                         continue
                     yield _event(coming.result())
-                    coming = asyncio.ensure_future(anext(news))
+                    coming = asyncio.ensure_future(anext(events))
             except StopAsyncIteration:
                 pass
             except (HttpError, KvtierError) as error:
@@ -158,7 +158,7 @@ class PrefixPaths:
                 coming.cancel()
                 await asyncio.wait({coming})
         finally:
-            await news.aclose()
+            await events.aclose()
 
     # --- bodies ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class PrefixPaths:
             name=_name(body),
             model=self._model(body),
             text=_text([str(one) for one in documents], body.text("system")),
-            tenant=self._for_whom(body, tenant),
+            tenant=self._owner(body, tenant),
             pin=body.flag("pin") or False,
             ttl_s=_ttl(body),
             force=body.flag("force") or False,
@@ -191,15 +191,15 @@ class PrefixPaths:
         self._service.prefixes.cache_for(model)
         namespace, root, joined = (_hex(body, field) for field in ("namespace", "root", "hashes"))
         if model.hello is None or model.hello.namespace != namespace.hex():
-            raise invalid("namespace", f"the namespace is not that of {model.name} as it runs here")
+            raise invalid("namespace", f"the namespace differs from that of {model.name} in this deployment")
         if not joined or len(joined) % HASH_BYTES:
-            raise body.wrong("hashes", "a run of 32-byte digests in hex")
+            raise body.wrong("hashes", "32-byte digests in hex, one after the other")
         text = body.inner("text")
-        tenants = [self._for_whom(body, tenant)] if body.has("key") else self._service.access.tenants
+        tenants = [self._owner(body, tenant)] if body.has("key") else self._service.access.tenants
         owner = next((one for one in tenants if salted_root(namespace, salt_of(one, "")) == root), None)  # type: ignore[arg-type]
         if owner is None:
             raise invalid(
-                "root", "the prefix is of an API key whose salt no key here has: its blocks would never be hit"
+                "root", "no API key of this deployment has the salt of this prefix: its blocks would never be hit"
             )
         num_blocks = len(joined) // HASH_BYTES
         try:
@@ -226,13 +226,13 @@ class PrefixPaths:
         name = body.short_text("model", MAX_MODEL_CHARACTERS)
         if name is None:
             if len(engines.models) != 1:
-                raise invalid("model", f"model must say which one: there is {engines.known}")
+                raise invalid("model", f"model is missing, and this deployment has more than one: {engines.known}")
             return engines.models[0]
         if self._service.vllm.get(name) is not None:
-            raise invalid("model", f"model must be one of kvtier's own engine: {shown(name)} is run by vLLM")
+            raise invalid("model", f"model must run on kvtier's own engine: {shown(name)} runs on vLLM")
         return engines.find(name)
 
-    def _for_whom(self, body: JsonBody, tenant: Tenant) -> Tenant:
+    def _owner(self, body: JsonBody, tenant: Tenant) -> Tenant:
         name = body.short_text("key", MAX_MODEL_CHARACTERS)
         if name is None:
             return tenant
@@ -245,8 +245,8 @@ class PrefixPaths:
         return self._application.json(request, msgspec.json.encode(document))
 
 
-def _event(news: object) -> bytes:
-    document = {"prefix": news} if isinstance(news, Prefix) else news
+def _event(event: object) -> bytes:
+    document = {"prefix": event} if isinstance(event, Prefix) else event
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 

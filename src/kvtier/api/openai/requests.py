@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's API, read into what the engine is asked. A field that would be ignored is refused instead.
+"""Reads bodies of OpenAI's API into requests for the engine. A field that would be ignored is refused instead.
 
-What the fields of OpenAI's API leave out comes under vLLM's names (`top_k`, `min_p`, ...).
+Options that OpenAI's API lacks have vLLM's names (`top_k`, `min_p`, ...).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLAGS = ("ignore_eos", "skip_special_tokens")
 _TOKEN_ID_LIMIT = 1 << 31
 _TOKEN_ID_DIGITS = 10
 
-# Fields of OpenAI's and vLLM's that are not served: the values, if any, at which they change nothing.
+# Fields of OpenAI's and vLLM's APIs that are not supported, with the values, if any, that change nothing.
 _NEUTRAL: Neutral = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -74,7 +74,7 @@ _NEUTRAL_IN_COMPLETIONS: Neutral = {"add_special_tokens": (True,)}
 
 
 def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    """Raises an `HttpError` that names the field, or `UnknownModel`."""
     name, model = _model(body, engines)
     marked: Marked = []
     chat = ask(read_conversation(body, read_output_format(body), marked), model)
@@ -87,7 +87,7 @@ def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
         max_tokens = body.whole("max_completion_tokens")
         if values.setdefault("max_tokens", max_tokens) != max_tokens:
             raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
-    body.inner("prediction")  # of the answer, which it may make faster, not other
+    body.inner("prediction")  # it may make the answer faster, but never different
     refuse_others(body, _NEUTRAL_IN_CHAT)
     params = sampling_params({"max_tokens": None, **model.options, **values}, names)
     prefix = read_prefix(body)
@@ -96,7 +96,7 @@ def read_chat(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
 
 
 def read_completion(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """As `read_chat`."""
+    """Raises as `read_chat`."""
     name, model = _model(body, engines)
     prompts = _prompts(body)
     values = {**_sampling_values(body), "grammar": read_output_format(body)}
@@ -107,16 +107,16 @@ def read_completion(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     values = {**model.options, **values}
     params = sampling_params({**values, "prompt_logprobs": _num_prompt_logprobs(prompt_form, values)})
     if prompt_form.echoes and any(isinstance(one, TextPrompt) and one.suffix for one in prompts):
-        raise invalid("echo", "echo does not go with suffix")
+        raise invalid("echo", "echo cannot be combined with suffix")
     best_of = body.whole("best_of")
     if best_of is not None and best_of != params.n:
-        raise body.refuse("best_of", f"is not supported here, except if it equals n, which is {params.n}")
+        raise body.refuse("best_of", f"is supported only if it equals n, which is {params.n}")
     refuse_others(body, _NEUTRAL_IN_COMPLETIONS)
     return _generation_request(body, name, model, prompts, params, prompt_form)
 
 
 def _model(body: JsonBody, engines: ModelCatalog) -> tuple[str, KnownModel]:
-    """What the client calls it, and the model, whose options stand for sampling fields that are absent."""
+    """The name that the client uses, and the model, whose options replace sampling fields that are absent."""
     name = body.needed_text("model")
     return name, engines.find(name)
 
@@ -131,21 +131,21 @@ def _generation_request(
     form: AnswerForm = PLAIN,
     marked: Sequence[tuple[float, int | None]] = (),
 ) -> GenerationRequest:
-    """With what both bodies have, and the check that nothing was left unread."""
+    """Read the fields that both bodies have, and check that no field is left unread."""
     if len(prompts) * params.n > MAX_ANSWERS:
-        raise invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} of each prompt")
+        raise invalid("n", f"n must not make more than {MAX_ANSWERS} answers, but is {params.n} for each prompt")
     for prompt in prompts:
         check_length(prompt, model.hello)
     is_streamed = body.flag("stream") or False
     if is_streamed and prompt_form.num_logprobs is not None:
-        raise invalid("prompt_logprobs", "prompt_logprobs does not go with stream")
+        raise invalid("prompt_logprobs", "prompt_logprobs cannot be combined with stream")
     options = body.inner("stream_options")
     if options is not None and not is_streamed:
         raise invalid("stream_options", "stream_options needs stream to be true")
     includes_usage = options is not None and options.flag("include_usage") is True
     if options is not None:
-        options.flag("continuous_usage_stats")  # the count at the end is the same with it
-        options.flag("include_obfuscation")  # padding, which no answer needs
+        options.flag("continuous_usage_stats")  # the final usage is the same
+        options.flag("include_obfuscation")  # padding
         options.refuse_rest()
     cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
     if cache_salt == "":
@@ -153,7 +153,7 @@ def _generation_request(
     session = body.short_text("prompt_cache_key", MAX_RECORD_CHARACTERS) or ""
     explains = body.flag("explain") or False
     if explains and len(prompts) > 1:
-        raise invalid("explain", f"explain is for a single prompt, and there are {len(prompts)}")
+        raise invalid("explain", f"explain needs a single prompt, not {len(prompts)}")
     if explains and is_streamed and not includes_usage:
         raise invalid("explain", "explain needs stream_options.include_usage in a stream: it is part of the usage")
     retention = read_retention(body, marked)
@@ -190,7 +190,7 @@ def _prompts(body: JsonBody) -> list[Prompt]:
         return [TextPrompt(given, suffix=suffix)]
     if isinstance(given, list) and given:
         if suffix and not all(isinstance(one, str) for one in given):
-            raise invalid("suffix", "suffix needs a prompt of text")
+            raise invalid("suffix", "suffix needs a text prompt")
         if are_token_ids(given):
             return [TokenPrompt(given)]
         if len(given) > MAX_PROMPTS:
@@ -203,7 +203,7 @@ def _prompts(body: JsonBody) -> list[Prompt]:
 
 
 def are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
-    """Without a loop over them: there may be a million."""
+    """Checks without a Python loop: there may be a million ids."""
     if set(map(type, given)) - {int}:
         return False
     return not given or (min(given) >= 0 and max(given) < _TOKEN_ID_LIMIT)
@@ -213,7 +213,7 @@ def are_token_ids(given: list[Any]) -> TypeGuard[list[int]]:
 
 
 def _sampling_values(body: JsonBody) -> dict[str, object]:
-    """Those that were given, by the names of `SamplingParams`."""
+    """The sampling values in the body, by the names of `SamplingParams`."""
     values: dict[str, object] = {name: body.number(name) for name in _NUMBERS}
     if (body.number("temperature") or 0.0) > MAX_OPENAI_TEMPERATURE:
         given = shown(body.value("temperature"))
@@ -223,7 +223,7 @@ def _sampling_values(body: JsonBody) -> dict[str, object]:
     values["stop"] = _stop(body)
     values["stop_token_ids"] = _stop_token_ids(body)
     values["logit_bias"] = _logit_bias(body)
-    if values["top_k"] == -1:  # vLLM's word for all of them
+    if values["top_k"] == -1:  # in vLLM's API: all tokens
         values["top_k"] = 0
     return {name: value for name, value in values.items() if value is not None}
 
@@ -250,27 +250,27 @@ def _stop_token_ids(body: JsonBody) -> tuple[int, ...] | None:
 
 
 def _logit_bias(body: JsonBody) -> dict[int, object] | None:
-    """Token ids are names of fields in JSON. What the numbers may be is said by `SamplingParams`."""
+    """Token ids are field names in JSON. `SamplingParams` checks the range of the numbers."""
     given = body.value("logit_bias")
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise body.wrong("logit_bias", "an object that has numbers for token ids")
+        raise body.wrong("logit_bias", "an object that maps token ids to numbers")
     if len(given) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"logit_bias must not be more than {MAX_LOGIT_BIAS}, but is {len(given)}")
     bias: dict[int, object] = {}
     for name, value in given.items():
         is_id = name.isascii() and name.isdigit() and len(name) <= _TOKEN_ID_DIGITS
         if not is_id or int(name) >= _TOKEN_ID_LIMIT:
-            raise invalid("logit_bias", f"logit_bias must have token ids for names, not {shown(name)}")
+            raise invalid("logit_bias", f"logit_bias must have token ids as names, not {shown(name)}")
         bias[int(name)] = value
     return bias
 
 
 def _num_prompt_logprobs(form: PromptForm, values: Mapping[str, object]) -> int | None:
-    """What the engine is asked for of a prompt, for `prompt_logprobs` and for `echo` together.
+    """How many log-probabilities per prompt token the engine computes, for `prompt_logprobs` and `echo` together.
 
-    Without tokens to generate, a prompt is computed for its own sake.
+    An echo with `max_tokens` 0 asks for 0, so that the prompt is computed although no token is generated.
     """
     wanted: list[object] = [form.num_logprobs]
     if form.echoes:

@@ -1,6 +1,6 @@
-"""The shapes of what OpenAI's API answers: chunks of a stream, whole answers, usage, models, errors. All are bytes.
+"""Encodes the answers of OpenAI's API: stream chunks, whole answers, usage, models and errors, all as bytes.
 
-A stream has thousands of chunks per second: what is equal in all chunks of an answer is encoded once.
+Streams have thousands of chunks per second: the part that all chunks of an answer share is encoded once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINGERPRINT_CHARACTERS = 12
 _MAX_SENTENCE_CHARACTERS = 1000
 
 
-# --- what is common ---------------------------------------------------------------------------------------------------
+# --- chats and completions --------------------------------------------------------------------------------------------
 
 
 class _CachedTokens(msgspec.Struct):
@@ -49,7 +49,7 @@ class _UsageShape(msgspec.Struct):
 
 
 class _OpenAiShape(ABC):
-    """What chats and completions share. Chunks are server-sent events, of which only the choice differs."""
+    """The shape that chats and completions share. Chunks are server-sent events that differ in their choice alone."""
 
     media_type = "text/event-stream"
     kind: str
@@ -66,7 +66,7 @@ class _OpenAiShape(ABC):
         """A whole answer."""
 
     def begin(self, prompt_ends: Sequence[str]) -> None:  # noqa: B027
-        """Nothing depends on them, unless a shape says so."""
+        """Ignores the ends of the prompts; shapes that need them override this."""
 
     def end(self, usage: Usage) -> bytes:
         if not self._asked.includes_usage:
@@ -74,7 +74,7 @@ class _OpenAiShape(ABC):
         return self._head + b'],"usage":' + _encode(self.usage(usage)) + b"}\n\n" + _DONE
 
     def error(self, error: Exception) -> bytes:
-        """The official client raises it. No `DONE` follows, for it is not done."""
+        """An error event, which the official client raises. No `DONE` follows: the answer is incomplete."""
         if not isinstance(error, KvtierError):
             raise error
         return b"data: " + error_body(http_error_of(error)) + b"\n\n"
@@ -88,17 +88,17 @@ class _OpenAiShape(ABC):
         return _usage_shape(usage)
 
     def more(self, answers: Sequence[WholeAnswer]) -> dict[str, object]:
-        """Further fields of all answers together."""
+        """Further top-level fields of a whole response."""
         return {}
 
     def broken_off(self, reason: str | None) -> str:
-        return "the engine broke the answer off"
+        return "the engine stopped before the answer was complete"
 
     def _event(self, choice: msgspec.Struct) -> bytes:
         return self._head + _encode(choice) + self._tail
 
     def _heading(self, kind: str) -> dict[str, object]:
-        """What every chunk of an answer, and a whole one, begins with."""
+        """The fields that every chunk of an answer, and every whole answer, begins with."""
         hello = self._asked.model.hello
         return {
             "id": self._request_id,
@@ -110,7 +110,7 @@ class _OpenAiShape(ABC):
 
 
 def prompt_list(answer: WholeAnswer) -> msgspec.Raw | msgspec.UnsetType:
-    """The log-probabilities of an answer's prompt, if they are asked for."""
+    """The log-probabilities of an answer's prompt, if the request asks for them."""
     if answer.prompt_logprobs is None:
         return msgspec.UNSET
     return msgspec.Raw(b"[" + b",".join(answer.prompt_logprobs) + b"]")
@@ -139,7 +139,7 @@ class _Function(msgspec.Struct, omit_defaults=True):
 
 
 class _CallDelta(msgspec.Struct, omit_defaults=True):
-    """Of a call's first delta all; later ones have more of its arguments."""
+    """The first delta of a call has all fields; later deltas have the next characters of its arguments."""
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -154,7 +154,7 @@ class _Call(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct, omit_defaults=True):
-    """What the model thinks has two names: clients know one or the other."""
+    """Reasoning has two field names: each client knows one of them."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -201,14 +201,14 @@ class ChatShape(_OpenAiShape):
     def chunk(
         self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
     ) -> bytes:
-        """The role comes with the first token, the finish reason in an event of its own."""
+        """The first token is preceded by the role; the finish reason has an event of its own."""
         events = b""
         if choice not in self._begun:
             self._begun.add(choice)
             events = self._event(_ChatChunkChoice(choice, _Delta("assistant", "")))
         deltas = [_delta(part) for part in self._readers.push(choice, piece)]
         if logprobs and not deltas:
-            deltas = [_Delta(content="")]  # its text is held back: it may begin a mark
+            deltas = [_Delta(content="")]  # the text is held back: it may be the start of a marker
         shown = _chat_logprobs(logprobs)
         for delta in deltas:
             events += self._event(_ChatChunkChoice(choice, delta, shown))
@@ -240,7 +240,7 @@ class ChatShape(_OpenAiShape):
         return (encode_items(tokens),)
 
     def more(self, answers: Sequence[WholeAnswer]) -> dict[str, object]:
-        """All answers have the same prompt, so vLLM has its logprobs here."""
+        """All answers share one prompt; its log-probabilities are a top-level field, as in vLLM."""
         found = prompt_list(answers[0])
         return {} if isinstance(found, msgspec.UnsetType) else {"prompt_logprobs": found}
 
@@ -270,7 +270,7 @@ class _TextLogprobs(msgspec.Struct):
 
 
 class _WholeTextLogprobs(msgspec.Struct):
-    """The same, encoded."""
+    """`_TextLogprobs` with encoded fields."""
 
     tokens: msgspec.Raw
     token_logprobs: msgspec.Raw
@@ -317,9 +317,9 @@ class CompletionShape(_OpenAiShape):
         )
 
     def _shaped(self, choice: int, tokens: Sequence[SampledToken]) -> _TextLogprobs:
-        """The likeliest tokens with the sampled one among them; offsets are into the text, with the prompt's if echoed.
+        """Log-probabilities with offsets into the text (and an echoed prompt); the top ones include the sampled token.
 
-        Nothing is likely in place of the first token of a prompt.
+        The first token of a prompt has no log-probabilities.
         """
         shaped = _TextLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)

@@ -1,6 +1,6 @@
-"""OpenAI's API: models, completions and chats; with it responses, Anthropic's messages, and vLLM's paths for tokens.
+"""The paths of OpenAI's API (models, completions, chats, responses), of Anthropic's messages, and vLLM's for tokens.
 
-Everything else under `/v1` is for models that vLLM runs, and passed on to it; without such a model it is unknown here.
+All other paths under `/v1` are passed on to vLLM; they are unknown if vLLM runs no model of the deployment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvtier.engine.process.messages import EncodedPrompt, TokenPrompt, decode_pr
 
 
 class OpenAiApplication(Application):
-    """Every response has an id, also one to a request for no answers."""
+    """Every response has an id, even if its request generates nothing."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -76,7 +76,7 @@ class OpenAiApplication(Application):
         return [*routes, *(Route(path, self._pass, methods=["POST"]) for path in (*KNOWN_PATHS, "/v1/{path:path}"))]
 
     def guarded(self, app: ASGIApp, rules: WebRules) -> ASGIApp:
-        """Browsers change prefixes through the page alone: without one, not at all."""
+        """Browsers can change prefixes only through the page; without a page they cannot."""
         guard = PageGuard(self.service.access, Sessions()) if self._page is None else self._page
         return super().guarded(guard.guarded(app, self.refuse), rules)
 
@@ -95,7 +95,7 @@ class OpenAiApplication(Application):
         return error_body(error)
 
     def error_body_for(self, request: Request, error: HttpError) -> bytes:
-        """Anthropic's paths have Anthropic's form."""
+        """Errors of Anthropic's paths have Anthropic's form."""
         if request.url.path not in ANTHROPIC_PATHS:
             return self.error_body(error)
         request.state.id = self.request_id(request)
@@ -105,7 +105,7 @@ class OpenAiApplication(Application):
         return {"request-id": self.request_id(request)} if request.url.path in ANTHROPIC_PATHS else {}
 
     def bug_sentence(self, request_id: str) -> str:
-        return f"the server failed; its log has more about {request_id}"
+        return f"the server failed; see its log for {request_id}"
 
     async def _chat(self, request: Request) -> Response:
         tenant = self.open(request, "chatcmpl")
@@ -159,7 +159,7 @@ class OpenAiApplication(Application):
         return token_text(await engines.detokenize(model, tokens.token_ids, skip_special_tokens=False))
 
     def _asked(self, found: GenerationRequest | BodyAsks | BodyLoads) -> GenerationRequest:
-        assert not isinstance(found, BodyLoads), "an OpenAI body asks for something"
+        assert not isinstance(found, BodyLoads), "only Ollama's bodies can ask for a load alone"
         return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
 
     async def _refuse_embeddings(self, request: Request) -> Response:
@@ -167,7 +167,7 @@ class OpenAiApplication(Application):
         raise HttpError(400, NO_EMBEDDINGS, "unsupported")
 
     async def _pass(self, request: Request) -> Response:
-        """A path that only vLLM serves."""
+        """Pass a request on to vLLM, which alone serves this path."""
         tenant = self.open(request, "req")
         path = request.scope["path"]
         check_served(path)

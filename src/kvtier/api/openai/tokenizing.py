@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them: bodies and answers."""
+"""Bodies and answers of `/tokenize` and `/detokenize`, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def read_tokenize(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """A prompt whose tokens are asked for, or a conversation. Raises a `HttpError`, or `UnknownModel`."""
+    """Read a prompt or a conversation to be tokenized. Raises `HttpError`, or `UnknownModel`."""
     name, model = _model(body, engines)
     prompt: Prompt
     if body.has("messages"):
         if body.has("prompt"):
-            raise HttpError(400, "prompt and messages do not go together", "invalid_value", "prompt")
+            raise HttpError(400, "prompt and messages cannot be combined", "invalid_value", "prompt")
         refuse_others(body, {**_NEUTRAL, "add_special_tokens": (False,)})
         adds = body.flag("add_generation_prompt") is not False
         chat = ask(read_conversation(body), model).prompt
@@ -50,7 +50,7 @@ def read_tokenize(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
 
 
 def read_detokenize(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """Tokens whose text is asked for. Raises a `HttpError`, or `UnknownModel`."""
+    """Read token ids to be turned into text. Raises `HttpError`, or `UnknownModel`."""
     name, model = _model(body, engines)
     tokens = body.items("tokens", MAX_DETOKENIZED)
     if tokens is None:
@@ -65,7 +65,7 @@ ReadTokens = Callable[[JsonBody, ModelCatalog], GenerationRequest]
 
 
 def _model(body: JsonBody, engines: ModelCatalog) -> tuple[str, KnownModel]:
-    """A body that names none means the only one."""
+    """A body without a model means the deployment's only one."""
     name = body.text("model")
     if name is None and len(engines.models) == 1:
         return engines.models[0].name, engines.models[0]
@@ -81,7 +81,7 @@ class _Tokens(msgspec.Struct):
 
 
 def token_list(token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int | None) -> bytes:
-    """`texts` are the tokens', if they were asked for."""
+    """`texts` has the text of each token, if the request asks for them."""
     return _encode(_Tokens(len(token_ids), max_model_len, token_ids, texts))
 
 

@@ -234,7 +234,7 @@ def test_errors_are_those_that_the_client_knows(
     client: anthropic.Anthropic, server: Running, engine: FakeEngine
 ) -> None:
     messages = _user("hi")
-    with pytest.raises(anthropic.NotFoundError, match="there is tiny") as unknown:
+    with pytest.raises(anthropic.NotFoundError, match="available: tiny") as unknown:
         client.messages.create(model="other", max_tokens=9, messages=messages)
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     assert unknown.value.request_id == unknown.value.body["request_id"]  # type: ignore[index]

@@ -52,7 +52,7 @@ def test_a_model_is_found_with_and_without_latest(name: str) -> None:
 
 
 def test_an_unknown_model_is_answered_with_those_there_are() -> None:
-    with pytest.raises(HttpError, match="model 'big' not found; there is tiny") as caught:
+    with pytest.raises(HttpError, match="model 'big' not found; available: tiny") as caught:
         find_model(engines_of(), "big")
 
     assert caught.value.status == 404
@@ -183,7 +183,7 @@ def test_a_suffix_asks_for_what_stands_between_and_has_no_template() -> None:
 
     assert isinstance(asked, GenerationRequest)
     assert asked.prompts == [TextPrompt("def f(", suffix="return x")]
-    with pytest.raises(HttpError, match="suffix does not go with system"):
+    with pytest.raises(HttpError, match="suffix cannot be combined with system"):
         generate(prompt="def f(", suffix="return x", system="be brief")
 
 
@@ -264,7 +264,7 @@ def test_a_field_of_a_message_that_ollama_does_not_know_is_passed_over() -> None
 
 
 def test_raw_does_not_go_with_a_system_text() -> None:
-    with pytest.raises(HttpError, match="raw does not go with system"):
+    with pytest.raises(HttpError, match="raw cannot be combined with system"):
         generate(prompt="hi", raw=True, system="be brief")
 
 
@@ -298,7 +298,7 @@ def test_a_message_that_is_not_served_is_refused_by_its_place(message: object, w
 
 
 def test_an_answer_of_the_assistant_is_not_continued() -> None:
-    with pytest.raises(HttpError, match="must not end with the assistant's"):
+    with pytest.raises(HttpError, match="must not end with an assistant message"):
         chat(messages=[USER, {"role": "assistant", "content": "he"}])
 
 

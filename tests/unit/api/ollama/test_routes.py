@@ -372,7 +372,7 @@ def test_openais_api_is_served_under_v1_and_counted_as_such(http: httpx.Client) 
 def test_an_unknown_model_is_not_found_and_those_there_are_named(http: httpx.Client) -> None:
     for path, rest in (("/api/generate", {"prompt": "hi"}), ("/api/chat", {"messages": [USER]}), ("/api/show", {})):
         sentence = error_of(http.post(path, json={"model": "big", **rest}), 404)
-        assert sentence == f"model 'big' not found; there is {MODEL}"
+        assert sentence == f"model 'big' not found; available: {MODEL}"
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -400,7 +400,7 @@ def test_a_prompt_the_engine_refuses_is_a_plain_error(
     ],
 )
 def test_what_ollama_does_besides_is_not_implemented(http: httpx.Client, path: str, method: str) -> None:
-    assert " here" in error_of(http.request(method, path, json={"model": MODEL}), 501)
+    assert "cannot be pulled" in error_of(http.request(method, path, json={"model": MODEL}), 501)
 
 
 @pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings", "/v1/embeddings"])
@@ -448,7 +448,7 @@ def test_a_bug_is_logged_and_told_without_its_details(
 
     sentence = error_of(http.post("/api/show", json={"model": MODEL}), 500)
 
-    assert sentence == "internal error: the server's log says more"
+    assert sentence == "internal error: see the server's log"
     wait_until(lambda: any(record.exc_info for record in caplog.records))
 
 
@@ -459,7 +459,7 @@ def test_a_bug_in_a_stream_is_its_last_line(
 
     lines = lines_of(http, "/api/generate", GENERATE)
 
-    assert lines[-1] == {"error": "internal error: the server's log says more"}
+    assert lines[-1] == {"error": "internal error: see the server's log"}
     assert any(engine.last.request_id in record.getMessage() for record in caplog.records)
 
 
@@ -556,7 +556,8 @@ def test_a_prompt_that_is_refused_later_ends_the_stream_with_an_error(http: http
 
 
 @pytest.mark.parametrize(
-    ("reason", "sentence"), [("error", "the engine failed at this request"), ("abort", "gave the answer up")]
+    ("reason", "sentence"),
+    [("error", "the engine failed on this request"), ("abort", "stopped before the answer was complete")],
 )
 def test_an_answer_the_engine_gave_up_is_no_answer(
     http: httpx.Client, engine: FakeEngine, reason: str, sentence: str

@@ -129,7 +129,7 @@ def test_embeddings_are_in_the_order_of_the_texts(server: Running) -> None:
         ("/api/chat", {"messages": [{"role": "judge", "content": ""}]}, "messages[0].role must be"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix is not supported here"),
         ("/api/embed", {"input": [1]}, "input must be"),
-        ("/api/chat", {"messages": [user("x")], "model": "other"}, "model 'other' not found; there is fake"),
+        ("/api/chat", {"messages": [user("x")], "model": "other"}, "model 'other' not found; available: fake"),
     ],
 )
 def test_what_would_be_ignored_is_refused(
