@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: blocks in, blocks out, and how many tokens a prompt has."""
+"""Anthropic's Messages API: content blocks in, content blocks out, and the token count of a prompt."""

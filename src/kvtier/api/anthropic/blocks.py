@@ -1,6 +1,6 @@
-"""The messages of a body, which are lists of blocks, as messages of a conversation; and what marks its prompt's ends.
+"""Translates a body's messages, which are lists of blocks, to messages of a conversation, with their cache marks.
 
-What clients send back has fields that say nothing to a model (signatures, citations): they are passed over.
+Blocks that clients send back have fields without meaning for a model (signatures, citations): these are ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvtier.engine.process.messages import ChatMessage, ToolCall
 from kvtier.tiers.retention import MAX_ASKS
 
 _ERROR = "error"
-"""What a result says that is one of a failure and says nothing."""
+"""The text of a tool result with `is_error` and no text of its own."""
 
 
 class CacheMark(msgspec.Struct, frozen=True, array_like=True):
-    """A place up to which a client wants its prompt cached: after this many messages, tools or blocks of `part`."""
+    """A `cache_control`: the prompt is to stay cached up to the end of item `number` (an index) in `part`."""
 
     part: Literal["tools", "system", "messages", "all"]
     number: int
@@ -35,27 +35,27 @@ class CacheMark(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Marks:
-    """The places that a body marks, in its order."""
+    """The cache marks of a body, in its order."""
 
     found: list[CacheMark] = field(default_factory=list)
     num_fragments: list[int] = field(default_factory=list)
-    """Behind each message of the body, the parts of messages so far."""
+    """After each message of the body, how many fragments there are so far."""
     fragments: list[ChatMessage] = field(default_factory=list)
 
     def note(self, body: JsonBody, part: Literal["tools", "system", "messages", "all"], number: int = 0) -> None:
-        """The `cache_control` of a block, a tool, or all. Raises a `HttpError` for one that is none."""
+        """Add the `cache_control` of a block, a tool, or the whole body. Raises `HttpError` if it is invalid."""
         ttl_s = read_cache_control(body)
         if ttl_s is not None:
             self.found.append(CacheMark(part, number, ttl_s))
 
     def parts(self, num_system: int) -> list[tuple[float, int | None]]:
-        """What is to be kept, as a `RetentionWish` has it, of a prompt that begins with so many system messages."""
+        """The parts for a `RetentionWish`, of a prompt that begins with `num_system` system messages."""
         last = {(mark.part, mark.ttl_s): mark.number for mark in self.found}
         found = sorted(last.items(), key=lambda item: item[0][1], reverse=True)[:MAX_ASKS]
         return needed_parts((ttl_s, self._num_messages(part, number, num_system)) for (part, ttl_s), number in found)
 
     def _num_messages(self, part: str, number: int, num_system: int) -> int | None:
-        """Tools stand before the first message, and are kept with it."""
+        """Messages up to the mark. Tools are written before the first message and are kept with it."""
         if part == "all":
             return None
         if part != "messages":
@@ -78,7 +78,7 @@ def read_system(body: JsonBody, marks: Marks) -> list[ChatMessage]:
 
 
 def read_messages(body: JsonBody, marks: Marks) -> list[ChatMessage]:
-    """Raises a `HttpError` for the first block that says something which is not supported here."""
+    """Raises `HttpError` for the first block that is not supported."""
     given = body.items("messages", MAX_MESSAGES)
     if not given:
         raise body.wrong("messages", "a list of at least one message")
@@ -112,7 +112,7 @@ def _read_message(body: JsonBody, index: int, marks: Marks) -> list[ChatMessage]
 
 
 def _append(fragments: list[ChatMessage], fragment: ChatMessage) -> None:
-    """Blocks of text that follow each other are one text."""
+    """Adjacent text blocks become one text."""
     if fragments and _is_text(fragments[-1]) and _is_text(fragment):
         fragment = msgspec.structs.replace(fragment, content=fragments.pop().content + fragment.content)
     fragments.append(fragment)
@@ -130,13 +130,13 @@ def _read_block(body: JsonBody, role: str, path: str) -> ChatMessage | None:
         thought = body.needed_text("thinking") or unsealed(body.text("signature") or "")
         return ChatMessage(role, "", reasoning=thought) if thought else None
     if role == "assistant" and kind == "redacted_thinking":
-        body.needed_text("data")  # of another server, which alone can read it
+        body.needed_text("data")  # encrypted by another server, which alone can read it
         return None
     if role == "assistant" and kind == "tool_use":
         return _read_call(body, path)
     if role == "user" and kind == "tool_result":
         return _read_result(body, path)
-    sentence = f"{path} is of the type {shown(kind)}, which is not supported here in a message of the {role}"
+    sentence = f"{path} is of type {shown(kind)}, which is not supported in {role} messages"
     raise HttpError(400, sentence, "invalid_value", path)
 
 
@@ -175,7 +175,7 @@ def _block(block: object, path: str) -> JsonBody:
 def _text_of(body: JsonBody, path: str) -> str:
     kind = body.needed_text("type")
     if kind != "text":
-        sentence = f"{path} is of the type {shown(kind)}: only blocks of the type text are supported here"
+        sentence = f"{path} is of type {shown(kind)}: only text blocks are supported here"
         raise HttpError(400, sentence, "invalid_value", path)
     return body.needed_text("text")
 

@@ -1,7 +1,7 @@
-"""What a body allows to be left out of a prompt that grows long (`context_management`).
+"""Reads `context_management`: edits that shorten a long prompt.
 
-Agents send it by themselves. Nothing is left out here: edits that only apply to prompts beyond some length are
-accepted, and the answer says that none was applied. An edit of every prompt is refused.
+Agents send this field on their own. Prompts are never shortened here: edits that only apply to prompts beyond some
+length are accepted, and the answer says that none was applied. Edits that apply to every prompt are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALL = "all"
 
 
 def read_context_edits(body: JsonBody) -> bool:
-    """Whether the answer has to say which edits were applied. Raises a `HttpError` for one that is not supported."""
+    """Whether the answer must list the applied edits. Raises `HttpError` for an edit that is not supported."""
     given = body.inner("context_management")
     if given is None:
         return False
@@ -38,4 +38,4 @@ def _check(edit: object, path: str) -> None:
         raise HttpError(400, f"{path}.type is {shown(kind)}, which is not supported here", "invalid_value", path)
     keep = body.value("keep")
     if (keep.get("type") if isinstance(keep, dict) else keep) != _ALL:
-        raise body.refuse("keep", f"must be {_ALL}: what the model's chat template writes of thoughts is not changed")
+        raise body.refuse("keep", f"must be {_ALL}: the model's chat template alone decides which thinking is kept")

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's API, read into what the engine is asked. What changes the answer is followed or refused."""
+"""Reads bodies of Anthropic's API into requests for the engine. Fields that change an answer are applied or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from kvtier.api.anthropic.blocks import CacheMark, Marks, read_messages, read_system
 from kvtier.api.anthropic.context_edits import read_context_edits
-from kvtier.api.chat.conversation import AskedChat, Conversation, Tool, ToolChoice, ask
+from kvtier.api.chat.conversation import ChatRequest, Conversation, Tool, ToolChoice, ask
 from kvtier.api.chat.tool_reading import check_tools, read_flat_tool
 from kvtier.api.chat.turns import joined_turns
 from kvtier.api.engines import KnownModel, ModelCatalog
@@ -45,16 +45,15 @@ _IGNORED_IN_COUNTS = (
     "top_p",
     "explain",
 )
-"""How an answer is made does not change its prompt: clients count with the body that they are going to send."""
+"""Fields without influence on the prompt: clients count tokens with the body that they are going to send."""
 _NEUTRAL_IN_TOOLS: Neutral = {"allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],)}
 _DISPLAYS = ("summarized", "omitted")
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the shape of an answer has to know of the body: the client's stop sequences, and whether thoughts are shown.
+    """What encoding an answer needs from the body: the client's stop sequences, and whether thinking is hidden.
 
-    `marks` are the places up to which the client wants its prompt cached. With `manages_context` the answer says which
-    edits of the prompt were applied.
+    `marks` are the body's cache marks. With `manages_context` the answer lists the applied edits of the prompt.
     """
 
     stops: tuple[str, ...] = ()
@@ -72,14 +71,14 @@ def decode_record(encoded: bytes) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Thinking:
-    """As `thinking` asks for it."""
+    """The body's `thinking` field; `thinks` is None if the model decides."""
 
     thinks: bool | None = None
     is_hidden: bool = False
 
 
 def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    """Raises an `HttpError` that names the field, or `UnknownModel`."""
     name, model, marks = body.needed_text("model"), engines.find(body.needed_text("model")), Marks()
     max_tokens = body.whole("max_tokens")
     if max_tokens is None:
@@ -87,7 +86,7 @@ def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     thinking = _thinking(body)
     conversation = _conversation(body, marks, thinking)
     if conversation.messages[-1].role == "assistant":
-        raise invalid("messages", "messages must not end with one of the assistant, which is not continued here")
+        raise invalid("messages", "messages must not end with an assistant message: it cannot be continued")
     asked, stops = ask(conversation, model), _stops(body)
     values = {**_sampling_values(body), "max_tokens": max_tokens, "stop": stops, "n": 1, **asked.sampling}
     params = sampling_params({**model.options, **values, "grammar": asked.grammar}, {"stop": "stop_sequences"})
@@ -104,7 +103,7 @@ def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
 
 
 def read_count(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """A prompt that is only counted. As `read_message`."""
+    """Read a prompt whose tokens are only counted. Raises as `read_message`."""
     name, model, marks = body.needed_text("model"), engines.find(body.needed_text("model")), Marks()
     asked = ask(_conversation(body, marks, _thinking(body)), model)
     check_texts(body, "user_profile_id", "workspace_id", "inference_geo")
@@ -117,13 +116,13 @@ def read_count(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
 def _request(
     body: JsonBody,
     named: tuple[str, KnownModel],
-    asked: AskedChat,
+    asked: ChatRequest,
     params: SamplingParams,
     *,
     is_streamed: bool,
     record: Record,
 ) -> GenerationRequest:
-    """With what both bodies have, and the check that nothing was left unread."""
+    """Read the fields that both bodies have, and check that no field is left unread."""
     name, model = named
     check_length(asked.prompt, model.hello)
     cache_salt = body.short_text("cache_salt", MAX_CACHE_SALT_CHARACTERS)
@@ -175,7 +174,7 @@ def _tool(tool: object, index: int, marks: Marks) -> Tool:
     body = JsonBody(tool, f"{path}.")
     kind = body.text("type")
     if kind not in (None, "custom"):
-        raise body.refuse("type", f"is {shown(kind)}: only tools of the client's own are supported here")
+        raise body.refuse("type", f"is {shown(kind)}: only tools that the client runs are supported here")
     found = read_flat_tool(body, path, "input_schema")
     if found.parameters is None:
         raise HttpError(400, f"{path}.input_schema is missing", "missing_field", f"{path}.input_schema")
@@ -187,7 +186,7 @@ def _tool(tool: object, index: int, marks: Marks) -> Tool:
 
 
 def _tool_choice(body: JsonBody) -> tuple[ToolChoice, bool]:
-    """What is to be called, and whether several calls may be made."""
+    """The tool choice, and whether several calls are allowed."""
     given = body.inner("tool_choice")
     if given is None:
         return ToolChoice(), True
@@ -207,7 +206,7 @@ def _tool_choice(body: JsonBody) -> tuple[ToolChoice, bool]:
     return choice, allows_several
 
 
-# --- how the answer is made -------------------------------------------------------------------------------------------
+# --- thinking, output and sampling ------------------------------------------------------------------------------------
 
 
 def _thinking(body: JsonBody) -> _Thinking:
@@ -228,7 +227,7 @@ def _thinking(body: JsonBody) -> _Thinking:
 
 
 def _output(body: JsonBody) -> tuple[str | None, Grammar | None]:
-    """How much is to be thought, and the form of the answer."""
+    """The reasoning effort, and the grammar of the answer."""
     config = body.inner("output_config")
     effort, form = None, body.inner("output_format")
     if config is not None:
@@ -254,7 +253,7 @@ def _stops(body: JsonBody) -> tuple[str, ...]:
 
 
 def _sampling_values(body: JsonBody) -> dict[str, Any]:
-    """Those that were given, by the names of `SamplingParams`."""
+    """The sampling values in the body, by the names of `SamplingParams`."""
     temperature = body.number("temperature")
     if temperature is not None and not 0.0 <= temperature <= _MAX_TEMPERATURE:
         raise body.wrong("temperature", f"a number from 0 to {_MAX_TEMPERATURE:g}")

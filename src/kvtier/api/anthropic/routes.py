@@ -1,4 +1,4 @@
-"""The paths of Anthropic's API, for models of kvtier's own engine; bodies for vLLM's are passed on as they are."""
+"""The paths of Anthropic's API, for models of kvtier's own engine; bodies for vLLM are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATHS = (ANTHROPIC_MESSAGE, ANTHROPIC_COUNT)
 
 
 class MessagePaths:
-    """Part of an application, which reads bodies and answers. `readers_for_vllm` are asked first, by path."""
+    """Routes of the OpenAI application. The reader for a path in `readers_for_vllm` sees each body first."""
 
     def __init__(self, application: Application, readers_for_vllm: Mapping[str, ReadForVllm]) -> None:
         self._application = application
@@ -73,5 +73,5 @@ class MessagePaths:
         if isinstance(found, PassedBody):
             return found
         asked = application.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
-        assert isinstance(asked, GenerationRequest), "such a body asks for something"
+        assert isinstance(asked, GenerationRequest), "only Ollama's bodies can ask for a load alone"
         return asked

@@ -1,4 +1,4 @@
-"""What Anthropic's API answers: a message with its blocks, whole, or as the events of a stream; and errors."""
+"""Encodes answers of Anthropic's API: a message with its blocks, whole or as stream events, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtier.errors import KvtierError
 _encode = msgspec.json.Encoder().encode
 _MAX_SENTENCE_CHARACTERS = 1000
 _SIGNATURE = "kvtier"
-"""Of a thought. It proves nothing: clients drop thoughts that have none."""
+"""The signature of a thinking block. It proves nothing, but clients drop blocks without one."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -51,7 +51,7 @@ class _BlockDelta(msgspec.Struct):
 
 
 class MessageShape:
-    """The answer to one request."""
+    """The shape of the answer to one request."""
 
     media_type = "text/event-stream"
 
@@ -90,7 +90,7 @@ class MessageShape:
         return ended + _event("message_stop")
 
     def error(self, error: Exception) -> bytes:
-        """The official client raises it."""
+        """An error event, which the official client raises."""
         if not isinstance(error, KvtierError):
             raise error
         return b"event: error\ndata: " + error_body(http_error_of(error), self._message_id) + b"\n\n"
@@ -128,7 +128,7 @@ class MessageShape:
         return _encode({**message, **self._applied_edits()})
 
     def broken_off(self, reason: str | None) -> str:
-        return "the engine broke the answer off"
+        return "the engine stopped before the answer was complete"
 
     def _block(self, block: Block) -> dict[str, object]:
         if block.kind == "call":
@@ -157,7 +157,7 @@ class MessageShape:
         return {"context_management": {"applied_edits": []}} if self._record.manages_context else {}
 
     def _stop(self) -> tuple[str | None, str | None]:
-        """Why the message ended, and with which of the client's sequences, if with one."""
+        """The stop reason, and the client's stop sequence that ended the message, if one did."""
         completion = self._completion
         if completion is None:
             return None, None
@@ -169,7 +169,7 @@ class MessageShape:
         return ("tool_use" if self._blocks.num_calls else "end_turn"), None
 
     def _signature(self, block: Block) -> str:
-        """Of a thought that is hidden, the signature has it: clients give it back with the next turn."""
+        """For hidden thinking, the signature carries the text: clients send it back with the next turn."""
         return sealed(block.text) if self._record.hides_thinking else _SIGNATURE
 
     def _usage(self, usage: Usage) -> _UsageShape:
@@ -199,7 +199,7 @@ def count_body(num_tokens: int) -> bytes:
 
 
 def _empty(block: Block) -> dict[str, object]:
-    """A block as it begins."""
+    """A block without content, for its start event."""
     if block.kind == "call":
         assert block.call is not None
         return {"type": "tool_use", "id": block.call.call_id, "name": block.call.name, "input": {}}

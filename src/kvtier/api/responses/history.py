@@ -1,6 +1,6 @@
-"""The conversation that a response continues: messages of earlier turns, as they were, before those of this one.
+"""The conversation that a response continues: the messages of earlier turns, unchanged, before those of this turn.
 
-Earlier messages are never read again: they are kept as an engine gets them, so a prompt that grows keeps its beginning.
+Earlier messages are kept as encoded for the engine and never encoded again, so a growing prompt keeps its beginning.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _encode = msgspec.msgpack.encode
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn adds to a conversation, before its answer."""
+    """The messages that a turn adds to a conversation, before its answer."""
 
     previous: StoredResponse | None
     messages: Sequence[bytes]
 
     def stored(self, response_id: str, document: bytes, record: Record, blocks: Sequence[Block]) -> StoredResponse:
-        """With the answer of these blocks."""
+        """The response to keep: this turn with an answer of these blocks."""
         answer = joined_turns([message_part(block) for block in blocks])
         earlier = [_message.decode(message) for message in self.messages if b"tool_calls" in message]
         calls = [call for message in earlier for call in message.tool_calls]
@@ -57,7 +57,7 @@ class Turn:
 def continued(
     asked: GenerationRequest, record: Record, responses: TenantResponses
 ) -> tuple[GenerationRequest, Turn | None]:
-    """`asked` with the conversation that it continues; its turn, if somebody needs it."""
+    """`asked` with the conversation that it continues, and its turn, if the response is stored or refers to others."""
     if not record.previous and not record.refers and not record.is_stored:
         return asked, None
     [prompt] = asked.prompts
@@ -81,13 +81,13 @@ def _previous(record: Record, responses: TenantResponses) -> StoredResponse | No
         return None
     found = responses.find(record.previous)
     if found is None:
-        sentence = f"previous_response_id is {shown(record.previous)}, which is unknown here, or no longer kept"
+        sentence = f"previous_response_id is {shown(record.previous)}, which is unknown or no longer kept"
         raise HttpError(400, sentence, "previous_response_not_found", "previous_response_id")
     return found
 
 
 def _named(messages: Sequence[bytes], record: Record, previous: StoredResponse | None) -> Sequence[bytes]:
-    """Results with the names of their tools, which the history knows."""
+    """Tool results with the names of their tools, from the history."""
     if previous is None or not record.unnamed or record.refers:
         return messages
     named = list(messages)
@@ -99,11 +99,11 @@ def _named(messages: Sequence[bytes], record: Record, previous: StoredResponse |
 
 
 def _with_items(messages: Sequence[bytes], responses: TenantResponses) -> list[bytes]:
-    """With the items of earlier responses where messages stand for them."""
+    """Replace references by the items of earlier responses that they name."""
     num_bytes = sum(map(len, messages))
     if num_bytes > MAX_REFERRING_BYTES:
         limit = format_size(MAX_REFERRING_BYTES)
-        raise invalid("input", f"input must not have more than {limit} beside items of the type item_reference")
+        raise invalid("input", f"input must not have more than {limit} in addition to items of type item_reference")
     fragments = []
     for message in map(_message.decode, messages):
         found = _item(message.content, responses) if message.role == REFERENCE else message
@@ -118,12 +118,12 @@ def _item(item_id: str, responses: TenantResponses) -> ChatMessage | None:
     for item in items:
         if item["id"] == item_id:
             return read_item(item, "input")
-    sentence = f"input refers to the item {shown(item_id)}, which is unknown here, or no longer kept"
+    sentence = f"input refers to the item {shown(item_id)}, which is unknown or no longer kept"
     raise HttpError(404, sentence, "item_not_found", "input")
 
 
 def _messages_in(prompt: Prompt | EncodedPrompt) -> list[bytes]:
-    """Those of a chat, each as an engine gets it."""
+    """The messages of a chat prompt, each encoded as for an engine."""
     if isinstance(prompt, EncodedPrompt):
         return [bytes(one) for one in _raws.decode(_fields.decode(prompt.encoded)["messages"])]
     assert isinstance(prompt, ChatPrompt)

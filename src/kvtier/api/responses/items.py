@@ -1,6 +1,6 @@
-"""The items of a response: those of an input as messages of a conversation, and those of an output as clients get them.
+"""Translates input items to messages of a conversation, and blocks of an answer to output items.
 
-What clients send back has fields that say nothing to a model (ids, states, annotations): they are passed over.
+Items that clients send back have fields without meaning for a model (ids, states, annotations): these are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.api.neutral_fields import invalid
 from kvtier.engine.process.messages import ChatMessage, ToolCall
 
 REFERENCE = "reference"
-"""The role of what stands for an item of an earlier response until that is looked up: its content is the item's id."""
+"""The role of a placeholder for an item of an earlier response; its content is the item's id, to be looked up."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -28,14 +28,14 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 def read_item(item: object, path: str) -> ChatMessage | None:
-    """The message, or the part of one, that an item of an input is; None for one that says nothing here."""
+    """An input item as a message or a part of one; None for an item without content for the model."""
     if not isinstance(item, dict):
         raise invalid(path, f"{path} must be an object, not {shown(item)}")
     body = JsonBody(item, f"{path}.")
     kind = body.text("type") or ("message" if "role" in item else "item_reference")
     reader = _READERS.get(kind)
     if reader is None:
-        raise HttpError(400, f"{path} is of the type {shown(kind)}, which is not supported here", "invalid_value", path)
+        raise HttpError(400, f"{path} is of type {shown(kind)}, which is not supported here", "invalid_value", path)
     return reader(body, path)
 
 
@@ -84,7 +84,7 @@ def _text(body: JsonBody, name: str, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise body.wrong(name, "text, or a list of parts of text")
+        raise body.wrong(name, "text, or a list of text parts")
     body.items(name, MAX_PARTS)
     parts = enumerate(content)
     return "".join(_part_text(part, f"{path}.{name}[{index}]", _TEXT_PARTS) for index, part in parts)
@@ -95,7 +95,7 @@ def _part_text(part: object, path: str, kinds: Mapping[str, str]) -> str:
     name = kinds.get(kind) if isinstance(kind, str) else None
     if name is None:
         expected = " or ".join(kinds)
-        raise invalid(path, f"{path} must be a part of the type {expected}, not {shown(part)}: there is no other here")
+        raise invalid(path, f"{path} must be a part of type {expected}, not {shown(part)}: no other type is supported")
     assert isinstance(part, dict)
     return JsonBody(part, f"{path}.").needed_text(name)
 
@@ -118,14 +118,14 @@ def item_id(response_id: str, block: Block) -> str:
 
 
 def response_of_item(item: str) -> str:
-    """The id of the response that an item with this id would be of."""
+    """The id of the response that an item with this id would belong to."""
     return f"resp_{item.partition('_')[2].rpartition('_')[0]}"
 
 
 def output_item(
     response_id: str, block: Block, status: str, *, logprobs: object = (), seals_reasoning: bool = False
 ) -> dict[str, object]:
-    """`status` is "in_progress", "completed" or "incomplete"; what is in progress has no content yet."""
+    """`status` is "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
     own_id = item_id(response_id, block)
     is_begun = status != "in_progress"
     text = block.text if is_begun else ""
@@ -150,7 +150,7 @@ def reasoning_part(text: str) -> dict[str, object]:
 
 
 def message_part(block: Block) -> ChatMessage:
-    """A block of an answer as the part of a message that it is in the next turn's prompt."""
+    """A block of an answer as a part of a message in the next turn's prompt."""
     if block.kind == "call":
         assert block.call is not None
         arguments, num_characters = read_arguments(block.text)

@@ -1,4 +1,4 @@
-"""What a response's shape and its history have to know of the body, beside the prompt."""
+"""What encoding a response and keeping its history need from the body, in addition to the prompt."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`shown` are the fields of a response that repeat the request's; `items` are those of its input. Both are JSON.
+    """`shown` has the request's fields that its response repeats, `items` the input items. Both are JSON.
 
-    The prompt's first `num_instructions` messages come before the history. With `refers`, messages among the others
-    stand for items of earlier responses. `unnamed` are the numbers of results whose calls are in the history.
+    The prompt's first `num_instructions` messages go before the history. With `refers`, some of the others are
+    placeholders for items of earlier responses. `unnamed` has the indices of tool results with calls in the history.
     """
 
     shown: dict[str, msgspec.Raw]

@@ -1,4 +1,4 @@
-"""The bodies of the Responses API as what the engine is asked. What would change the answer is followed or refused."""
+"""Reads bodies of the Responses API into requests for the engine. Fields that change answers are applied or refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SUMMARIES = ("auto", "concise", "detailed")
 
 
 def read_response(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
-    """Raises a `HttpError` that names the field, or `UnknownModel`."""
+    """Raises an `HttpError` that names the field, or `UnknownModel`."""
     name = body.needed_text("model")
     model = engines.find(name)
     given = _Given(*_input(body), body.text("instructions"), _tools(body), _include(body))
@@ -90,7 +90,7 @@ def read_response(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
 
 
 class _Given:
-    """What a body gives, as far as several parts of what is asked depend on it."""
+    """The fields of a body that several parts of the request depend on."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ def _record(body: JsonBody, given: _Given, params: SamplingParams) -> Record:
 
 
 def _shown_fields(body: JsonBody, given: _Given, params: SamplingParams) -> dict[str, object]:
-    """Those of a response that repeat the request's."""
+    """The fields that the response repeats from the request."""
     reasoning, text = body.value("reasoning"), body.value("text")
     return {
         "instructions": given.instructions,
@@ -177,7 +177,7 @@ def _raw(value: object) -> msgspec.Raw:
 
 
 def _input(body: JsonBody) -> tuple[list[object], list[ChatMessage]]:
-    """The items, and the messages or parts of messages that they are."""
+    """The input items, and the same as messages or parts of messages."""
     given = body.value("input")
     if isinstance(given, str):
         content = [{"type": "input_text", "text": given}]
@@ -207,7 +207,7 @@ def _tool(tool: object, path: str) -> Tool:
     body = JsonBody(tool, f"{path}.")
     kind = body.needed_text("type")
     if kind != "function":
-        raise body.refuse("type", f"is {shown(kind)}: only tools of the type function are supported here")
+        raise body.refuse("type", f"is {shown(kind)}: only tools of type function are supported here")
     found = read_flat_tool(body, path, "parameters")
     refuse_others(body, _NEUTRAL_IN_TOOLS)
     body.value("allowed_callers")
@@ -232,7 +232,7 @@ def _tool_choice(body: JsonBody) -> ToolChoice:
     raise body.wrong("tool_choice", 'none, auto, required, {"type": "function", "name": NAME}, or allowed_tools')
 
 
-# --- how the answer is made -------------------------------------------------------------------------------------------
+# --- reasoning, output and sampling -----------------------------------------------------------------------------------
 
 
 def _effort(body: JsonBody) -> str | None:
@@ -280,7 +280,7 @@ def _include(body: JsonBody) -> list[object]:
 
 
 def _sampling_values(body: JsonBody, include: Sequence[object]) -> dict[str, object]:
-    """Those that were given, by the names of `SamplingParams`."""
+    """The sampling values in the body, by the names of `SamplingParams`."""
     temperature = body.number("temperature")
     if (temperature or 0.0) > MAX_OPENAI_TEMPERATURE:
         given = shown(body.value("temperature"))
@@ -299,9 +299,9 @@ def _sampling_values(body: JsonBody, include: Sequence[object]) -> dict[str, obj
 
 
 def _check_rest(body: JsonBody, *, is_streamed: bool) -> None:
-    """Fields that change nothing here, at least with the values they have."""
+    """Check the fields that have no effect here with the values that are accepted."""
     check_texts(body, *_TEXTS)
-    body.whole("max_tool_calls")  # of tools that run here: there are none
+    body.whole("max_tool_calls")  # limits tools that the server runs: there are none
     body.inner("prompt_cache_options")
     if (body.text("truncation") or "auto") not in ("auto", "disabled"):
         raise body.wrong("truncation", "auto or disabled")
@@ -309,6 +309,6 @@ def _check_rest(body: JsonBody, *, is_streamed: bool) -> None:
     if options is not None:
         if not is_streamed:
             raise invalid("stream_options", "stream_options needs stream to be true")
-        options.flag("include_obfuscation")  # padding, which no answer needs
+        options.flag("include_obfuscation")  # padding
         options.refuse_rest()
     refuse_others(body, _NEUTRAL)

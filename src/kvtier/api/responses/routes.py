@@ -1,4 +1,4 @@
-"""The paths of the Responses API, for models of kvtier's own engine; bodies for vLLM's are passed on as they are."""
+"""The paths of the Responses API, for models of kvtier's own engine; bodies for vLLM are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LISTED = 20
 
 
 class ResponsePaths:
-    """Part of an application, which reads bodies and answers. `read_for_vllm` is asked first of each body."""
+    """Routes of the OpenAI application. `read_for_vllm` sees each body first."""
 
     def __init__(self, application: Application, read_for_vllm: ReadForVllm) -> None:
         self._application = application
@@ -54,7 +54,7 @@ class ResponsePaths:
         if isinstance(found, PassedBody):
             return await Passing(self._service, request, tenant, found).response()
         asked = application.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
-        assert isinstance(asked, GenerationRequest), "such a body asks for something"
+        assert isinstance(asked, GenerationRequest), "only Ollama's bodies can ask for a load alone"
         request.state.id = response_id = new_id("resp").replace("-", "_")
         record = decode_record(asked.record)
         asked, turn = continued(asked, record, self._responses(tenant))
@@ -73,12 +73,12 @@ class ResponsePaths:
     def _responses(self, tenant: Tenant) -> TenantResponses:
         return self._service.responses.of(tenant.name)
 
-    # --- responses that are kept --------------------------------------------------------------------------------------
+    # --- stored responses ---------------------------------------------------------------------------------------------
 
     async def _show(self, request: Request) -> Response:
         stored = self._find(request)
         if request.query_params.get("stream", "").lower() in ("true", "1"):
-            raise invalid("stream", "stream is not supported for a response that is complete: ask without it")
+            raise invalid("stream", "a complete response cannot be streamed: leave stream out")
         return self._application.json(request, stored.document)
 
     async def _delete(self, request: Request) -> Response:
@@ -114,7 +114,7 @@ class ResponsePaths:
         response_id = request.path_params["response_id"]
         found = None if len(response_id) > MAX_ID_CHARACTERS else self._responses(tenant).find(response_id)
         if found is None:
-            sentence = f"the response {shown(response_id)} is unknown here, or no longer kept"
+            sentence = f"the response {shown(response_id)} is unknown or no longer kept"
             raise HttpError(404, sentence, "response_not_found", "response_id")
         return found
 
@@ -131,7 +131,7 @@ def _after(numbers: list[int], stored: StoredResponse, after: str) -> list[int]:
     for position, number in enumerate(numbers):
         if _item_id(stored, number) == after or _has_id(stored.items[number], after):
             return numbers[position + 1 :]
-    raise invalid("after", f"after is {shown(after)}, which is no item of this response's input")
+    raise invalid("after", f"after is {shown(after)}, which is not an input item of this response")
 
 
 def _listed_item(stored: StoredResponse, number: int) -> dict[str, object]:

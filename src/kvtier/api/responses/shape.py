@@ -1,4 +1,4 @@
-"""What the Responses API answers: a response with its items, whole, or as the events of a stream. All are bytes."""
+"""Encodes answers of the Responses API, as bytes: a response with its items, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 Keep = Callable[[bytes, Sequence[Block]], None]
-"""Takes the document of a response that is complete, and the blocks of its answer."""
+"""Called with the document of a complete response and the blocks of its answer."""
 
 
 class _CachedTokens(msgspec.Struct):
@@ -44,7 +44,7 @@ class _UsageShape(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct, omit_defaults=True):
-    """An event for each piece of an answer."""
+    """The event for one piece of an answer."""
 
     type: str
     sequence_number: int
@@ -56,7 +56,7 @@ class _Delta(msgspec.Struct, omit_defaults=True):
 
 
 class ResponseShape:
-    """The answer to one request; `keep` is None if it cannot be referred to later."""
+    """The shape of the answer to one request; `keep` is None if the response is not stored."""
 
     media_type = "text/event-stream"
 
@@ -96,8 +96,8 @@ class ResponseShape:
         return self._event(f"response.{self._status}", response=msgspec.Raw(document))
 
     def error(self, error: Exception) -> bytes:
-        """The response has failed; an event of its own tells clients that do not look for that. The official one raises
-        an `error` that is an object.
+        """`response.failed`, and an `error` event for clients that do not handle it: the official client raises an
+        `error` that is an object.
         """
         if not isinstance(error, KvtierError):
             raise error
@@ -108,7 +108,7 @@ class ResponseShape:
         return failed + self._event("error", **fields, error={"type": "server_error", **fields})
 
     def _shown(self, event: BlockEvent) -> list[bytes]:
-        """What a stream says of it."""
+        """The stream events for a block event."""
         block = event.block
         place: dict[str, object] = {"item_id": item_id(self._response_id, block), "output_index": block.index}
         if isinstance(event, BlockGrows):
@@ -183,7 +183,7 @@ class ResponseShape:
         return document
 
     def _read(self, answer: WholeAnswer) -> dict[int, msgspec.Raw]:
-        """The answer's pieces, one after the other; the logprobs of each block of text."""
+        """Read the answer piece by piece; returns the log-probabilities of each text block."""
         of_pieces = iter(answer.logprobs or ())
         found: dict[int, list[EncodedLogprobs]] = {}
         for text, num_tokens in zip(answer.texts, answer.num_tokens, strict=True):
@@ -195,7 +195,7 @@ class ResponseShape:
         return {index: joined(pieces) for index, pieces in found.items()}
 
     def broken_off(self, reason: str | None) -> str:
-        return "the engine broke the answer off"
+        return "the engine stopped before the answer was complete"
 
     # --- both ---------------------------------------------------------------------------------------------------------
 

@@ -202,9 +202,9 @@ def test_a_response_is_found_listed_and_deleted(client: openai.OpenAI) -> None:
     newest = client.responses.input_items.list(made.id).data
     assert [item.content[0].text for item in newest] == ["c", "b", "a"]  # type: ignore[union-attr]
     client.responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError, match="unknown here, or no longer kept"):
+    with pytest.raises(openai.NotFoundError, match="unknown or no longer kept"):
         client.responses.retrieve(made.id)
-    with pytest.raises(openai.BadRequestError, match="unknown here, or no longer kept"):
+    with pytest.raises(openai.BadRequestError, match="unknown or no longer kept"):
         client.responses.create(model=MODEL, input="more", previous_response_id=made.id)
 
 
