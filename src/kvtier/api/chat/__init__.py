@@ -1,1 +1,1 @@
-"""Conversations as every chat API asks them and answers them: messages, tools, what the model thinks and says."""
+"""What all chat APIs share: conversations with messages and tools, and answers with reasoning, text and tool calls."""

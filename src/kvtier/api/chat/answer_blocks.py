@@ -1,4 +1,4 @@
-"""An answer as a row of blocks (a thought, text, a call), as APIs with items or content blocks show it."""
+"""An answer as a sequence of blocks (reasoning, text, tool calls), for APIs with items or content blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer that nothing else interrupts; `call` is that of a call, whose arguments are the text."""
+    """A contiguous part of an answer. For a tool call, `call` has its name and id, and the text is its arguments."""
 
     index: int
     kind: BlockKind
@@ -47,7 +47,7 @@ BlockEvent = BlockBegins | BlockGrows | BlockEnds
 
 
 class AnswerBlocks:
-    """Space around a thought or a call is no block of its own; an answer without anything has one of empty text."""
+    """White space around reasoning or a call makes no block of its own; an empty answer has one empty text block."""
 
     def __init__(self, form: AnswerForm, prompt_end: str = "") -> None:
         self.blocks: list[Block] = []
@@ -62,11 +62,11 @@ class AnswerBlocks:
 
     @property
     def is_in_text(self) -> bool:
-        """Whether what comes is text, as far as is known."""
+        """Whether the next characters are text, as far as is known."""
         return not self._reader.is_thinking and (self._open is None or self._open.kind == "text")
 
     def push(self, text: str, num_tokens: int = 0) -> list[BlockEvent]:
-        """`num_tokens` brought this text."""
+        """Add the text of the next `num_tokens` tokens."""
         was_thinking = self._reader.is_thinking
         events = self._take(self._reader.push(text))
         if was_thinking or self._reader.is_thinking:

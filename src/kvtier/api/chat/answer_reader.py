@@ -1,4 +1,4 @@
-"""The text of one answer, as it comes, into its parts."""
+"""Splits the text of one answer into parts while it arrives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtier.engine.thinking_marks import THOUGHT_BEGIN, THOUGHT_END, ends_in_tho
 
 
 class AnswerReader:
-    """Joined, the parts do not depend on how the text was cut. What may be the beginning of a mark is held back.
+    """The joined parts do not depend on how the text was cut. A possible start of a marker is held back.
 
-    A call begins when the tool's name and the begin of its arguments are there: what turns out to be none before is
-    text. A call that is cut, or wrong, later keeps the arguments that it has, and what follows is text.
+    A call begins once the tool's name and the start of its arguments have arrived; until then it may turn out to be
+    text. A call that is cut or malformed after that keeps the arguments so far, and the rest is text.
     """
 
     def __init__(self, form: AnswerForm, prompt_end: str = "") -> None:
@@ -30,7 +30,7 @@ class AnswerReader:
             id_characters=0 if self._format is None else self._format.id_characters,
         )
         self.reasoning_end = 0
-        """How many characters of the answer, with its marks, were thought so far."""
+        """Where the reasoning ends so far: characters from the start of the answer, markers included."""
         self._is_thinking = form.splits_reasoning and ends_in_thought(prompt_end)
         self._is_plain = self._format is None and not form.splits_reasoning
         self._reading = self._read()

@@ -1,4 +1,4 @@
-"""The answers of one request, read into parts: a reader for each, and a count of the tokens that were thought."""
+"""A reader for each answer of one request, and a count of the tokens of reasoning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.engine.answer import StreamPiece
 
 
 class AnswerReaders:
-    """`choice` counts through all answers, of which each prompt has `num_answers`."""
+    """Readers by `choice`, which numbers all answers of the request; each prompt has `num_answers`."""
 
     def __init__(self, form: AnswerForm, num_answers: int) -> None:
         self.num_reasoning_tokens = 0
@@ -29,7 +29,7 @@ class AnswerReaders:
         self._prompt_ends = prompt_ends
 
     def push(self, choice: int, piece: StreamPiece) -> list[AnswerPart]:
-        """What a piece brings; the last one of an answer brings all that is left."""
+        """The parts that a piece completes; the last piece of an answer completes the rest."""
         reader = self._reader(choice)
         was_thinking, num_thought = reader.is_thinking, reader.reasoning_end
         parts = reader.push(piece.text)
@@ -38,7 +38,7 @@ class AnswerReaders:
         return parts if piece.completion is None else [*parts, *reader.finish()]
 
     def whole(self, choice: int, answer: WholeAnswer) -> WholeParts:
-        """All of an answer that is complete, read at once: that is fast, however long it is."""
+        """The parts of a complete answer, read in one go, which is fast for any length."""
         reader = self._reader(choice)
         parts = joined_parts([*reader.push(answer.text), *reader.finish()])
         num_characters = 0
@@ -50,7 +50,7 @@ class AnswerReaders:
         return parts
 
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
-        """As OpenAI's API has it: an answer that stopped because the model waits for tools says so."""
+        """The finish reason in OpenAI's API, where an answer that ends with tool calls has a reason of its own."""
         return "tool_calls" if reason == "stop" and self._reader(choice).num_calls else reason
 
     def _reader(self, choice: int) -> AnswerReader:

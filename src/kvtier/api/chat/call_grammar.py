@@ -1,4 +1,4 @@
-"""Grammars for answers with calls: what must be called, or must follow its schema if it is."""
+"""Grammars for answers with tool calls: for calls that are required, and for arguments that must follow a schema."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvtier.engine.grammar import Grammar
 from kvtier.engine.thinking_marks import THOUGHT_BEGIN, THOUGHT_END
 
 _FEW_SPACES = r"/[ \n]{0,4}/"
-"""Before and behind a thought: some models begin it on a line of its own."""
+"""White space before and after reasoning: some models begin it on a line of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """What an answer may be, once the model has thought.
+    """What an answer may contain after its reasoning.
 
-    Calls of `tools` in `tool_format`, if there is one; `output`, or where it is None any text. With `must_call`,
-    nothing but calls. `special_tokens` are the ids of special tokens by their texts.
+    An answer may have calls of `tools` in `tool_format`, if there is a format, and text that follows `output`, or any
+    text if that is None. With `must_call` it may only have calls. `special_tokens` maps texts of special tokens to ids.
     """
 
     tool_format: ToolFormat | None
@@ -34,13 +34,13 @@ class AnswerRules:
 
     @property
     def is_free(self) -> bool:
-        """Whether any answer is right."""
+        """Whether any answer is allowed."""
         if self.must_call or self.output is not None:
             return False
         return not self._callable or not (self.forbids_others or any(tool.is_strict for tool in self._callable))
 
     def grammar(self, *, may_think: bool) -> Grammar | None:
-        """None where any answer is right."""
+        """The grammar of an answer; None if any answer is allowed."""
         if self.is_free:
             return None
         if not may_think and not self._callable:
@@ -54,7 +54,7 @@ class AnswerRules:
         return lark.grammar(answer)
 
     def grammar_in_thought(self) -> Grammar | None:
-        """For an answer that begins with the rest of a thought."""
+        """The grammar of an answer that begins inside its reasoning, since the prompt opens it."""
         if self.is_free:
             return None
         lark = Lark(self.special_tokens)
@@ -96,7 +96,7 @@ class _Calls:
         return f"{lark.literal(written.mark)} {self._group()} ({again})*"
 
     def and_text(self, *, is_after_thought: bool) -> str:
-        """Any text, with calls in it. A thought that may come before it is no text, nor are the spaces between."""
+        """Any text, with calls in it. Reasoning before the text is not part of it, nor is the white space between."""
         lark, written = self._lark, self._format
         if not written.mark:
             pattern = written.other_text(self._tools)
@@ -107,7 +107,7 @@ class _Calls:
         return f"({lark.until(written.mark)} {self._group()}){times} {lark.any_text()}"
 
     def _group(self) -> str:
-        """What follows a mark."""
+        """The grammar after a marker: one call, or all of them."""
         lark, written = self._lark, self._format
         calls = self._one
         if self._allows_several and not written.repeats_mark:

@@ -1,4 +1,4 @@
-"""A conversation as a body of any chat API asks for its next answer, and what an engine is asked for it."""
+"""A conversation from the body of any chat API, and its translation to a request for an engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvtier.errors import EngineAway
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are called: as the model likes, never, one at least, or the one of this `name`.
+    """Whether tools are called: the model decides, never, at least one, or the one of this `name`.
 
-    If some are `allowed`, the others are in the prompt, which stays as it was, and cannot be called.
+    If only some are `allowed`, all tools stay in the prompt, which does not change, but the others cannot be called.
     """
 
     kind: Literal["auto", "none", "required", "named"] = "auto"
@@ -40,11 +40,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`output` is the form that the answer's text has to have.
+    """The messages, tools and options of a request. `output` is the grammar of the answer's text.
 
-    `thinks` is None where the client leaves it to the model; `effort` is how much it is to think, in OpenAI's words.
-    `template_values` are the client's own names for the template, which go before those that follow from the rest.
-    Without `shows_reasoning` the answer has no part for what the model thinks.
+    `thinks` is None if the model decides whether to reason; `effort` is OpenAI's reasoning effort. `template_values`
+    are the client's variables for the chat template, which override those derived from the other fields. Without
+    `shows_reasoning` the answer contains no reasoning.
     """
 
     messages: Sequence[ChatMessage]
@@ -59,8 +59,8 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChat:
-    """What an engine is asked: the prompt, what the answer must look like, and how it is read."""
+class ChatRequest:
+    """A conversation for an engine: the prompt, the grammar of the answer, and how the answer is read."""
 
     prompt: ChatPrompt
     grammar: Grammar | None
@@ -69,8 +69,8 @@ class AskedChat:
     """Further values of `SamplingParams` that reading the answer needs, such as special tokens in its text."""
 
 
-def ask(conversation: Conversation, model: KnownModel) -> AskedChat:
-    """Raises a `HttpError` for what the model cannot do, such as tools without a template that knows them."""
+def ask(conversation: Conversation, model: KnownModel) -> ChatRequest:
+    """Raises `HttpError` for features that the model lacks, such as tools if its chat template has none."""
     marks = _marks(model, has_tools=bool(conversation.tools))
     special_tokens = {} if model.hello is None else model.hello.special_tokens
     has_tools = bool(conversation.tools) and conversation.tool_choice.kind != "none"
@@ -98,47 +98,47 @@ def ask(conversation: Conversation, model: KnownModel) -> AskedChat:
         rules.grammar_in_thought() if may_think else None,
     )
     form = _form(conversation, tool_format, allows_several=allows_several, splits_reasoning=splits_reasoning)
-    kept = [mark for mark in _looked_for(tool_format, form) if mark in special_tokens]
+    kept = [mark for mark in _markers(tool_format, form) if mark in special_tokens]
     sampling = {"kept_special_tokens": tuple(kept)} if kept else {}
-    return AskedChat(prompt, rules.grammar(may_think=may_think), form, sampling)
+    return ChatRequest(prompt, rules.grammar(may_think=may_think), form, sampling)
 
 
 def can_call(model: KnownModel) -> bool:
-    """Whether the model can be offered tools."""
+    """Whether the model supports tool calls."""
     marks = _marks(model, has_tools=True)
     return marks.has_tools and bool(_format_name(model, marks))
 
 
 def can_think(model: KnownModel) -> bool:
-    """Whether the model writes what it thinks before it answers."""
+    """Whether the model writes reasoning before its answer."""
     if model.reasoning_format != AUTO:
         return model.reasoning_format == THINK
     return _marks(model, has_tools=False).has_thoughts
 
 
 def _marks(model: KnownModel, *, has_tools: bool) -> TemplateMarks:
-    """Those of the template that is used; none while nothing is known of the model."""
+    """The marks of the template that is used; none while no engine of the model has connected."""
     if model.hello is None:
         return marks_of("")
     return marks_of((has_tools and model.hello.tool_template) or model.hello.chat_template)
 
 
 def _format_name(model: KnownModel, marks: TemplateMarks) -> str:
-    """Of the format that the model writes calls in; empty if it is not known."""
+    """The name of the model's format for calls; empty if unknown."""
     return marks.tool_format if model.tool_format == AUTO else model.tool_format
 
 
 def _tool_format(model: KnownModel, marks: TemplateMarks) -> ToolFormat:
-    """Raises a `HttpError` for a model that cannot be offered tools, `EngineAway` while nothing is known of it."""
+    """Raises `HttpError` for a model without tool calls, and `EngineAway` while none of its engines has connected."""
     if model.hello is None:
         raise EngineAway(f"the model {model.name} is starting")
     if not marks.has_tools:
-        sentence = f"tools are not supported by {model.name}: its chat template does not name them"
+        sentence = f"tools are not supported by {model.name}: its chat template does not use them"
         raise HttpError(400, sentence, "unsupported_parameter", "tools")
     name = _format_name(model, marks)
     if not name:
-        sentence = f"tools are not supported by {model.name}: how its chat template writes calls is not known here"
-        raise HttpError(400, f"{sentence}, unless the deployment gives tool_format", "unsupported_parameter", "tools")
+        sentence = f"tools are not supported by {model.name}: its chat template writes calls in an unknown format"
+        raise HttpError(400, f"{sentence}; set tool_format in the deployment", "unsupported_parameter", "tools")
     return TOOL_FORMATS[name]
 
 
@@ -172,13 +172,13 @@ def _parameter_types(tool: Tool) -> dict[str, list[str]]:
     return {name: types_of(schema) for name, schema in properties_of(tool.parameters).items()}
 
 
-def _looked_for(tool_format: ToolFormat | None, form: AnswerForm) -> tuple[str, ...]:
+def _markers(tool_format: ToolFormat | None, form: AnswerForm) -> tuple[str, ...]:
     marks = () if tool_format is None else tool_format.marks
     return (*marks, THOUGHT_BEGIN, THOUGHT_END) if form.splits_reasoning else marks
 
 
 def _with_short_ids(messages: Sequence[ChatMessage], tool_format: ToolFormat | None) -> list[ChatMessage]:
-    """Calls of other models have ids that some templates refuse: they get shorter ones, always the same."""
+    """Shorten the ids of other models' calls, which some templates refuse; an id always gets the same short form."""
     length = 0 if tool_format is None else tool_format.id_characters
     if not length:
         return list(messages)

@@ -1,4 +1,4 @@
-"""How much a model is to think, in OpenAI's words."""
+"""Reasoning efforts of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from collections.abc import Mapping
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 THINKS: Mapping[str | None, bool] = {"none": False, **dict.fromkeys(EFFORTS[2:], True)}
-"""What an effort says of thinking at all; of the least one, nothing."""
+"""Whether an effort turns thinking on or off; "minimal" leaves this to the model."""

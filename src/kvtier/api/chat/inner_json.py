@@ -1,4 +1,4 @@
-"""JSON inside of bodies whose shape is the client's own: schemas of tools, arguments of calls, within bounds."""
+"""JSON of the client's own inside a body, checked against bounds: schemas of tools, arguments of calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvtier.engine.process.messages import ToolCall
 
 _LOW, _HIGH = -(1 << 63), (1 << 64) - 1
 _UNREADABLE = "arguments"
-"""The name under which a template sees arguments that are no JSON object."""
+"""The field name under which a chat template sees arguments that are not a JSON object."""
 
 _NOT_FOR_TEMPLATES = "cache_control"
-"""Clients move it from turn to turn: a template that wrote it would give every turn a prompt of its own."""
+"""Clients move this field from turn to turn: in a template's output it would change the prompt's beginning."""
 
 
 def is_bounded(value: object) -> bool:
-    """Whether JSON is neither too deep nor too wide, and a message to an engine can carry its numbers."""
+    """Whether JSON is within the bounds of depth and size, and a message to an engine can carry its numbers."""
     left: list[tuple[object, int]] = [(value, 0)]
     num_values = 0
     while left:
@@ -34,9 +34,9 @@ def is_bounded(value: object) -> bool:
 
 
 def read_arguments(given: object) -> tuple[dict[str, object], int]:
-    """Those of a call in a conversation, and how many characters they have; text, or an object.
+    """The arguments of a call in a conversation, given as text or as an object, and their length in characters.
 
-    A model may have written anything: what is no object becomes one.
+    A model may have written anything: arguments that are not an object are wrapped in one.
     """
     if isinstance(given, dict) and is_bounded(given):
         return given, len(msgspec.json.encode(given))
@@ -51,13 +51,13 @@ def read_arguments(given: object) -> tuple[dict[str, object], int]:
 
 
 def read_wrapped_tool(body: JsonBody, document: dict[str, object]) -> Tool:
-    """A tool whose parts are inside of its `function`, as in OpenAI's chat API and Ollama's. Raises a `HttpError`."""
+    """Read a tool with its fields inside `function`, as in OpenAI's chat API and Ollama's. Raises `HttpError`."""
     if not is_bounded(document):
         raise body.wrong("function", f"JSON of at most {MAX_INNER_DEPTH} levels and {MAX_INNER_VALUES} values")
     kind = body.text("type") or "function"
     function = body.inner("function")
     if kind != "function" or function is None:
-        raise body.wrong("type", "function, with a function beside it")
+        raise body.wrong("type", "function, with a field of that name beside it")
     name = function.needed_text("name")
     if not 0 < len(name) <= MAX_TOOL_NAME_CHARACTERS or not name.isprintable():
         raise function.wrong("name", f"printable text of at most {MAX_TOOL_NAME_CHARACTERS} characters")
@@ -69,7 +69,7 @@ def read_wrapped_tool(body: JsonBody, document: dict[str, object]) -> Tool:
 
 
 def read_call(call: JsonBody) -> tuple[ToolCall, int]:
-    """A call of an earlier answer, and how many characters its arguments have. Raises a `HttpError`."""
+    """Read a call of an earlier answer, and the length of its arguments in characters. Raises `HttpError`."""
     function = call.inner("function")
     if function is None:
         raise call.wrong("function", "an object with name and arguments")

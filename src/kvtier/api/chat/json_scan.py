@@ -1,4 +1,4 @@
-"""Where a JSON value in a model's text ends, and whether it is one, as it comes. No value is built."""
+"""Finds the end of a JSON value in a model's text while it arrives, and checks its syntax. No value is built."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR_TEXT = r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
 _RIGHT_SCALAR = re.compile(_SCALAR_TEXT)
 _SCALARS = re.compile(rf"(?:{_SCALAR_TEXT}[ \t\n\r]*+,[ \t\n\r]*+)++")
-"""Several in a list, each with its comma: long lists of numbers are taken at once."""
+"""Several scalars of a list, each with its comma, so that long lists of numbers are read in one match."""
 
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ENDS = {"{": "}", "[": "]"}
 
 
 class JsonScan:
-    """Takes a value from `source` and shows it as it comes.
+    """Takes a value from `source` and passes its text to `show` while it arrives.
 
-    Control characters inside of strings, which models write and JSON forbids, come out escaped. `keep` gets the text
-    as it came.
+    Control characters inside strings, which models write and JSON forbids, are escaped for `show`. `keep` gets the
+    original text.
     """
 
     def __init__(self, source: TextSource, show: Show | None, keep: Show | None = None) -> None:
@@ -35,7 +35,7 @@ class JsonScan:
         self._keep = keep
 
     def value(self) -> Reading[bool]:
-        """False where it is wrong or cut; the wrong text was not taken. No recursion: models nest as they like."""
+        """False if the value is malformed or cut; malformed text is not taken. Deep nesting needs no recursion."""
         open_ends: list[str] = []
         while True:
             is_right, is_begun = yield from self._begin(open_ends)
@@ -48,7 +48,7 @@ class JsonScan:
                 return is_right
 
     def text(self) -> Reading[bool]:
-        """A value that is a string, at its quote."""
+        """Read a string, from its opening quote."""
         source = self._source
         self._show(source.take(1))
         while first := (yield from source.peek()):
@@ -65,7 +65,7 @@ class JsonScan:
         return False
 
     def next(self) -> Reading[str]:
-        """The next character that is no space, which is not taken; empty at the end. Spaces are shown."""
+        """The next character that is not white space, without taking it; empty at the end. White space is shown."""
         while first := (yield from self._source.peek()):
             count = self._source.match(_SPACES)
             if not count:
@@ -74,7 +74,7 @@ class JsonScan:
         return ""
 
     def key(self) -> Reading[bool]:
-        """A string and the colon behind it."""
+        """Read a string and the colon after it."""
         if (yield from self.next()) != '"' or not (yield from self.text()):
             return False
         return (yield from self.sign(":"))
@@ -86,7 +86,7 @@ class JsonScan:
         return True
 
     def _begin(self, open_ends: list[str]) -> Reading[tuple[bool, bool]]:
-        """Read up to the end of a simple value, or the begin of a value inside: whether it is right, and begun."""
+        """Read a simple value, or the start of an object or list; returns (is well-formed, is a start)."""
         first = yield from self.next()
         if open_ends and open_ends[-1] == "]" and (count := self._source.match(_SCALARS)):
             self._show(self._source.take(count))
@@ -104,7 +104,7 @@ class JsonScan:
         return (yield from self._scalar()), False
 
     def _close(self, open_ends: list[str]) -> Reading[bool]:
-        """After a value: all ends up to the begin of the next one."""
+        """Read, after a value, all closing brackets up to the start of the next value."""
         while open_ends:
             following = yield from self.next()
             if following == open_ends[-1]:
@@ -137,7 +137,7 @@ class JsonScan:
         return False
 
     def _scalar(self) -> Reading[bool]:
-        """A number or a word, which is not shown before it is complete."""
+        """Read a number or a word, which is not shown before it is complete."""
         source, length = self._source, 0
         while (yield from source.reach(length + 1)) and length <= _MAX_SCALAR_CHARACTERS:
             found = source.match(_SCALAR)

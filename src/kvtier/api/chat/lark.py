@@ -1,4 +1,4 @@
-"""Grammars in Lark's syntax, as llguidance reads it, rule by rule."""
+"""Builds grammars in llguidance's variant of Lark's syntax, rule by rule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _UNESCAPED_SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class Lark:
-    """Rules so far. Texts that the tokenizer has a special token for are written as that token.
+    """The rules of a grammar. Texts for which the tokenizer has a special token are written as that token.
 
-    JSON has the spaces that chat templates write: a call in the history has the tokens that the model wrote.
+    JSON has the same white space as in chat templates, so a call in the history has the tokens that the model wrote.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -39,7 +39,7 @@ class Lark:
         return self.terminal(ANY_TEXT)
 
     def until(self, mark: str) -> str:
-        """Any text up to the first `mark`, and the mark."""
+        """Any text up to the first `mark`, and the mark itself."""
         if mark in self._special_tokens:
             return f"{self.any_text()} {self._token(mark)}"
         text = self.any_text()
@@ -52,14 +52,15 @@ class Lark:
         return self._add(f"rule_{len(self._rules)}", body)
 
     def json(self, schema: Mapping[str, object] | None) -> str:
-        """JSON of a schema; an object where there is none."""
+        """JSON that follows a schema, or any object without one."""
         whole = {"type": "object", **(schema or {}), "x-guidance": TEMPLATE_SPACING}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def grammar_inside(self, grammar: Grammar, *, is_spaced: bool) -> str:
-        """Another grammar as part of this one. With `is_spaced`, JSON has the spaces that calls have.
+        """Another grammar as part of this one. With `is_spaced`, JSON has the same white space as in calls.
 
-        Without, it has any, but then nothing else may begin as it does: how its text goes on is told by the spaces.
+        Otherwise its white space is free, but then no alternative may begin with the same text: the white space decides
+        which of them the text follows.
         """
         if grammar.kind == "json_schema":
             spacing = {"x-guidance": TEMPLATE_SPACING} if is_spaced else {}
@@ -71,16 +72,17 @@ class Lark:
         return self.rule(lark_inside(grammar.text))
 
     def named_object(self, tool: Tool, key: str) -> str:
-        """A JSON object of the tool's name and, under `key`, its arguments.
+        """A JSON object with the tool's name and, under `key`, its arguments.
 
-        Written word by word, as `%json` would: an output that begins as the call does is told from it only then.
+        It has one literal per JSON token, as in `%json`: otherwise an output that begins with the same text could not
+        be told from a call.
         """
         words = ("{", '"name"', ": ", json.dumps(tool.name, ensure_ascii=False), ", ", f'"{key}"', ": ")
         head = " ".join(self.literal(word) for word in words)
         return f"{head} {self.json(tool.parameters)} {self.literal('}')}"
 
     def elements(self, tool: Tool, begin: str, end: str) -> str:
-        """The parameters of a tool in their schema's order, each between `begin`, which has its name, and `end`."""
+        """A tool's parameters in their schema's order, each between `begin`, which contains its name, and `end`."""
         schema = tool.parameters or {}
         required = schema.get("required")
         found = []
@@ -102,7 +104,7 @@ class Lark:
         return f"{self.rule('%json ' + json.dumps(whole, ensure_ascii=False))} {self.literal(end)}"
 
     def _token(self, mark: str) -> str:
-        """By its name, or, where the syntax has none for it, by its id."""
+        """A special token by its name, or by its id if the syntax does not allow that name."""
         return mark if _TOKEN_NAME.fullmatch(mark) else f"<[{self._special_tokens[mark]}]>"
 
     def _add(self, name: str, body: str, options: str = "") -> str:

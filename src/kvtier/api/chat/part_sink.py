@@ -1,4 +1,4 @@
-"""Where readers of an answer put what they find, as parts."""
+"""Collects the parts of an answer that readers find in its text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_NAME_CHARACTERS = 256
 
 
 class PartSink:
-    """White space between text and calls is dropped: templates write it themselves, and a client that got it would
-    send it back twice. With `trims`, it is held until it is known what follows.
+    """White space between text and calls is dropped: templates write it themselves, so in a client's next request it
+    would appear twice. With `trims`, it is held back until the next text or call arrives.
 
-    Without `allows_several`, calls after the first are dropped, as vLLM drops them. The name of a call may be any: of
-    a tool that was not offered, the client gets a call, too, as from vLLM, and can tell the model.
+    Without `allows_several`, calls after the first are dropped, as in vLLM. A call may have any name: the client also
+    gets calls of tools that were not offered, as from vLLM, and can tell the model.
     """
 
     def __init__(self, *, trims: bool, allows_several: bool = True, id_characters: int = 0) -> None:
@@ -32,13 +32,13 @@ class PartSink:
         self._is_dropping = False
 
     def taken(self) -> list[AnswerPart]:
-        """The parts since the last time."""
+        """The parts since the previous call of this method."""
         self._join_arguments()
         taken, self._parts = self._parts, []
         return taken
 
     def note_mark(self) -> None:
-        """White space that follows is not text."""
+        """Drop the white space that follows."""
         self._is_after_mark = True
         self._spaces.clear()
 
@@ -55,7 +55,7 @@ class PartSink:
         self._add(text, ReasoningPart, trims=True)
 
     def begin(self, name: str) -> None:
-        """A call. Its arguments follow, and then whatever comes next."""
+        """Begin a call. Its arguments follow, until text or another call."""
         self.note_mark()
         self._join_arguments()
         self._is_dropping = bool(self.num_calls) and not self._allows_several
@@ -64,7 +64,7 @@ class PartSink:
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the newest call."""
+        """Add to the arguments of the newest call."""
         if text and not self._is_dropping:
             self._arguments.append(text)
 
@@ -88,7 +88,7 @@ class PartSink:
             self._spaces.append(text[len(rest) :])
 
     def _join_arguments(self) -> None:
-        """What came of them at a time is one part."""
+        """Make one part of all arguments that have arrived."""
         if self._arguments:
             self._parts.append(CallArguments(self.num_calls - 1, "".join(self._arguments)))
             self._arguments.clear()
@@ -100,5 +100,5 @@ class PartSink:
 
 
 def is_name(name: str) -> bool:
-    """Whether a tool may be called so: what can be shown, and sent."""
+    """Whether a tool may have this name: printable and not too long."""
     return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()

@@ -1,4 +1,4 @@
-"""What an answer consists of, piece by piece as its text comes: every chat API shows these in its own words."""
+"""The parts of an answer, piece by piece as its text arrives; every chat API encodes them in its own form."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """More of what the model says."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """More of what the model thinks before it says something."""
+    """More of the model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a tool; `number` counts the calls of an answer from 0. What came before it is over."""
+    """The start of a tool call, which ends the part before it; `number` counts the calls of an answer from 0."""
 
     number: int
     call_id: str
@@ -49,7 +49,7 @@ class WholeCall:
 
 @dataclass(frozen=True, slots=True)
 class WholeParts:
-    """All of an answer. `text` and `reasoning` are empty where there is none."""
+    """A complete answer. `text` and `reasoning` are empty if the answer has none."""
 
     text: str
     reasoning: str

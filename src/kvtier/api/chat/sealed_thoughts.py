@@ -1,4 +1,4 @@
-"""Thoughts in a form that clients carry from turn to turn without looking inside. They are not encrypted."""
+"""Reasoning in a form that clients pass from turn to turn without reading it. It is encoded, not encrypted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def sealed(thought: str) -> str:
 
 
 def unsealed(content: str) -> str:
-    """The thought inside; empty for what another server has sealed."""
+    """The reasoning inside; empty if another server has sealed it."""
     if not content.startswith(_BEGINNING):
         return ""
     try:

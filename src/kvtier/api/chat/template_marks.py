@@ -1,4 +1,4 @@
-"""What a model's chat template tells of the model: how it calls tools, whether it thinks, which values it looks at."""
+"""What a chat template tells about its model: the format of its tool calls, whether it reasons, its variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class TemplateMarks:
-    """`tool_format` is empty where the way in which calls are written is not known. `words` are all in the template."""
+    """`tool_format` is empty if the format of calls is unknown. `words` are all words of the template."""
 
     tool_format: str
     has_tools: bool
@@ -25,7 +25,7 @@ class TemplateMarks:
     words: frozenset[str]
 
     def thinking_values(self, thinks: bool | None, effort: str | None) -> dict[str, object]:
-        """Values for the names that the template has for them."""
+        """Values for the template's variables for thinking and effort."""
         values: dict[str, object] = {}
         if thinks is not None:
             values |= {name: thinks for name in _THINKING_SWITCHES if name in self.words}
@@ -34,7 +34,7 @@ class TemplateMarks:
         return values
 
     def is_thinking_off(self, values: Mapping[str, object]) -> bool:
-        """Whether these values, of which one is a switch that the template has, turn thinking off."""
+        """Whether one of these values is a switch of the template and turns thinking off."""
         return any(values.get(name) is False for name in _THINKING_SWITCHES if name in self.words)
 
 

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, for readers that are generators: each yields where it needs more text than there is.
+"""Text that arrives in pieces, for readers that are generators: a reader yields when it needs more text.
 
-A reader never goes back, and what waits here is at most a mark, a name or a token of JSON that a piece has cut: the
-time for an answer grows with its length, however it is cut.
+A reader never goes back, and the text that waits here is at most a marker, a name or a JSON token cut by a piece's
+end. So the time to read an answer is linear in its length, however it is cut.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TypeVar
 _Found = TypeVar("_Found")
 
 Reading = Generator[None, None, _Found]
-"""A step of a reader. It is resumed when more text has come, or none comes any more."""
+"""A step of a reader. It is resumed when more text has arrived, or at the end of the text."""
 
 Show = Callable[[str], None]
 
 MAX_WORD_CHARACTERS = 256
-"""Of the name of a tool or of a parameter."""
+"""Limit for the name of a tool or of a parameter."""
 
 _SPACES = re.compile(r"\s+")
 
 
 class TextSource:
-    """`num_taken` is how many characters were read."""
+    """The text of one answer; `num_taken` counts the characters that were read."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -48,30 +48,30 @@ class TextSource:
         return taken
 
     def match(self, pattern: re.Pattern[str]) -> int:
-        """How many of the characters that have come `pattern` matches."""
+        """How many of the next characters `pattern` matches, among those that have arrived."""
         found = pattern.match(self._text, self._at)
         return 0 if found is None else found.end() - self._at
 
     def reach(self, count: int) -> Reading[bool]:
-        """Wait for this many characters; False if they do not come."""
+        """Wait for this many characters; False if the text ends before."""
         while self._num_here < count and not self._is_over:
             yield
         return self._num_here >= count
 
     def peek(self) -> Reading[str]:
-        """The next character, which is not taken; empty at the end."""
+        """The next character, without taking it; empty at the end."""
         yield from self.reach(1)
         return self._text[self._at : self._at + 1]
 
     def starts_with(self, mark: str) -> Reading[bool]:
-        """Whether the text goes on with `mark`, which is not taken."""
+        """Whether the text continues with `mark`, without taking it."""
         for count in range(1, len(mark) + 1):
             if not (yield from self.reach(count)) or not self._text.startswith(mark[:count], self._at):
                 return False
         return True
 
     def skip(self, mark: str) -> Reading[bool]:
-        """Take `mark`, if the text goes on with it."""
+        """Take `mark`, if the text continues with it."""
         is_there = yield from self.starts_with(mark)
         if is_there:
             self.take(len(mark))
@@ -85,9 +85,9 @@ class TextSource:
         return "".join(taken)
 
     def until(self, marks: tuple[str, ...], show: Show) -> Reading[str]:
-        """Show text up to the first of `marks`, and take that mark, which is returned; empty where none comes.
+        """Show text up to the first of `marks`; take and return that mark, or an empty text if none arrives.
 
-        An end of the text that may be the beginning of a mark waits for more.
+        A possible start of a mark at the end of the text is held back until more arrives.
         """
         while True:
             found = _any_of(marks).search(self._text, self._at)
@@ -101,12 +101,12 @@ class TextSource:
             yield
 
     def rest(self, show: Show) -> Reading[None]:
-        """Show all that comes."""
+        """Show all text up to the end."""
         while (yield from self.peek()):
             self._show(self._num_here, show)
 
     def word(self, ends: tuple[str, ...]) -> Reading[str]:
-        """Take a short text before one of `ends`, which is not taken; empty, and nothing is taken, where none comes."""
+        """Take a short text up to one of `ends`, without that end; empty, with nothing taken, if none arrives."""
         most = MAX_WORD_CHARACTERS + max(map(len, ends))
         while True:
             found = _any_of(ends).search(self._text, self._at, self._at + most)
@@ -125,7 +125,7 @@ class TextSource:
             show(self.take(count))
 
     def _num_begun(self, mark: str) -> int:
-        """How many characters of the text's end may be the beginning of the mark."""
+        """How many characters at the text's end may be the start of `mark`."""
         for count in range(min(len(mark) - 1, self._num_here), 0, -1):
             if self._text.endswith(mark[:count]):
                 return count

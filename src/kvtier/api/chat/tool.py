@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `document` is what templates see, as OpenAI's chat API has it.
+    """A function that the model may call. `document` has the form of OpenAI's chat API, for chat templates.
 
-    With `is_strict`, its arguments follow `parameters`, a JSON schema, whatever the model would rather write.
+    With `is_strict`, its arguments are forced to follow `parameters`, a JSON schema.
     """
 
     name: str
@@ -20,13 +20,13 @@ class Tool:
 
 
 def properties_of(schema: Mapping[str, object] | None) -> dict[str, object]:
-    """The schemas of a tool's parameters, by their names."""
+    """The schemas of a tool's parameters, by name."""
     found = (schema or {}).get("properties")
     return found if isinstance(found, dict) else {}
 
 
 def types_of(schema: object) -> list[str]:
-    """The JSON types that a value of this schema may have; none if it may be any, or it is not known."""
+    """The JSON types that a value of this schema may have; empty if any type is allowed, or it is unknown."""
     if not isinstance(schema, dict):
         return []
     given = schema.get("type")

@@ -1,4 +1,4 @@
-"""Tools as bodies offer them, whatever an API calls their parts."""
+"""Reads tools and tool choices from the bodies of several APIs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvtier.api.neutral_fields import invalid
 
 
 def read_flat_tool(body: JsonBody, path: str, schema_name: str) -> Tool:
-    """A tool whose parts are its own fields, as in Responses and Messages; its parameters are under `schema_name`."""
+    """Read a tool without an inner `function`, as in Responses and Messages; its schema is under `schema_name`."""
     name = body.short_text("name", MAX_TOOL_NAME_CHARACTERS)
     if not name or not name.isprintable():
-        raise invalid(f"{path}.name", f"{path}.name must be the name of a function, of printable characters")
+        raise invalid(f"{path}.name", f"{path}.name must be a function's name, in printable characters")
     description = body.text("description")
     parameters = _read_parameters(body, schema_name)
     function: dict[str, object] = {"name": name}
@@ -38,23 +38,23 @@ def _read_parameters(body: JsonBody, name: str) -> dict[str, object] | None:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Raises a `HttpError` for names that are not clear, and for a choice that the tools do not allow."""
+    """Raises `HttpError` for duplicate names, and for a choice that names no tool."""
     names = {tool.name for tool in tools}
     if len(names) < len(tools):
-        raise invalid("tools", "tools must have names that differ")
+        raise invalid("tools", "tools must have different names")
     if choice.kind == "required" and not tools:
         raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
     others = [name for name in choice.allowed if name not in names]
     if others:
-        raise invalid("tool_choice", f"tool_choice allows {shown(others[0])}, which is none of the tools")
+        raise invalid("tool_choice", f"tool_choice allows {shown(others[0])}, which is not one of the tools")
     if choice.kind == "named" and choice.name not in names:
-        raise invalid("tool_choice", f"tool_choice names {shown(choice.name)}, which is none of the tools")
+        raise invalid("tool_choice", f"tool_choice names {shown(choice.name)}, which is not one of the tools")
 
 
 def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], str]) -> ToolChoice:
-    """From an object with a `mode` and the `tools` that may be called, of which `name_of` reads the name.
+    """Read an object with a `mode` and the `tools` that may be called; `name_of` reads a tool's name.
 
-    Raises a `HttpError`.
+    Raises `HttpError`.
     """
     mode = body.needed_text("mode")
     if mode not in ("auto", "required"):
@@ -63,12 +63,12 @@ def read_allowed_tools(body: JsonBody, path: str, name_of: Callable[[JsonBody], 
     for index, given in enumerate(body.items("tools", MAX_TOOLS) or ()):
         place = f"{path}.tools[{index}]"
         if not isinstance(given, dict) or given.get("type") != "function":
-            raise invalid(place, f"{place} must be an object of the type function, not {shown(given)}")
+            raise invalid(place, f"{place} must be an object of type function, not {shown(given)}")
         inner = JsonBody(given, f"{place}.")
         inner.value("type")
         names.append(name_of(inner))
         inner.refuse_rest()
     if not names:
-        raise body.wrong("tools", "a list of the functions that may be called, one at least")
+        raise body.wrong("tools", "a list of at least one function that may be called")
     body.refuse_rest()
     return ToolChoice("required" if mode == "required" else "auto", allowed=tuple(dict.fromkeys(names)))

@@ -1,4 +1,4 @@
-"""A conversation's messages from the items or blocks in which some APIs keep them: an answer is one message again."""
+"""Joins the items or blocks of some APIs into messages of a conversation, one for each answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REASONING, _TEXT, _CALLS = range(3)
 
 
 def joined_turns(fragments: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """What an answer thought, said and called, in this order, becomes the one message that it was."""
+    """Join an answer's reasoning, text and calls, in this order, into the one message that it was."""
     joined: list[ChatMessage] = []
     for fragment in fragments:
         if joined and _continues(joined[-1], fragment):
@@ -23,7 +23,7 @@ def joined_turns(fragments: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def named_results(messages: Sequence[ChatMessage], known: Mapping[str, str] | None = None) -> list[ChatMessage]:
-    """The results of tools with the names of their tools, where the calls are among these messages, or `known`."""
+    """Add the tools' names to their results, if the calls are among these messages or in `known` (names by call id)."""
     names = dict(known or {})
     named = []
     for message in messages:
@@ -35,7 +35,7 @@ def named_results(messages: Sequence[ChatMessage], known: Mapping[str, str] | No
 
 
 def paired_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Calls and results with ids where clients give none.
+    """Add ids to calls and results without them.
 
     A result belongs to a call of the last message with calls: the first of its tool that has no result, else the first.
     """

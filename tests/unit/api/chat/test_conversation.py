@@ -63,7 +63,7 @@ def test_tools_that_may_not_be_called_stay_in_the_prompt_which_is_the_same_next_
 def test_a_template_that_does_not_know_tools_is_not_offered_any() -> None:
     model = model_of(WITHOUT_TOOLS)
 
-    with pytest.raises(HttpError, match="tools are not supported by tiny: its chat template does not name them"):
+    with pytest.raises(HttpError, match="tools are not supported by tiny: its chat template does not use them"):
         ask(Conversation(USER, [tool()]), model)
     assert ask(Conversation(USER, [tool()], ToolChoice("none")), model).prompt.tools == []
 
@@ -71,7 +71,7 @@ def test_a_template_that_does_not_know_tools_is_not_offered_any() -> None:
 def test_a_way_to_write_calls_that_is_not_known_can_be_named_in_the_file() -> None:
     template = "{{ tools }}{{ messages }}"
 
-    with pytest.raises(HttpError, match="unless the deployment gives tool_format"):
+    with pytest.raises(HttpError, match="set tool_format in the deployment"):
         ask(Conversation(USER, [tool()]), model_of(template))
     assert ask(Conversation(USER, [tool()]), model_of(template, tool_format="glm45")).form.tool_format == "glm45"
 

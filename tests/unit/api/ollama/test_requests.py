@@ -274,7 +274,7 @@ def test_tools_are_refused_for_a_template_that_does_not_know_them() -> None:
 
 
 def test_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(HttpError, match="tools must have names that differ"):
+    with pytest.raises(HttpError, match="tools must have different names"):
         chat(messages=[USER], tools=[{"type": "function", "function": {"name": "f"}}] * 2)
 
 

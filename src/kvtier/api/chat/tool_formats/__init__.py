@@ -1,4 +1,4 @@
-"""The ways in which models write calls of tools, by name and by the chat templates that have them."""
+"""The formats in which models write tool calls, by name and by chat template."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FORMATS: tuple[ToolFormat, ...] = (
     Glm4Format(),
     LlamaFormat(),
 )
-"""Those with more marks before those that have some of them."""
+"""A format whose markers include those of another one is listed before it."""
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
 
 
 def format_in(template: str) -> str:
-    """The name of the format that a chat template writes calls in; empty if none is known."""
+    """The name of the format in which a chat template writes calls; empty if unknown."""
     return next((one.name for one in _FORMATS if one.is_in(template)), "")

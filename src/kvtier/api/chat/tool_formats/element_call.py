@@ -1,4 +1,4 @@
-"""Calls whose arguments are elements, one for each parameter, with values that are plain text."""
+"""Calls with one element for each argument, whose value is plain text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier.api.chat.tool_formats.object_call import is_json
 
 _FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-"""How templates that do not write JSON write these."""
+"""Constants as templates without JSON write them, and in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """The texts around a parameter's name and value. `value_begin` follows the name, white space aside.
+    """The texts around a parameter's name and value. `value_begin` follows the name, after any white space.
 
-    With `has_lines`, a value stands on lines of its own.
+    With `has_lines`, a value is on lines of its own.
     """
 
     name_begin: str
@@ -30,7 +30,7 @@ class Elements:
 
 
 class ElementCall:
-    """The arguments of a call that has begun; `types` are those of its tool's parameters."""
+    """Reads the arguments of a call that has begun; `types` has the types of its tool's parameters."""
 
     def __init__(
         self, source: TextSource, sink: PartSink, elements: Elements, types: Mapping[str, Sequence[str]]
@@ -42,9 +42,9 @@ class ElementCall:
         self._num_values = 0
 
     def read(self) -> Reading[str]:
-        """Up to what is no parameter, and the white space before it, which is returned.
+        """Read all parameters; returns the text after them that was taken, which is white space as a rule.
 
-        A value that is cut leaves the arguments open, as those of any call that is cut.
+        A value that is cut leaves the arguments incomplete, as in any call that is cut.
         """
         source, elements = self._source, self._elements
         while True:
@@ -65,7 +65,7 @@ class ElementCall:
         return spaces
 
     def _value(self, name: str) -> Reading[bool]:
-        """False if it is cut."""
+        """Read a value; False if it is cut."""
         self._sink.arguments(f"{', ' if self._num_values else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._num_values += 1
         types = self._types.get(name, ("string",))
@@ -76,7 +76,7 @@ class ElementCall:
 
 
 class _TextValue:
-    """A value as it comes. If it `is_text`, it is passed on at once; others are known only at their end."""
+    """A value that arrives in pieces. If it `is_text`, pieces are passed on at once; others need the whole value."""
 
     def __init__(self, sink: PartSink, *, has_lines: bool, is_text: bool) -> None:
         self._sink = sink
@@ -109,14 +109,14 @@ class _TextValue:
 
 
 def _typed(text: str, types: Sequence[str]) -> str:
-    """JSON for a value of one of `types`, or of any; a value that is of none of them is a string."""
+    """JSON of a value of one of `types`, or of any type without them; a value of another type becomes a string."""
     given = text.strip()
     given = given if "string" in types else _WORDS.get(given, given)
     if is_json(given):
         kind = _FIRST.get(given[0], "number")
         is_whole_number = kind == "number" and not set(given) & set(".eE")
         if kind == "string" and "string" in types:
-            pass  # its quotes belong to it
+            pass  # the quotes are part of the value
         elif not types or kind in types or (is_whole_number and "integer" in types):
             return given
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls as GLM writes them: since GLM-4.5 with an element for each argument, before as a name and a JSON object."""
+"""GLM's format of calls: since GLM-4.5 an element for each argument, before that a name and a JSON object."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GlmFormat(ToolFormat):
 
 
 class Glm4Format(ToolFormat):
-    """A name alone on the first line, which must be that of a tool: there is no other mark."""
+    """The tool's name alone on a line, then a JSON object. There is no marker, so the name must be that of a tool."""
 
     name = "glm4"
     between = "\n"

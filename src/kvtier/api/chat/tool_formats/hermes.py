@@ -1,4 +1,4 @@
-"""Calls as Hermes, Qwen2.5 and Qwen3 write them: a JSON object between `<tool_call>` and `</tool_call>`."""
+"""The format of Hermes, Qwen2.5 and Qwen3: a JSON object between `<tool_call>` and `</tool_call>`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HermesFormat(ToolFormat):
 
 
 def read_object(source: TextSource, sink: PartSink, held: list[str]) -> Reading[None]:
-    """Behind the mark, which `held` has: it is text again if no call follows."""
+    """Read a call after its marker, which is in `held` and becomes text if no call follows."""
     if (yield from ObjectCall(source, sink, held).read()):
         held.append((yield from source.spaces()))
         if (yield from source.skip(END)):

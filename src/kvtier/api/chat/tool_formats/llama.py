@@ -1,4 +1,4 @@
-"""Calls as Llama 3 writes them: the whole answer is a JSON object, or several, behind a special token or not."""
+"""Llama 3's format of calls: the whole answer is one or more JSON objects, with or without a special token before."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class LlamaFormat(ToolFormat):
         return lark.named_object(tool, "parameters")
 
     def other_text(self, tools: Sequence[Tool]) -> str:
-        """What begins as a call is one."""
+        """Text that does not begin like a call: an answer that does is always a call."""
         return r"/([^{\s](.|\n)*)?/"

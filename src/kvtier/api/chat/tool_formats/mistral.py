@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them behind `[TOOL_CALLS]`: a JSON list, or a name, `[ARGS]` and an object."""
+"""Mistral's formats of calls, after `[TOOL_CALLS]`: a JSON list, or a name, `[ARGS]` and a JSON object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ID = "[CALL_ID]"
 
 
 class MistralFormat(ToolFormat):
-    """Both forms are read; a grammar writes the list. Templates refuse ids of another length."""
+    """Reads both forms; its grammar writes the list. Templates refuse ids of another length."""
 
     name = "mistral"
     mark = _MARK
@@ -73,7 +73,7 @@ class MistralFormat(ToolFormat):
 
 
 class MistralArgsFormat(MistralFormat):
-    """As newer templates write it, each call behind a mark of its own."""
+    """The form of newer templates, with a marker before each call."""
 
     name = "mistral_args"
     opening = closing = between = ""

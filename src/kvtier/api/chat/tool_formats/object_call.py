@@ -1,4 +1,4 @@
-"""A call as a JSON object that has the tool's name and its arguments."""
+"""Calls that are a JSON object with the tool's name and its arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class ObjectCall:
-    """Reads one such object. Its arguments are passed on as they come, if the name came before them.
+    """Reads one such object. Its arguments are passed on while they arrive, if the name comes before them.
 
-    `held` is the text of what may still turn out to be no call. It is empty once the call has begun, but for what is
-    wrong behind the arguments: afterwards, all of it is text.
+    `held` has the text that may not be a call. It is emptied when the call begins; malformed text after the arguments
+    is added to it. When `read` has ended, the caller treats all of it as text.
     """
 
     def __init__(self, source: TextSource, sink: PartSink, held: list[str], *, needs_arguments: bool = False) -> None:
@@ -29,7 +29,7 @@ class ObjectCall:
         self._has_begun = False
 
     def read(self) -> Reading[bool]:
-        """Whether the object is whole, and a call."""
+        """Whether the object is complete, and a call."""
         scan = self._scan
         if not (yield from scan.sign("{")):
             return False
@@ -59,7 +59,7 @@ class ObjectCall:
         return (yield from scan.value())
 
     def _value(self, *, is_object: bool) -> Reading[bool]:
-        """Of the arguments."""
+        """Read the value of the arguments."""
         if is_object and is_name(self._name):
             self._begin()
             return (yield from JsonScan(self._source, self._sink.arguments).value())
@@ -91,7 +91,7 @@ class ObjectCall:
 
 
 def is_json(text: str) -> bool:
-    """Whether all of it is one JSON value that is not nested too deeply."""
+    """Whether the whole text is one JSON value that is not nested too deeply."""
     source = TextSource()
     source.add(text)
     source.end()
@@ -105,11 +105,11 @@ def is_json(text: str) -> bool:
         next(whole())
     except StopIteration as over:
         return bool(over.value)
-    raise AssertionError("text that is over is waited for")
+    raise AssertionError("a complete text never waits for more")
 
 
 def _as_object(arguments: str) -> str | None:
-    """Models write an object, null, or an object inside of a string. None for anything else."""
+    """Arguments as a JSON object; models also write null, or an object inside a string. None for anything else."""
     if arguments.startswith('"'):
         arguments = json.loads(arguments)
     arguments = arguments.strip()
@@ -119,7 +119,7 @@ def _as_object(arguments: str) -> str | None:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether it has no half of a character, which an escape can write."""
+    """Whether the text has no half of a surrogate pair, which a JSON escape can write."""
     try:
         text.encode()
     except UnicodeEncodeError:

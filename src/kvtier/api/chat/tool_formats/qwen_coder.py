@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them: `<function=NAME>`, and an element for each parameter."""
+"""Qwen3-Coder's format of calls: `<function=NAME>`, and an element for each parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class QwenCoderFormat(ToolFormat):
         return _FUNCTION in template and BEGIN in template
 
     def read(self, source: TextSource, sink: PartSink, form: AnswerForm) -> Reading[None]:
-        """The model leaves `<tool_call>` out now and then, and may write JSON behind it."""
+        """The model sometimes leaves `<tool_call>` out, or writes JSON after it."""
         while mark := (yield from source.until((BEGIN, _FUNCTION), sink.text)):
             held = [mark]
             if mark == BEGIN:
@@ -44,7 +44,7 @@ class QwenCoderFormat(ToolFormat):
             yield from self._function(source, sink, form, held)
 
     def _function(self, source: TextSource, sink: PartSink, form: AnswerForm, held: list[str]) -> Reading[None]:
-        """Behind `<function=`."""
+        """Read a call after `<function=`."""
         name = yield from source.word((">",))
         if not is_name(name.strip()):
             sink.text("".join([*held, name]))

@@ -1,4 +1,4 @@
-"""What a way to write calls has: how it is known, how it is read, and how a grammar writes it."""
+"""The interface of a format of tool calls: how it is recognised, how it is read, and its grammar."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtier.api.chat.tool import Tool
 
 
 class ToolFormat(ABC):
-    """A call is `mark`, `opening`, the call itself and `closing`; `between` is between two calls.
+    """A call is `mark`, `opening`, the call itself and `closing`; `between` separates two calls.
 
-    Where `repeats_mark` is false, one mark and one pair of opening and closing stand around all calls.
+    If `repeats_mark` is false, all calls share one mark, one opening and one closing.
     """
 
     name: str
@@ -25,29 +25,29 @@ class ToolFormat(ABC):
     between: str = ""
     repeats_mark = True
     other_marks: tuple[str, ...] = ()
-    """Further texts that some tokenizers have a special token for."""
+    """Further texts for which some tokenizers have a special token."""
     id_characters = 0
-    """Of the id of a call, where templates insist on a number of them."""
+    """The length of call ids, if templates insist on one; otherwise 0."""
     needs_types = False
-    """Whether values are written without their type."""
+    """Whether values are written without a type, so that the reader needs the parameters' types."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that must not be left out of an answer as special tokens."""
+        """Texts that must stay in an answer even if they are special tokens."""
         return (self.mark, *self.other_marks) if self.mark else self.other_marks
 
     @abstractmethod
     def is_in(self, template: str) -> bool:
-        """Whether this chat template writes calls so."""
+        """Whether this chat template uses the format."""
 
     @abstractmethod
     def read(self, source: TextSource, sink: PartSink, form: AnswerForm) -> Reading[None]:
-        """Read an answer to its end. Whatever is no call is text."""
+        """Read an answer to its end. All that is not a call is text."""
 
     @abstractmethod
     def call(self, lark: Lark, tool: Tool) -> str:
-        """The call itself, of this tool, in a grammar."""
+        """The grammar of a call of this tool, without mark, opening and closing."""
 
     def other_text(self, tools: Sequence[Tool]) -> str:
-        """The pattern, in a grammar, of an answer that is no call, of a format without a mark."""
+        """The grammar's pattern for an answer without calls, in a format without a mark."""
         return ANY_TEXT
