@@ -127,7 +127,7 @@ def test_a_wrong_key_shows_nothing_but_a_sentence(deployment: DeploymentProcess,
     tab.page.get_by_label("API key").fill("no-key")
     tab.page.keyboard.press("Enter")
 
-    expect(tab.page.get_by_role("alert")).to_have_text("the API key is not known here", timeout=_WAIT_MS)
+    expect(tab.page.get_by_role("alert")).to_have_text("the API key is unknown", timeout=_WAIT_MS)
     assert tab.page.locator("nav").count() == 0
     context.close()
 

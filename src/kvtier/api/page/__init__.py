@@ -1,1 +1,1 @@
-"""A page for people who look after the cache, and the JSON under `/kvtier/v1` that it is made of."""
+"""A web page for operators of the cache, and its JSON under `/kvtier/v1`."""

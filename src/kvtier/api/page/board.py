@@ -1,4 +1,4 @@
-"""What the page is told: one computation for everybody who looks, and none while nobody does. One event loop."""
+"""The state that the page shows: computed once for all readers, and only while there are any. One event loop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvtier.api.page.moved_blocks import Move
 from kvtier.api.page.view import Reading, Saved, State, TierLevel, View
 
 _FRESH_S = 1.0
-"""Whoever asks again so soon is told the same."""
+"""A reading younger than this is reused."""
 _RATE_S = 30.0
-"""Bytes per second are told of two looks that are at most so far apart."""
+"""Longest time between two readings from which a rate in bytes per second is computed."""
 _SPANS = {"5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
 _TIER_OF = {"memory": "server"}
-"""Engines call the memory of a cache server by another name."""
+"""Engines' name for a tier by the cache server's own name."""
 
 
 class Board:
-    """The state of `view`. `state` may be called by many tasks at once: they share one look."""
+    """The state of `view`. Many tasks may call `state` at once: they share one reading."""
 
     def __init__(self, view: View, config: PageConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -34,7 +34,7 @@ class Board:
         self._reading: Reading | None = None
         self._read_at = float("-inf")
         self._rates: dict[Move, float] = {}
-        self.num_looks = 0
+        self.num_readings = 0
 
     async def state(self) -> State:
         reading = await self.reading()
@@ -55,7 +55,7 @@ class Board:
         )
 
     async def reading(self) -> Reading:
-        """The last look, or a new one."""
+        """The last reading if it is fresh, else a new one."""
         if self._reading is not None and self._clock() - self._read_at < _FRESH_S:
             return self._reading
         if self._looking is None:
@@ -63,16 +63,16 @@ class Board:
         return await asyncio.shield(self._looking)
 
     async def events(self, after: int) -> tuple[list[bytes], int]:
-        """What every reader is told now: the state, and the requests with numbers above `after`; then the last one."""
+        """The current events, the state and the requests with numbers above `after`, and the last request's number."""
         state = await self.state()
         log = self._view.log
         requests = log.newest(MAX_TOLD_REQUESTS, after)
-        told = [event("state", msgspec.json.encode(state))]
+        events = [event("state", msgspec.json.encode(state))]
         if requests:
             skipped = max(0, requests[-1].number - after - 1) if after else 0
             fields = {"run": log.run, "requests": requests, "skipped": skipped}
-            told.append(event("requests", msgspec.json.encode(fields)))
-        return told, log.last_number
+            events.append(event("requests", msgspec.json.encode(fields)))
+        return events, log.last_number
 
     def close(self) -> None:
         if self._looking is not None:
@@ -81,7 +81,7 @@ class Board:
     async def _look(self) -> Reading:
         try:
             reading = await self._view.read()
-            self.num_looks += 1
+            self.num_readings += 1
             self._note_rates(reading)
             self._reading, self._read_at = reading, self._clock()
             return reading
@@ -97,7 +97,10 @@ class Board:
                 self._rates[move] = max(0.0, nbytes - before.moved.get(move, 0.0)) / passed_s
 
     def _with_rates(self, tiers: list[TierLevel]) -> list[TierLevel]:
-        """Of several of a name it may not be known which one moved how much. Tiers without levels have rates alone."""
+        """Add rates to tiers. If several tiers share a name, a sum over all of them is shown at none of them.
+
+        Tiers that only have rates are added at the end.
+        """
         names = [_TIER_OF.get(tier.name, tier.name) for tier in tiers]
         found = [
             self._with_rate(tier, "" if names.count(name) > 1 else name)
@@ -107,7 +110,7 @@ class Board:
         return found + [self._with_rate(TierLevel(name=name, owner=""), name) for name in others]
 
     def _with_rate(self, tier: TierLevel, name: str) -> TierLevel:
-        """Its own rates, or those of all tiers of `name`."""
+        """Add the tier's own rates, or those summed over all tiers of `name`."""
 
         def rate(direction: str) -> float | None:
             own = self._rates.get(Move(direction, tier.name, tier.owner))
@@ -122,5 +125,5 @@ class Board:
 
 
 def event(name: str, data: bytes) -> bytes:
-    """A server-sent event; JSON has no line breaks of its own."""
+    """A server-sent event; `data` is JSON, so it has no line breaks."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -1,4 +1,4 @@
-"""From what a cache server counts to what the page shows of it. Values only: whatever is odd is left out."""
+"""Translates a cache server's stats to the page's values. Unexpected values are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_POINTS = 1024
 
 
 def tiers_of(name: str, stats: Mapping[str, object]) -> list[TierLevel]:
-    """Its memory, and its disk and cluster where it has them."""
+    """The server's memory, and its disk and cluster if it has them."""
     tiers = [
         TierLevel(
             name="memory",
@@ -60,7 +60,7 @@ def state_of(name: str, address: str, stats: Mapping[str, object]) -> CacheState
 def namespaces_of(
     cache: str, stats: Mapping[str, object], models: Mapping[str, list[str]]
 ) -> tuple[list[NamespaceState], int]:
-    """The largest of them, and how many there are; `models` are by namespace."""
+    """The largest namespaces, and their total number; `models` has model names by namespace."""
     given = stats.get("namespaces")
     spaces = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
     found = [
@@ -81,7 +81,7 @@ def namespaces_of(
 
 
 def curve_of(cache: str, stats: Mapping[str, object]) -> Curve | None:
-    """The hits that other sizes of the memory would have had, from live traffic, where the server keeps that."""
+    """The hit rates that other memory sizes would have had with the recent traffic; None if the server has none."""
     given = stats.get("hit_curve")
     if not isinstance(given, list):
         return None

@@ -1,4 +1,4 @@
-"""What a cache server of the deployment counts, asked over its Unix socket. One thread at a time; it may wait."""
+"""Reads the stats of a cache server of the deployment over its Unix socket. Blocks; used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 1.0
 
 
 class CacheReader:
-    """Connected from the first question on, until `close`, which may be followed by another one."""
+    """Connects with the first request and stays connected until `close`, after which it may connect again."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
@@ -26,12 +26,12 @@ class CacheReader:
         self._curve = CurveCache(lambda: self._document(wire.MissCurveRequest(0)))
 
     def stats(self) -> dict[str, object] | None:
-        """None while the server does not answer. With its `hit_curve`."""
+        """The server's stats with its `hit_curve`; None while the server does not answer."""
         document = self._document(wire.StatsRequest())
         return None if document is None else {**document, "hit_curve": self._curve.points()}
 
     def noted(self, request_id: str) -> str:
-        """What an engine said of a request; empty if nothing is known."""
+        """An engine's note on a request; empty if there is none."""
         try:
             question = wire.NotedRequest(request_id)
         except ValueError:
@@ -59,7 +59,7 @@ class CacheReader:
             if self._connection is None:
                 self._connection = self._connect(deadline)
             text = self._connection.call(question, wire.Document, deadline).text
-        except (KvtierError, OSError):  # it is away: the next look connects again
+        except (KvtierError, OSError):  # the server is away: the next request connects again
             self.close()
             return None
         return text

@@ -1,4 +1,4 @@
-"""A cache server alone, as its page shows it: what it counts, and what engines told it of their requests."""
+"""The view of a single cache server for its own page: its stats, and the notes that engines left on their requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NAME = "cache"
 _MAX_NOTES = 512
 
 
-class LookedAt(Protocol):
-    """A cache server in this process; any thread may ask."""
+class ObservedServer(Protocol):
+    """A cache server in this process; any thread may call."""
 
     def stats(self) -> dict[str, object]: ...
 
@@ -28,12 +28,12 @@ class LookedAt(Protocol):
 
 
 class CacheServerView:
-    """Over `server`. Engines note each request when it ends; notes that came since the last look are logged."""
+    """The view of `server`. Engines note each request when it ends; each reading logs the new notes."""
 
     kind = "cache-server"
     num_requests: int | None = None
 
-    def __init__(self, server: LookedAt, address: str) -> None:
+    def __init__(self, server: ObservedServer, address: str) -> None:
         self._server = server
         self._curve = CurveCache(server.miss_curve)
         self._address = address
@@ -41,7 +41,7 @@ class CacheServerView:
         self._log = RequestLog()
         self._history = TokenHistory()
         self._newest = ""
-        self._has_looked = False
+        self._has_read = False
 
     @property
     def log(self) -> RequestLog:
@@ -93,7 +93,7 @@ class CacheServerView:
         pass
 
     def _take_notes(self) -> None:
-        """Of a request that is noted by several ids, one after the other, the last is shown."""
+        """Log the new notes. If consecutive notes differ in their request id alone, the last one is shown."""
         fresh: list[tuple[str, str]] = []
         for request_id, text in self._server.newest_notes(_MAX_NOTES):
             if request_id == self._newest:
@@ -113,11 +113,11 @@ class CacheServerView:
                     continue
         for explanation in reversed(found):
             self._add(explanation)
-        self._has_looked = True
+        self._has_read = True
 
     def _add(self, explanation: Explanation) -> None:
         cached = {tier: count for tier, count in explanation.cached_tokens.items() if count}
-        if self._has_looked:  # when those before the first look ended is not known
+        if self._has_read:  # requests before the first reading ended at an unknown time
             self._history.add(explanation.prompt_tokens, cached)
         self._log.add(
             LoggedRequest(

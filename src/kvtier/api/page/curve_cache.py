@@ -1,4 +1,4 @@
-"""A cache server's hit curve, read now and then: it takes a server longer to make than what changes every second."""
+"""A cache server's hit curve, read every few seconds only: it costs the server more than the other stats."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class CurveCache:
     def __init__(
         self, read: Callable[[], dict[str, object] | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`read` makes the document of `MissCurveRequest`, or None."""
+        """`read` returns the answer to a `MissCurveRequest`, or None."""
         self._read = read
         self._clock = clock
         self._read_at: float | None = None
         self._points: object = None
 
     def points(self) -> object:
-        """Pairs of bytes and the share of tokens that would hit, as the server says it; None if it does not."""
+        """Pairs of a size in bytes and the share of tokens that would hit, unchecked; None if the server has none."""
         now = self._clock()
         if self._read_at is None or now - self._read_at >= _EVERY_S:
             self._read_at = now

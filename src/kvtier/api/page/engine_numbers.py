@@ -1,4 +1,4 @@
-"""The few of an engine's metrics that the page shows."""
+"""The metrics of an engine that the page shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOVED = {f"{metrics.TIER_LOADED_BYTES}_total": "out", f"{metrics.TIER_STORED_BY
 
 @dataclass(slots=True)
 class EngineNumbers:
-    """Of one engine. `moved` are bytes by direction and tier, `canary_checks` are by result."""
+    """The numbers of one engine. `moved` has bytes by direction and tier, `canary_checks` counts by result."""
 
     saved_s: float = 0.0
     running: float = 0.0

@@ -1,7 +1,7 @@
-"""What every request for the page passes: who has logged in, from which page it comes, and what a browser may load.
+"""Guards the page's paths: checks sessions and the origin of requests, and sets the browser's security headers.
 
-It stands inside of `api/web_guard`, and before the routes under `/kvtier/v1` of whoever serves them: a session's cookie
-counts there, and nowhere else.
+The guard runs after `api/web_guard` and before all routes under `/kvtier/v1`. Only under that path does a session's
+cookie replace an API key.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _HEADERS = {
 
 
 def cookie_name(scope: Scope) -> str:
-    """Cookies do not tell ports apart, and a host may have several deployments."""
+    """Contains the port: cookies are shared by all ports of a host, which may run several deployments."""
     server = scope.get("server") or ("", 0)
     secure = "__Host-" if scope.get("scheme") == "https" else ""
     return f"{secure}kvtier_{server[1] or 0}"
 
 
 class PageGuard:
-    """`sessions` are those of the keys of `access`; `open_csrf` is what pages send where nobody has a key."""
+    """`sessions` belong to the keys of `access`; without keys, pages send `open_csrf` as their CSRF token."""
 
     def __init__(self, access: Access, sessions: Sessions) -> None:
         self._access = access
@@ -58,7 +58,7 @@ class PageGuard:
         self.open_csrf = secrets.token_urlsafe(32)
 
     def guarded(self, app: ASGIApp, refuse: Refuse) -> ASGIApp:
-        """`app`, whose errors `refuse` tells."""
+        """Wrap `app`; `refuse` answers a refused request."""
 
         async def guarding(scope: Scope, receive: Receive, send: Send) -> None:
             path: str = scope.get("path", "")
@@ -72,7 +72,7 @@ class PageGuard:
         return guarding
 
     def session(self, scope: Scope) -> Session | None:
-        """The session of a request that has passed."""
+        """The session of a request that the guard has let through."""
         found: Session | None = scope.get(_SESSION_OF_SCOPE)
         return found
 
@@ -88,8 +88,8 @@ class PageGuard:
 
     def _enter(self, scope: Scope, path: str) -> HttpError | None:
         headers = Headers(scope=scope)
-        if path.startswith(API) and _is_of_another_page(headers):
-            return HttpError(403, "only the page of this server may ask here", "unknown_origin")
+        if path.startswith(API) and _is_from_another_page(headers):
+            return HttpError(403, "only this server's own page may send requests to this path", "unknown_origin")
         session = self._find(scope, headers)
         if session is not None:
             scope[_SESSION_OF_SCOPE] = session
@@ -100,13 +100,13 @@ class PageGuard:
         return self._changing(headers, session, path)
 
     def _find(self, scope: Scope, headers: Headers) -> Session | None:
-        """A key that comes with the request counts, and not its cookie."""
+        """The session of a request's cookie; none if the request has a key, which takes precedence."""
         if not self._access.has_keys or "authorization" in headers or "x-api-key" in headers:
             return None
         return self._sessions.get(self.session_id(scope))
 
     def _changing(self, headers: Headers, session: Session | None, path: str) -> HttpError | None:
-        """Of a browser's request that changes something. Programs send a key, or need none."""
+        """The error, if any, of a request that changes something. Only browsers need a token: programs send a key."""
         given = headers.get(CSRF_HEADER, "")
         if session is not None:
             is_known = session.knows(given)
@@ -115,7 +115,7 @@ class PageGuard:
         else:
             is_known = hmac.compare_digest(self.open_csrf.encode(), given.encode())
         if not is_known:
-            return HttpError(403, f"a page must send what /kvtier/v1/session says as {CSRF_HEADER}", "wrong_csrf")
+            return HttpError(403, f"a page must send the csrf of /kvtier/v1/session in {CSRF_HEADER}", "wrong_csrf")
         if session is not None and path != _SESSION_PATH:
             try:
                 check_admin(session.tenant)
@@ -128,8 +128,8 @@ def _is_browser(headers: Headers) -> bool:
     return "origin" in headers or "sec-fetch-site" in headers
 
 
-def _is_of_another_page(headers: Headers) -> bool:
-    """Also one whose origin `http.allow_origins` names: that is for the APIs."""
+def _is_from_another_page(headers: Headers) -> bool:
+    """Origins in `http.allow_origins` count as other pages, too: that setting is for the APIs."""
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")

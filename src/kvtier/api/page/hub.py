@@ -1,6 +1,6 @@
-"""The stream of what changes, for any number of browsers: computed once for all of them. One event loop.
+"""The page's event stream, computed once for all connected browsers. One event loop.
 
-A reader that does not read is dropped; it may ask again. While there is no reader, nothing runs.
+A reader that falls behind is dropped and may connect again. Without readers, nothing runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Reader:
         self.is_allowed = is_allowed
         self.unread: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_PAGE_EVENTS_UNREAD)
 
-    def tell(self, data: bytes) -> bool:
-        """False if it has too much to read."""
+    def send(self, data: bytes) -> bool:
+        """False if the reader has fallen behind."""
         try:
             self.unread.put_nowait(data)
         except asyncio.QueueFull:
@@ -32,14 +32,14 @@ class _Reader:
         return True
 
     def drop(self) -> None:
-        """Nothing more comes, not even what is unread."""
+        """End the stream at once, and discard what is unread."""
         while not self.unread.empty():
             self.unread.get_nowait()
         self.unread.put_nowait(None)
 
 
 class Hub:
-    """Tells readers what `board` has, every `tick_s`. `rest` is called when the last of them has gone."""
+    """Sends the state of `board` to all readers every `tick_s`. `rest` is called when the last reader has left."""
 
     def __init__(self, board: Board, rest: Callable[[], None], tick_s: float = PAGE_TICK_S) -> None:
         self._board = board
@@ -56,16 +56,16 @@ class Hub:
         return len(self._readers)
 
     async def events(self, is_allowed: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-        """Until the reader leaves or falls behind, may not read any more, or the server stops.
+        """Events until the reader leaves, falls behind or loses its permission, or the server stops.
 
-        First nothing, once the reader has its place; where there are too many of them, a `HttpError`.
+        The first chunk is empty, once the reader is registered. Raises `HttpError` if there are too many readers.
         """
         if len(self._readers) >= MAX_PAGE_READERS or self._is_closed:
             raise overloaded("too many pages are open: close some")
         reader = _Reader(is_allowed)
         self._readers.add(reader)
         if self._newest:
-            reader.tell(self._newest)
+            reader.send(self._newest)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="kvtier-page")
         try:
@@ -77,7 +77,7 @@ class Hub:
             self._readers.discard(reader)
 
     def close(self) -> None:
-        """Every stream ends."""
+        """End every stream."""
         self._is_closed = True
         for reader in self._readers:
             reader.drop()
@@ -90,19 +90,19 @@ class Hub:
         try:
             while self._readers:
                 try:
-                    told, last = await self._board.events(last)
-                    self._newest = told[0]
-                    self._tell(b"".join(told))
-                except Exception as error:  # a bug of ours: the next tick may do
-                    logger.warning("the page could not be told anything: %s", str(error))
+                    events, last = await self._board.events(last)
+                    self._newest = events[0]
+                    self._send(b"".join(events))
+                except Exception as error:  # a bug of ours: the next tick may succeed
+                    logger.warning("the page could not be updated: %s", str(error))
                 await asyncio.sleep(self._tick_s)
         finally:
             self._task = None
             self._newest = b""
             self._rest()
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         for reader in list(self._readers):
-            if not reader.is_allowed() or not reader.tell(data):
+            if not reader.is_allowed() or not reader.send(data):
                 self._readers.discard(reader)
                 reader.drop()

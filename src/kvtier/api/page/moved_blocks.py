@@ -1,7 +1,7 @@
-"""Bytes that a cache server has moved, made of the blocks that it counts. Used by one thread at a time.
+"""Estimates the bytes that a cache server has moved from its counts of blocks. Used by one thread at a time.
 
-A server counts blocks that it found and stored, and that its disk read and wrote, but not their bytes: clients on its
-host read its memory themselves. Each block counts as many bytes as one has there on average when it is counted.
+A server counts blocks that it finds and stores, and blocks that its disk reads and writes, but not their bytes: clients
+on its host read its memory directly. Each block counts with the average block size in its tier at that time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Move(NamedTuple):
-    """Into ("in") or out of ("out") a tier. `owner` is empty where only the sum over all of that name is known."""
+    """Into ("in") or out of ("out") a tier. `owner` is empty for a sum over all tiers of that name."""
 
     direction: str
     tier: str
@@ -29,7 +29,7 @@ _HELD = {"memory": ("used_bytes", "blocks"), "disk": ("disk_used_bytes", "disk_b
 
 
 class MovedBlocks:
-    """Of the server `owner`, since the first look at it, also over its restarts."""
+    """Bytes moved by the server `owner` since its first reading, restarts included."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -38,7 +38,7 @@ class MovedBlocks:
         self._block_bytes: dict[str, float] = {}
 
     def take(self, stats: Mapping[str, object]) -> dict[Move, float]:
-        """All bytes so far, with what `stats` has more than those before."""
+        """All bytes so far, including those since the previous `stats`."""
         for tier, (held_bytes, blocks) in _HELD.items():
             if count := _number(stats, blocks):
                 self._block_bytes[tier] = _number(stats, held_bytes) / count
@@ -48,7 +48,7 @@ class MovedBlocks:
             now = _number(stats, name)
             before = self._counts.get(name, now)
             move = Move(direction, tier, self._owner)
-            fresh = now - before if now >= before else now  # it was started again
+            fresh = now - before if now >= before else now  # the server has restarted
             self._bytes[move] = self._bytes.get(move, 0.0) + fresh * self._block_bytes.get(tier, 0.0)
             self._counts[name] = now
         return dict(self._bytes)

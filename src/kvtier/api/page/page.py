@@ -1,4 +1,4 @@
-"""The page of one server: its files, its JSON, its stream and its log-in, as routes of whatever serves them."""
+"""The routes of a server's page: its files, its JSON, its event stream and its log-in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _LogIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page:
-    """Over `view`. `may_change` says whether what is cached can be changed through this server at all."""
+    """The page of `view`. `may_change` says whether this server has paths that change what is cached."""
 
     def __init__(self, view: View, access: Access, config: PageConfig, *, may_change: bool = True) -> None:
         self._view = view
@@ -51,7 +51,7 @@ class Page:
         return self._guard.guarded(app, refuse)
 
     def close(self) -> None:
-        """Streams end, and nothing is looked at any more. Safe to call twice."""
+        """End all streams and stop reading the view. Safe to call twice."""
         self.hub.close()
         self.board.close()
         self._view.close()
@@ -75,7 +75,7 @@ class Page:
     # --- files and log-in ---------------------------------------------------------------------------------------------
 
     async def _index(self, request: Request) -> Response:
-        """Without a session, where one is needed, nothing but a place to log in."""
+        """The page, or the log-in form if a session is needed and missing."""
         is_in = not self._access.has_keys or self._guard.session(request.scope) is not None
         if is_in:
             return self._files["index.html"].response(request)
@@ -84,23 +84,23 @@ class Page:
     async def _file(self, request: Request) -> Response:
         found = self._files.public(request.path_params["name"])
         if found is None:
-            raise HttpError(404, "there is no such file of the page", "unknown_url")
+            raise HttpError(404, "the page has no such file", "unknown_url")
         return found.response(request)
 
     async def _show_session(self, request: Request) -> Response:
-        """What a page may do, for everybody: it tells nothing of the server."""
+        """What the page may do. Needs no key: the answer tells nothing about the server."""
         return _json(self._session_fields(self._guard.session(request.scope)))
 
     async def _log_in(self, request: Request) -> Response:
-        """Raises `WrongKey` for a key that is not known, which is answered more and more slowly."""
+        """Raises `WrongKey` for an unknown key; repeated wrong keys are answered more and more slowly."""
         if not self._access.has_keys:
-            raise HttpError(400, "this server has no API keys: nobody needs to log in", "no_keys")
+            raise HttpError(400, "this server has no API keys: no log-in is needed", "no_keys")
         try:
             given = msgspec.json.decode(await _small_body(request), type=_LogIn)
         except msgspec.MsgspecError as error:
             raise HttpError(400, 'the body must be {"key": "..."}', "invalid_body") from error
         if len(given.key) > _MAX_KEY_CHARACTERS or not given.key.isascii():
-            raise HttpError(400, "no API key looks like this", "invalid_value", "key")
+            raise HttpError(400, "key must be ASCII and not too long", "invalid_value", "key")
         tenant = self._access.holder(given.key.strip())
         check_reader(tenant)
         session_id, session = self._sessions.begin(tenant)
@@ -133,7 +133,7 @@ class Page:
         return _json(await self.board.state())
 
     async def _history(self, request: Request) -> Response:
-        """Tokens of prompts by tier, over the last hour or day."""
+        """Prompt tokens by tier, over the last hour or day."""
         self._reader(request)
         span = request.query_params.get("span", "hour")
         if span not in ("hour", "day"):
@@ -149,22 +149,22 @@ class Page:
 
     async def _requests(self, request: Request) -> Response:
         self._reader(request)
-        await self.board.reading()  # what a cache server alone knows of requests is looked up with everything else
+        await self.board.reading()  # a cache server's own page fills its log with each reading
         limit = _number(request, "limit", _DEFAULT_REQUESTS, MAX_LOGGED_REQUESTS)
         log = self._view.log
         return _json({"run": log.run, "requests": log.newest(limit), "is_cut": len(log) > limit})
 
     async def _request(self, request: Request) -> Response:
-        """Why no more of a request was cached; with text only for its own key and for admins."""
+        """Why no more of a request was cached. Text is shown to the request's own key and to admins only."""
         tenant = self._reader(request)
         request_id: str = request.path_params["request_id"]
         if len(request_id) > _MAX_ID_CHARACTERS:
-            raise HttpError(404, "no request has such an id", "unknown_request")
+            raise HttpError(404, "the request id is too long", "unknown_request")
         logged = self._view.log.get(request_id)
         is_own = logged is not None and logged.key == tenant.name
         found = await self._view.explain(request_id, with_text=tenant.is_admin or is_own)
         if found is None:
-            raise HttpError(404, "nothing is known of this request, or nothing any more", "unknown_request")
+            raise HttpError(404, "the request is unknown or no longer kept", "unknown_request")
         return _json(found)
 
     async def _warnings(self, request: Request) -> Response:
@@ -172,21 +172,21 @@ class Page:
         return _json({"warnings": await self._view.warnings()})
 
     async def _events(self, request: Request) -> Response:
-        """Server-sent events: `state` and `requests`, as they change."""
+        """Server-sent events `state` and `requests`, every few seconds."""
         self._reader(request)
         events = self.hub.events(self._still_allowed(request))
         await anext(events)
         return StreamedAnswer(events, media_type="text/event-stream")
 
     def _still_allowed(self, request: Request) -> Callable[[], bool]:
-        """A stream ends with its session."""
+        """Whether the session that opened a stream is still valid: the stream ends with it."""
         if self._guard.session(request.scope) is None:
             return lambda: True
         session_id = self._guard.session_id(request.scope)
         return lambda: self._sessions.get(session_id) is not None
 
     def _reader(self, request: Request) -> Tenant:
-        """Raises a `HttpError` for those who may not look."""
+        """Raises `HttpError` for a key without access to the page."""
         return self._access.reader(request)
 
 

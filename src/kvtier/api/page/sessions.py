@@ -1,6 +1,6 @@
-"""Who has logged in to the page: a random id in a cookie stands for an API key. One event loop; bounded.
+"""Log-ins to the page: a random id in a cookie stands for an API key. One event loop; bounded.
 
-EventSource sends no Authorization header, so a browser needs a cookie; what it stands for never leaves this process.
+EventSource sends no Authorization header, so a browser needs a cookie; the key itself never leaves this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ID_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A log-in. Whoever changes something has to send `csrf`, which only a page from here can have read."""
+    """A log-in. A request that changes something must carry `csrf`, which only this server's page can read."""
 
     tenant: Tenant
     csrf: str
@@ -33,7 +33,7 @@ class Session:
 
 
 class Sessions:
-    """Those that are open. Only digests of their ids are kept."""
+    """The open sessions. Only digests of their ids are kept."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class Sessions:
         return len(self._open)
 
     def begin(self, tenant: Tenant) -> tuple[str, Session]:
-        """A new session and its id. Where there are too many, the oldest ends."""
+        """A new session and its id. If there are too many, the oldest one ends."""
         own = [digest for digest, session in self._open.items() if session.tenant.name == tenant.name]
         if len(own) >= MAX_PAGE_SESSIONS_OF_KEY:
             del self._open[own[0]]
@@ -55,7 +55,7 @@ class Sessions:
         return session_id, session
 
     def get(self, session_id: str) -> Session | None:
-        """None for an id that is unknown, or whose time is over."""
+        """The session of an id; None if unknown or expired."""
         if not session_id or len(session_id) > _MAX_ID_CHARACTERS:
             return None
         session = self._open.get(_digest(session_id))

@@ -1,4 +1,4 @@
-"""The page of a cache server alone, on a port of its own: an event loop in one thread beside the server's."""
+"""A cache server's own page, on its own port: an event loop in one thread of the server's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.api.access import Access
 from kvtier.api.client_connection import check_certificate, uvicorn_config
 from kvtier.api.config import ApiKey, PageConfig
 from kvtier.api.http_error import HttpError, WrongKey
-from kvtier.api.page.cache_server_view import CacheServerView, LookedAt
+from kvtier.api.page.cache_server_view import CacheServerView, ObservedServer
 from kvtier.api.page.page import Page
 from kvtier.api.streaming import ClientLeft
 from kvtier.api.web_guard import WebGuard, WebRules
@@ -36,24 +36,24 @@ _STOP_S = 2
 
 
 class PageServer:
-    """Serving from construction on, until `close`.
+    """Serves from construction until `close`.
 
-    With a `token`, whoever looks has to know it. Without one the address must be on this host's loopback: then
-    everybody on this host may look, as at the server's metrics. Elsewhere the page speaks TLS if there is a
-    `certificate` with its key. Nothing can be changed here. Raises `ConfigError`.
+    With a `token`, readers must log in with it. Without one the address must be on this host's loopback: then every
+    user of this host can read the page, as with the metrics. On other addresses the page speaks TLS if there is a
+    `certificate` with its key. The page cannot change anything. Raises `ConfigError`.
     """
 
     def __init__(
         self,
         address: TcpAddress,
-        server: LookedAt,
+        server: ObservedServer,
         shown_address: str,
         token: bytes | None = None,
         certificate: tuple[Path, Path] | None = None,
     ) -> None:
         is_local = address.host in _LOOPBACK
         if token is None and not is_local:
-            raise ConfigError(f"a page on {address.host} needs --token-file: only 127.0.0.1 does without")
+            raise ConfigError(f"a page on {address.host} needs --token-file; only a page on 127.0.0.1 does not")
         tls = {}
         if certificate is not None and not is_local:
             check_certificate(*certificate)
@@ -81,7 +81,7 @@ class PageServer:
     def close(self) -> None:
         loop = self._loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         self._listener.close()
@@ -127,7 +127,7 @@ class PageServer:
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 def _keys(token: bytes | None) -> list[ApiKey]:
@@ -136,11 +136,11 @@ def _keys(token: bytes | None) -> list[ApiKey]:
     try:
         return [ApiKey(name=_TOKEN_NAME, key=token.decode("ascii"), metrics=True)]
     except UnicodeDecodeError as error:
-        raise ConfigError("a page needs a token of printable ASCII, to log in with") from error
+        raise ConfigError("a page needs a token of printable ASCII to log in with") from error
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's own."""
+    """A server that leaves the process's signal handlers alone."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The page's files, which come with the package: read once, told from older ones by a digest."""
+"""The page's files from the package: read once; an ETag tells versions apart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StaticFile:
 
 
 class StaticFiles:
-    """By name. Nothing else is looked for, on disk or elsewhere."""
+    """The files by name. Names from requests never reach the file system."""
 
     def __init__(self) -> None:
         folder = resources.files("kvtier.api.page") / "static"

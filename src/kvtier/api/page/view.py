@@ -1,4 +1,4 @@
-"""What the page shows, as values: levels of tiers, engines, cache servers, namespaces. Each becomes JSON as it is."""
+"""The values that the page shows, which become JSON: fill levels of tiers, engines, cache servers, namespaces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvtier.api.token_history import TokenHistory, Tokens
 
 
 class TierLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier of one `owner`, an engine or a cache server. What is not known is None.
+    """A tier of one `owner`, an engine or a cache server. Unknown values are None.
 
-    `in_bytes_per_s` go into the tier and `out_bytes_per_s` come out of it, since the page looked last.
+    `in_bytes_per_s` and `out_bytes_per_s` are rates into and out of the tier since the previous reading.
     """
 
     name: str
@@ -30,10 +30,10 @@ class TierLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """`status` is "ready", "starting" or "hung"; `kind` is "kvtier" or "vllm"; `since` is when it was ready.
+    """`status` is "ready", "starting" or "hung"; `kind` is "kvtier" or "vllm"; `since` is when it became ready.
 
-    `loading_off` says why nothing is loaded from the tiers, and is empty while loading is on. `canary_checks` are
-    counted by result since the engine started.
+    `loading_off` says why nothing is loaded from the tiers, and is empty while loading is on. `canary_checks` has
+    counts by result since the engine started.
     """
 
     name: str
@@ -66,7 +66,7 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespaceState(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one model on one cache server. `models` are those of the engines that share them."""
+    """Blocks of one namespace on one cache server. `models` are the models whose engines use it."""
 
     namespace: str
     cache: str
@@ -79,14 +79,14 @@ class NamespaceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """What share of the tokens asked for a cache of each size would have had: points of (bytes, share)."""
+    """The share of requested tokens that a cache of each size would have had: points of (bytes, share)."""
 
     cache: str
     points: list[tuple[float, float]]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at everything. `moved` are bytes since the start."""
+    """All values at one time. `moved` has the bytes since the start."""
 
     status: str
     tiers: list[TierLevel] = []
@@ -100,7 +100,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What was not computed since the engines started; `money` where the deployment has a price."""
+    """GPU time saved since the engines started; `money` if the deployment has a price."""
 
     gpu_s: float | None = None
     money: float | None = None
@@ -108,7 +108,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/kvtier/v1/state` answers. `tokens` are by the time over which they were counted."""
+    """The answer of `/kvtier/v1/state`. `tokens` has counts by time span."""
 
     at: float
     kind: str
@@ -131,7 +131,7 @@ class ShownWarning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class View(Protocol):
-    """Who is looked at: a deployment, or a cache server alone."""
+    """The subject of a page: a deployment, or a single cache server."""
 
     @property
     def kind(self) -> str: ...
@@ -144,18 +144,18 @@ class View(Protocol):
 
     @property
     def num_requests(self) -> int | None:
-        """Requests that are being answered."""
+        """Requests in flight."""
 
     async def read(self) -> Reading:
-        """May wait for others, for a second or two. What does not answer is left out, or shown as away."""
+        """Read all values; may wait a second or two. Processes that do not answer are left out or shown as away."""
 
     async def warnings(self) -> list[ShownWarning]: ...
 
     async def explain(self, request_id: str, *, with_text: bool) -> dict[str, object] | None:
-        """More than `log` has of a request; None if nothing is known of it."""
+        """More about a request than `log` has; None if the request is unknown."""
 
     def rest(self) -> None:
-        """Nobody looks for now: connections for this are closed."""
+        """There are no readers for now: close the connections that reading needs."""
 
     def close(self) -> None:
-        """For good. Safe to call twice."""
+        """Close for good. Safe to call twice."""

@@ -166,7 +166,7 @@ def test_the_stream_tells_the_state_and_each_request_once(server: Running) -> No
 def test_nothing_is_looked_at_while_nobody_looks(server: Running, engine: FakeEngine) -> None:
     complete(server)
     page = server.service.at_end[0].__self__  # type: ignore[attr-defined]
-    assert page.board.num_looks == 0
+    assert page.board.num_readings == 0
 
     with httpx.stream("GET", f"{server.url}/kvtier/v1/events", timeout=30) as response:
         events = _events(response)
