@@ -70,8 +70,8 @@ def test_a_url_and_a_key_file_find_it_too(server: Running, tmp_path: Path) -> No
     (tmp_path / "other").write_text("key-ann\n")
     assert run(tmp_path, "prefix", "ls", "--url", server.url, "--api-key-file", "@admin").exit_code == 0
     refused = run(tmp_path, "prefix", "pin", "rules", "--url", server.url, "--api-key-file", "@other")
-    assert "give it admin: true" in refused.output
-    assert "an API key is needed" in run(tmp_path, "prefix", "ls", "--url", server.url).output
+    assert "it needs admin: true" in refused.output
+    assert "an API key is required" in run(tmp_path, "prefix", "ls", "--url", server.url).output
     assert "is not a URL" in run(tmp_path, "prefix", "ls", "--url", "nonsense").output
     assert "does not answer" in run(tmp_path, "prefix", "ls", "--url", "http://127.0.0.1:1").output
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_warmed_is_said_in_one_sentence(server: Running, tmp_path
     (tmp_path / "doc.md").write_bytes(b"\xff\xfe")
     assert "is not text in UTF-8" in warm(tmp_path).output
     (tmp_path / "doc.md").write_text("short")
-    assert "there is nothing to keep" in warm(tmp_path).output
+    assert "nothing can be cached" in warm(tmp_path).output
     assert "is not a time" in warm(tmp_path, "--ttl", "soon").output
     assert "key must be the name of an API key" in warm(tmp_path, "--key", "nobody").output
     text = (tmp_path / "deploy.yml").read_text().replace(", admin: true", "")

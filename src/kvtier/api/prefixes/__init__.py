@@ -1,1 +1,1 @@
-"""Prefixes that have names: which blocks they are, where those are, and how they get into the cache."""
+"""Named prefixes: their blocks, where these are, and how they are put into the cache."""

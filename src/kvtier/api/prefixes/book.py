@@ -1,8 +1,8 @@
-"""The names of prefixes, over restarts: a folder with one small file of records, and a file for the rest of each.
+"""Stores named prefixes across restarts: a folder with one small file of records, and a content file for each prefix.
 
-Every file is written beside and renamed, so a process that dies at any moment leaves the book as it was before or as it
-is after. With a key, all of them are encrypted, as blocks on disk are. Any thread: what is in memory is told at once
-(`get`, `note_hit`, names in their order), the rest waits for files.
+Every file is written under another name and then renamed, so a process that dies at any moment leaves the book as it
+was before or after a change. With a key, all files are encrypted, as blocks on disk are. May be called from any thread:
+`get`, `note_hit` and iteration only use memory, all other methods wait for files.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFIXES = 1024
 MAX_ALL_BYTES = 1 << 30
-"""Of the files of all prefixes together."""
+"""Limit for the content files of all prefixes together."""
 _NAMES_FILE = "names.json"
 _ASIDE = "names.damaged-"
-"""Begins the name of a file of names that could not be read. While there is one, no file of a prefix is removed."""
+"""How the name of a records file that could not be read begins. While there is one, no content file is removed."""
 _MAX_NAMES_BYTES = 4 << 20
 _MAX_CONTENT_BYTES = 128 << 20
 _MAX_CACHED = 8
@@ -47,24 +47,24 @@ _VERSION = 1
 
 
 class PrefixBook:
-    """Records by name. Without a folder they are in memory, and end with the process."""
+    """Records by name. Without a folder they are kept in memory until the process ends."""
 
     max_all_bytes = MAX_ALL_BYTES
 
     def __init__(self, folder: Path | None = None, key_file: Path | None = None) -> None:
-        """Raises `ConfigError` for a folder or a key that cannot be used. A file that is damaged is set aside."""
+        """Raises `ConfigError` for a folder or a key that cannot be used. A damaged file is set aside."""
         self._folder = folder
         self._seal = _Seal(None if key_file is None else read_key(key_file))
         self._records: dict[str, PrefixRecord] = {}
         self._contents: OrderedDict[str, PrefixContent] = OrderedDict()
         self._memory = threading.Lock()
-        """Over the records and the contents, never while a file is read or written."""
+        """Protects the records and the contents; never held while a file is read or written."""
         self._files = threading.Lock()
-        """Over a change as a whole: one at a time. Taken before `_memory`."""
+        """Held for a whole change, so changes are made one at a time. Taken before `_memory`."""
         if folder is None:
             return
         try:
-            for each in (folder.parent, folder):  # what is in them tells prompts
+            for each in (folder.parent, folder):  # the files contain prompts
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             names = self._read_names(folder)
             if names is not None:
@@ -77,7 +77,7 @@ class PrefixBook:
         return len(self._records)
 
     def __iter__(self) -> Iterator[PrefixRecord]:
-        """In the order of their names."""
+        """The records in the order of their names."""
         with self._memory:
             records = list(self._records.values())
         return iter(sorted(records, key=lambda record: record.name))
@@ -87,7 +87,7 @@ class PrefixBook:
             return self._records.get(name)
 
     def content(self, record: PrefixRecord) -> PrefixContent | None:
-        """None if its file is gone or damaged."""
+        """The content of a prefix; None if its file is missing or damaged."""
         with self._memory:
             found = self._contents.get(record.file)
             if found is not None:
@@ -106,13 +106,13 @@ class PrefixBook:
             raise ConfigError(f"there are {MAX_PREFIXES} named prefixes already: drop one first")
 
     def add(self, record: PrefixRecord, content: PrefixContent) -> None:
-        """Under its name, in place of what had it. Raises `ConfigError` if the disk, or the book, is full."""
+        """Store a prefix, replacing any of the same name. Raises `ConfigError` if the disk or the book is full."""
         encoded = msgspec.msgpack.encode(content)
         with self._files:
             self.check_room(record.name)
             before = self.get(record.name)
             if len(encoded) > _MAX_CONTENT_BYTES or self._stored_bytes() + len(encoded) > self.max_all_bytes:
-                raise ConfigError("the texts of all named prefixes take too much room: drop one first")
+                raise ConfigError("the texts of all named prefixes together are too large: drop one first")
             if self._folder is None:
                 with self._memory:
                     self._contents[record.file] = content
@@ -123,55 +123,58 @@ class PrefixBook:
                 self._forget(before)
 
     def change(self, record: PrefixRecord, **changes: object) -> PrefixRecord:
-        """What is kept of a prefix. Raises `ConfigError` if it is gone, or cannot be written."""
+        """Change fields of a prefix's record. Raises `ConfigError` if the prefix is gone or cannot be written."""
         with self._files:
             changed = msgspec.structs.replace(self._current(record), **changes)
             self._change(changed, gone=None)
             return changed
 
     def note_hit(self, record: PrefixRecord, at: float) -> None:
-        """A request has named it; in memory only, until the next change or `save`. One that is gone is left alone."""
+        """Count a request that named the prefix, in memory only until the next change or `save`.
+
+        Does nothing if the prefix is gone.
+        """
         with self._memory:
             now = self._records.get(record.name)
             if now is not None and now.file == record.file:
                 self._records[record.name] = msgspec.structs.replace(now, hits=now.hits + 1, last_used=at)
 
     def rename(self, record: PrefixRecord, to: str) -> PrefixRecord:
-        """Raises `ConfigError` if there is another of that name, or if it is gone."""
+        """Raises `ConfigError` if the new name is taken, or if the prefix is gone."""
         with self._files:
             now = self._current(record)
             if to == now.name:
                 return now
             if self.get(to) is not None:
-                raise ConfigError(f"there is a prefix {to} already")
+                raise ConfigError(f"a prefix {to} already exists")
             renamed = msgspec.structs.replace(now, name=to)
             self._change(renamed, gone=now.name)
             return renamed
 
     def remove(self, record: PrefixRecord) -> None:
-        """That prefix, whatever it is called by now, and no other. Raises `ConfigError` if it is gone already."""
+        """Remove this very prefix, even if it was renamed. Raises `ConfigError` if it is already gone."""
         with self._files:
             now = self._current(record)
             self._change(None, gone=now.name)
             self._forget(now)
 
     def save(self) -> None:
-        """Raises `ConfigError` if it cannot be written."""
+        """Write the records. Raises `ConfigError` if that fails."""
         with self._files:
             self._change(None, gone=None)
 
     def _current(self, record: PrefixRecord) -> PrefixRecord:
-        """A prefix is known by its file: a name may have another one by now."""
+        """The current record, found by its file: another prefix may have the name by now."""
         with self._memory:
             found = next((one for one in self._records.values() if one.file == record.file), None)
         if found is None:
-            raise ConfigError(f"the prefix {record.name} was dropped meanwhile")
+            raise ConfigError(f"the prefix {record.name} has been dropped")
         return found
 
     # --- files -------------------------------------------------------------------------------------------------------
 
     def _change(self, record: PrefixRecord | None, *, gone: str | None) -> None:
-        """First in the file, then in memory, where hits may have been noted meanwhile. `_files` is held."""
+        """Change the file, then memory, where hits may have been noted in between. The caller holds `_files`."""
         if self._folder is not None:
             with self._memory:
                 names = _Names(_VERSION, list(self._changed(record, gone).values()))
@@ -204,7 +207,7 @@ class PrefixBook:
         return sum(text.num_characters for text in texts if text is not None)
 
     def _write(self, name: str, data: bytes) -> None:
-        """All of it or nothing, whenever the process or the machine ends."""
+        """Write a file completely or not at all, even if the process or the machine dies."""
         assert self._folder is not None
         beside = self._folder / f"{name}.new"
         try:
@@ -218,7 +221,7 @@ class PrefixBook:
             raise ConfigError(f"the prefixes in {self._folder} cannot be written: {error.strerror}") from error
 
     def _read_names(self, folder: Path) -> list[PrefixRecord] | None:
-        """None where they are not known. What cannot be read is set aside, and taken back once it can be read again."""
+        """The records; None if unknown. An unreadable file is set aside, and used again once it can be read."""
         path = folder / _NAMES_FILE
         try:
             return self._names_in(path).prefixes
@@ -228,7 +231,7 @@ class PrefixBook:
             aside = folder / f"{_ASIDE}{secrets.token_hex(4)}"
             os.replace(path, aside)
             logger.warning(
-                "the names of prefixes cannot be read, and are set aside as %s; no text goes while it is there: %s",
+                "the names of prefixes cannot be read and are set aside as %s; until it is removed, all texts stay: %s",
                 aside.name,
                 str(error),
             )
@@ -236,7 +239,7 @@ class PrefixBook:
             with contextlib.suppress(_Unreadable):
                 names = self._names_in(aside)
                 os.replace(aside, path)
-                logger.warning("the names of prefixes that were set aside as %s can be read again", aside.name)
+                logger.warning("the names of prefixes set aside as %s can be read again", aside.name)
                 return names.prefixes
         return None
 
@@ -246,9 +249,9 @@ class PrefixBook:
         try:
             names = msgspec.json.decode(self._seal.open(data, _NAMES_FILE), type=_Names)
         except (msgspec.MsgspecError, ValueError, RecursionError, InvalidTag) as error:
-            raise _Unreadable(str(error) or "it is damaged, or the key is another one") from error
+            raise _Unreadable(str(error) or "the file is damaged, or was encrypted with another key") from error
         if names.version != _VERSION or len(names.prefixes) > MAX_PREFIXES or len(data) > _MAX_NAMES_BYTES:
-            raise _Unreadable("it is of another version, or too large")
+            raise _Unreadable("the file has another version, or is too large")
         return names
 
     def _read_content(self, path: Path, about: str) -> PrefixContent | None:
@@ -261,7 +264,7 @@ class PrefixBook:
             return None
 
     def _remove_strays(self, folder: Path) -> None:
-        """What a process that died left: files that no name has. Names that were set aside may have them."""
+        """Remove files that a dead process left behind: those of no record, unless records were set aside."""
         known = {f"{record.file}.prefix" for record in self._records.values()}
         has_others = any(folder.glob(f"{_ASIDE}*"))
         for path in folder.iterdir():
@@ -272,11 +275,11 @@ class PrefixBook:
 
 
 class _Unreadable(Exception):
-    """Names that are damaged, or were written with another key."""
+    """A records file that is damaged, or was written with another key."""
 
 
 class _Seal:
-    """Encrypts files if there is a key. What a file is about is part of it, so none stands for another."""
+    """Encrypts files if there is a key. A file's name (`about`) is authenticated, so files cannot be swapped."""
 
     def __init__(self, key: bytes | None) -> None:
         self._aead = None if key is None else Aead(hmac.digest(key, b"kvtier prefixes 1", "sha256"))
@@ -300,5 +303,5 @@ class _Seal:
 
 
 def new_file() -> str:
-    """A name for the file of a new prefix."""
+    """A name for the content file of a new prefix."""
     return secrets.token_hex(16)

@@ -1,6 +1,6 @@
-"""The blocks of prefixes in the cache servers of the models: where they are, kept, dropped. Blocks: call it in threads.
+"""Finds, pins and drops blocks of prefixes in the models' cache servers. Calls block: make them from threads.
 
-Connections last for one call: calls are rare, and a server that is away must not matter in between.
+Each call has a connection of its own: calls are rare, so a server that is away in between does no harm.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY, LIST
 
 _TIMEOUT_S = 30.0
 MEMORY, DISK = "server", "disk"
-"""Tiers, as usage counts tokens by them."""
+"""Names of tiers, as in a request's usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where the blocks of a prefix are: how many are cached at all, how many of those are pinned, and bytes by tier.
+    """Where the blocks of a prefix are: how many are cached in any tier, how many of those are pinned, and bytes by tier.
 
-    `slot_bytes` is what one takes; 0 while the server knows nothing of the namespace.
+    `slot_bytes` is the size of one block's slot; 0 while the server does not know the namespace. `first_absent` is the
+    index of the first block that is not cached.
     """
 
     num_cached: int
@@ -41,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of the level of a cache that lasts longest: what is free, and what can be made free."""
+    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free."""
 
     level: str
     free_bytes: int
@@ -60,12 +61,12 @@ class PrefixCache:
         self._given = address
 
     def namespaces(self) -> list[KnownNamespace]:
-        """Raises a `TierError` while the server does not answer."""
+        """Raises `TierError` while the server does not answer."""
         with self._connect() as client:
             return client.namespaces()
 
     def place(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Placed:
-        """Raises a `TierError` while the server does not answer."""
+        """Raises `TierError` while the server does not answer."""
         with self._connect() as client:
             flags = client.presence(namespace, hashes)
             slot_bytes = self._slot_bytes(client, namespace)
@@ -82,7 +83,7 @@ class PrefixCache:
         )
 
     def room(self) -> Room:
-        """On disk, or in memory where there is none."""
+        """Room on the disk, or in memory without a disk."""
         with self._connect() as client:
             stats = client.stats()
         if stats.get("disk_up"):
@@ -92,7 +93,7 @@ class PrefixCache:
         return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"))
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
-        """Raises `TierRefused` with what was pinned undone, when only a part may be."""
+        """Pin or unpin blocks. Raises `TierRefused` if not all may be pinned; then none is."""
         if not keep:
             with contextlib.suppress(NothingCached), self._opened(namespace) as client:
                 return client.unpin(hashes)
@@ -111,18 +112,18 @@ class PrefixCache:
         return 0
 
     def use(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
-        """Blocks count as used once more: a server that stores what is used again stores them. Waits for the disk."""
+        """Count a use of the blocks, for servers that only store reused blocks. Waits for the disk."""
         with self._opened(namespace) as client:
             client.match_lazily(hashes).release()
             client.flush()
 
     @contextmanager
     def _opened(self, namespace: Namespace) -> Iterator[CacheClient]:
-        """With the namespace in use. Raises `NothingCached` if the server knows nothing of it."""
+        """A client that uses the namespace. Raises `NothingCached` if the server does not know it."""
         with self._connect() as client:
             known = _find(client.namespaces(), namespace)
         if known is None:
-            raise NothingCached("the cache has no blocks of this model as it is now")
+            raise NothingCached("the cache has no blocks of this model in its present form")
         with self._connect(known) as client:
             yield client
 

@@ -1,6 +1,6 @@
-"""The named prefixes of a deployment: listed, warmed, kept, dropped, and put before the messages of requests.
+"""The named prefixes of a deployment: lists, warms, pins and drops them, and puts their text before requests' messages.
 
-One event loop. Files of the book are read and written in threads, and cache servers are asked in others.
+One event loop. The book's files are read and written in threads; other threads ask the cache servers.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _Result = TypeVar("_Result")
 _LOOK_EVERY_S = 10.0
 _SAVE_EVERY_S = 30.0
 _LISTED_S = 2.0
-"""What a listing says is at most this old."""
+"""Maximum age of the values in a listing."""
 _STORED_S = 60.0
 _STORED_LOOK_S = 0.05
 _TRIES = 3
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix as it is shown; without a name, all that is cached of a namespace.
+    """A prefix as clients see it; without a name, all cached blocks of a namespace.
 
-    `pinned_blocks` is what the cache says, or None while it does not answer. `is_pinned`: the name has a pin, and the
-    cache keeps all of its blocks for it, as far as that is known.
+    `pinned_blocks` is the cache's count, or None while the cache does not answer. `is_pinned`: the name has a pin, and
+    the cache keeps all of its blocks for it, as far as that is known.
     """
 
     name: str | None
@@ -98,7 +98,7 @@ class Prefixes:
         clock: Callable[[], float] = time.time,
         pace: Pace = DEFAULT_PACE,
     ) -> None:
-        """`caches` are by the names of the models that use them."""
+        """`caches` has the cache server of each model, by the model's name."""
         self._engines = engines
         self._book = book
         self._caches = caches
@@ -106,10 +106,10 @@ class Prefixes:
         self.pace = pace
         self._threads = ThreadPoolExecutor(4, "kvtier-prefix")
         self._readers = ThreadPoolExecutor(2, "kvtier-prefix-book")
-        """A cache server that does not answer must not keep requests from the text that they name."""
+        """Separate threads, so that requests get the text of their prefix even if a cache server hangs."""
         self._warming = asyncio.Lock()
         self._changing = asyncio.Lock()
-        """Over each change of a name and its pins, which waits for a cache server in between."""
+        """Held for each change of a name and its pins, which waits for a cache server in between."""
         self._placed: dict[tuple[str, str], tuple[float, Placed]] = {}
         self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (0.0, [])
         self._is_noted = False
@@ -130,10 +130,10 @@ class Prefixes:
         for threads in (self._threads, self._readers):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     async def listed(self, tenant: Tenant, limit: int) -> tuple[list[Prefix], bool]:
-        """Prefixes that `tenant` may see, and for an admin what each namespace has; whether there are more."""
+        """Prefixes that `tenant` may see, and for an admin the blocks of each namespace; and whether there are more."""
         found = [record for record in self._book if self._may_see(record, tenant)]
         shown = [await self.shown(record) for record in found[:limit]]
         if not tenant.is_admin:
@@ -162,7 +162,7 @@ class Prefixes:
         )
 
     def served(self) -> list[dict[str, str]]:
-        """The cache server of each model that has one and runs, and the namespace that its engines use."""
+        """The cache server of each running model that has one, and the namespace that its engines use."""
         return [
             {"model": model.name, "namespace": model.hello.namespace, "address": self._caches[model.name].address}
             for model in self._engines.models
@@ -170,28 +170,28 @@ class Prefixes:
         ]
 
     def find(self, name: str, tenant: Tenant) -> PrefixRecord:
-        """Raises a `HttpError` for one that is not there, or not for this tenant."""
+        """Raises `HttpError` for a prefix that does not exist, or is hidden from this tenant."""
         record = self._book.get(name)
         if record is None or not self._may_see(record, tenant):
             raise HttpError(404, f"there is no prefix called {name[:128]!r} here", "prefix_not_found", "prefix")
         return record
 
     async def content(self, record: PrefixRecord) -> PrefixContent:
-        """Raises a `HttpError` if its file is gone."""
+        """Raises `HttpError` if the prefix's content file is gone."""
         found = await self._in_book(lambda: self._book.content(record))
         if found is None:
-            raise HttpError(409, f"what was kept of the prefix {record.name} is gone: warm it again", "prefix_lost")
+            raise HttpError(409, f"the content of the prefix {record.name} is lost: warm it again", "prefix_lost")
         return found
 
     def cache_of(self, record: PrefixRecord) -> PrefixCache:
-        """Raises a `HttpError` if its model has none, or is gone."""
+        """Raises `HttpError` if the prefix's model has no cache server, or is no longer served."""
         cache = self._caches.get(record.model)
         if cache is None:
-            raise HttpError(409, f"the prefix {record.name} is of {record.model}, which has no cache here", "no_cache")
+            raise HttpError(409, f"the model {record.model} of the prefix {record.name} has no cache", "no_cache")
         return cache
 
     def cache_for(self, model: ServedModel) -> PrefixCache:
-        """Raises a `HttpError` for a model without one."""
+        """Raises `HttpError` for a model without a cache server."""
         cache = self._caches.get(model.name)
         if cache is None:
             sentence = f"the model {model.name} has no cache server: give the deployment a cache"
@@ -201,7 +201,7 @@ class Prefixes:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     async def pin(self, record: PrefixRecord, *, keep: bool) -> Prefix:
-        """Raises a `HttpError` with the cache's own sentence if it refuses."""
+        """Pin or unpin the prefix. Raises `HttpError` with the cache's own sentence if it refuses."""
         async with self._changing:
             cache, hashes = self.cache_of(record), (await self.content(record)).hashes
             if not keep:
@@ -213,7 +213,7 @@ class Prefixes:
         return await self.shown(changed)
 
     async def drop(self, record: PrefixRecord) -> int:
-        """Forget the name, and its blocks, but for those that other prefixes begin with. Returns how many blocks."""
+        """Drop the name and its blocks, except for those that other prefixes share. Returns how many were dropped."""
         async with self._changing:
             cache = self._caches.get(record.model)
             content = await self._in_book(lambda: self._book.content(record))
@@ -226,18 +226,18 @@ class Prefixes:
         return count
 
     async def rename(self, record: PrefixRecord, name: str) -> Prefix:
-        """Raises a `HttpError` if the name is taken."""
+        """Raises `HttpError` if the name is taken."""
         async with self._changing:
             renamed = await self._in_book(lambda: self._book.rename(record, name))
         return await self.shown(renamed)
 
     async def add(self, record: PrefixRecord, content: PrefixContent) -> Prefix:
-        """A prefix whose blocks are in the cache already, as after an import."""
+        """Add a prefix whose blocks are already in the cache, such as after an import."""
         async with self._changing:
             before = self._book.get(record.name)
             if before is not None:
                 with contextlib.suppress(KvtierError, HttpError):
-                    await self._let_go(before)
+                    await self._unpin(before)
             if record.is_pinned:
                 cache = self.cache_of(record)
                 await self._ask(lambda: cache.pin(record.namespace_bytes, content.hashes, keep=True))
@@ -246,18 +246,20 @@ class Prefixes:
         return await self.shown(record)
 
     async def end_expired(self) -> None:
-        """Names whose time is over go, and what was pinned for them is not any more. Called now and then."""
+        """Remove expired names and unpin their blocks. Called periodically."""
         for record in filter(self._is_expired, self._book):
             try:
                 await self._end(record.name)
-            except (KvtierError, HttpError) as error:  # the cache does not answer, say: at the next look
-                self._warnings.warning(record.name, "the prefix %s has expired, and stays: %s", record.name, str(error))
+            except (KvtierError, HttpError) as error:  # such as a cache that does not answer: tried again later
+                self._warnings.warning(
+                    record.name, "the prefix %s has expired but could not be removed: %s", record.name, str(error)
+                )
 
     async def warm(self, order: WarmOrder, prompts: Sequence[ChatPrompt]) -> AsyncGenerator[Progress | Prefix, None]:
-        """What has been done, and at last the prefix. Raises a `HttpError` or a `KvtierError` with one sentence.
+        """Yields progress, and at the end the prefix. Raises `HttpError` or `KvtierError` with one sentence.
 
-        `prompts` are chats that begin with the text and differ in their questions. One prefix is warmed at a time. What
-        was computed of one that is broken off stays cached, without a name.
+        `prompts` are chats that begin with the text and differ in their questions. One prefix is warmed at a time. If
+        warming is aborted, the blocks computed so far stay cached, without a name.
         """
         cache = self.cache_for(order.model)
         await self._in_book(lambda: self._book.check_room(order.name))
@@ -302,7 +304,7 @@ class Prefixes:
         hashes: list[BlockHash],
         salt: str,
     ) -> AsyncGenerator[Progress, None]:
-        """Until all of `hashes` are in the cache."""
+        """Compute blocks until all of `hashes` are in the cache. Raises `HttpError` if the cache does not keep them."""
         block_tokens = len(tokens) // len(hashes)
         warming = Warming(self._engines, order.model, tokens, salt, self.pace)
         placed = await self._ask(lambda: cache.place(namespace, hashes))
@@ -317,11 +319,11 @@ class Prefixes:
             placed = await self._until_stored(cache, namespace, hashes)
         if placed.num_cached < len(hashes):
             kept = f"{placed.num_cached} of {len(hashes)} blocks of {order.name}"
-            raise HttpError(507, f"the cache has kept {kept}: it has too little room", "cache_full")
+            raise HttpError(507, f"the cache kept only {kept}: it has too little room", "cache_full")
         await self._ask(lambda: cache.use(namespace, hashes))
 
     async def _until_stored(self, cache: PrefixCache, namespace: Namespace, hashes: list[BlockHash]) -> Placed:
-        """Engines store behind their steps: wait for that, as long as there is progress."""
+        """Wait for the engines, which store in the background, for as long as there is progress."""
         deadline = time.monotonic() + _STORED_S
         placed = await self._ask(lambda: cache.place(namespace, hashes))
         while placed.num_cached < len(hashes) and time.monotonic() < deadline:
@@ -333,21 +335,21 @@ class Prefixes:
         return placed
 
     async def _check_room(self, order: WarmOrder, cache: PrefixCache, placed: Placed, num_blocks: int) -> None:
-        """Raises a `HttpError` if it can never fit, or, unless forced, if blocks that requests have left would go."""
+        """Raises `HttpError` if the prefix can never fit, or, unless forced, if it would evict blocks of requests."""
         slot_bytes = placed.slot_bytes or self._slot_bytes(order.model)
         needed, whole = (num_blocks - placed.num_cached) * slot_bytes, num_blocks * slot_bytes
         if not needed:
             return
         room = await self._ask(cache.room)
         if whole > room.usable_bytes:
-            sentence = f"{order.name} needs {format_size(whole)}, and the cache has {format_size(room.usable_bytes)}"
+            sentence = f"{order.name} needs {format_size(whole)}, the cache has {format_size(room.usable_bytes)}"
             raise HttpError(507, sentence, "cache_full")
         if needed > room.free_bytes and not order.force:
             evicted, free = format_size(needed - max(0, room.free_bytes)), format_size(max(0, room.free_bytes))
             raise HttpError(
                 409,
-                f"{order.name} needs {format_size(needed)} and {free} of the {room.level} is free: {evicted} of blocks "
-                "that requests have left there would be evicted for it; force it if it is worth more (--force)",
+                f"{order.name} needs {format_size(needed)}, but only {free} of the {room.level} is free: {evicted} of "
+                "blocks from requests would be evicted; use --force if the prefix is worth it",
                 "would_evict",
                 "force",
             )
@@ -356,13 +358,13 @@ class Prefixes:
         hello = model.hello
         return 0 if hello is None or not hello.num_blocks else slot_bytes_of(hello.kv_bytes // hello.num_blocks)
 
-    # --- requests that name one --------------------------------------------------------------------------------------
+    # --- requests that name a prefix ---------------------------------------------------------------------------------
 
     async def before(self, name: str, model: str, prompt: Prompt | EncodedPrompt, tenant: Tenant) -> ChatPrompt:
-        """The conversation with the text of the prefix before it. Raises a `HttpError` if that cannot be."""
+        """The conversation with the text of the prefix before it. Raises `HttpError` if the two do not fit."""
         record = self.find(name, tenant)
         if record.model != model:
-            raise _wrong(f"the prefix {name} is of the model {record.model}, not of {model}")
+            raise _wrong(f"the prefix {name} belongs to the model {record.model}, not to {model}")
         text = (await self.content(record)).text
         if text is None:
             raise _wrong(f"the prefix {name} was imported without its text: send the document itself")
@@ -370,12 +372,12 @@ class Prefixes:
             encoded = prompt.encoded
             prompt = await self._in_thread(lambda: decode_prompt(encoded))
         if not isinstance(prompt, ChatPrompt):
-            raise _wrong("prefix is for conversations")
+            raise _wrong("prefix is supported in conversations only")
         first = prompt.messages[0]
         if first.role != "user":
             raise _wrong(
-                f"with prefix the first message must be the user's, not one of the role {first.role[:32]!r}: a system "
-                "message is given when the prefix is warmed"
+                f"with prefix the first message must have the role user, not {first.role[:32]!r}: a system message is "
+                "part of the prefix, given when it is warmed"
             )
         self._book.note_hit(record, self._clock())
         self._is_noted = True
@@ -386,11 +388,11 @@ class Prefixes:
     # --- private -----------------------------------------------------------------------------------------------------
 
     def _may_see(self, record: PrefixRecord, tenant: Tenant) -> bool:
-        """An admin sees all; others what is of their own salt."""
+        """An admin sees all prefixes; other tenants see those of their own salt."""
         return tenant.is_admin or record.root == salted_root(record.namespace_bytes, salt_of(tenant, "")).hex()
 
     async def _place(self, record: PrefixRecord) -> Placed | None:
-        """None while the cache does not answer, or there is none."""
+        """Where the prefix's blocks are; None without a cache server that answers."""
         cache = self._caches.get(record.model)
         key, now = (record.namespace, record.file), time.monotonic()
         known = self._placed.get(key)
@@ -408,7 +410,7 @@ class Prefixes:
         return None
 
     async def _namespaces(self) -> list[tuple[str, KnownNamespace]]:
-        """What the caches of the models have, each with the model whose engines use it now, or nothing."""
+        """The namespaces in the models' caches, each with the model that uses it now, or its own name."""
         asked_at, found = self._listed
         if time.monotonic() - asked_at < _LISTED_S:
             return found
@@ -421,8 +423,8 @@ class Prefixes:
         self._listed = (time.monotonic(), found)
         return found
 
-    async def _let_go(self, record: PrefixRecord) -> None:
-        """Its blocks are not pinned any longer. Raises a `KvtierError` while the cache does not answer."""
+    async def _unpin(self, record: PrefixRecord) -> None:
+        """Unpin the prefix's blocks. Raises `KvtierError` while the cache does not answer."""
         cache = self._caches.get(record.model)
         if not record.is_pinned or cache is None:
             return
@@ -431,13 +433,13 @@ class Prefixes:
             return
         hashes = await self._own(record, content.hashes, among=[one for one in self._book if one.is_pinned])
         if hashes:
-            with contextlib.suppress(TierRefused):  # it has none of these blocks any more
+            with contextlib.suppress(TierRefused):  # the cache no longer has these blocks
                 await self._in_thread(lambda: cache.pin(record.namespace_bytes, hashes, keep=False))
 
     async def _own(
         self, record: PrefixRecord, hashes: list[BlockHash], *, among: Iterable[PrefixRecord]
     ) -> list[BlockHash]:
-        """Those that no other prefix `among` these has: chains that share blocks share their beginning."""
+        """The hashes that no other prefix in `among` has: chains that share blocks share their beginning."""
         others = [other for other in among if other.file != record.file and other.first == record.first]
 
         def num_shared() -> int:
@@ -447,7 +449,7 @@ class Prefixes:
         return hashes[await self._in_book(num_shared) :]
 
     async def _look_after(self) -> None:
-        """Prefixes end with their time, and hits are written down."""
+        """Remove expired prefixes and save hits, periodically."""
         while True:
             await self.end_expired()
             try:
@@ -464,8 +466,8 @@ class Prefixes:
         async with self._changing:
             record = self._book.get(name)
             if record is None or not self._is_expired(record):
-                return  # it was dropped, or warmed once more
-            await self._let_go(record)
+                return  # it was dropped, or warmed again
+            await self._unpin(record)
             await self._in_book(lambda: self._book.remove(record))
         logger.info("the prefix %s has expired", name)
 
@@ -476,7 +478,7 @@ class Prefixes:
             await self._in_book(self._book.save)
 
     async def _ask(self, work: Callable[[], _Result]) -> _Result:
-        """What a cache says. Raises a `HttpError` if it does not answer, or refuses."""
+        """Ask a cache in a thread. Raises `HttpError` if it does not answer or refuses."""
         try:
             return await self._in_thread(work)
         except KvtierError as error:
@@ -486,7 +488,7 @@ class Prefixes:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _in_book(self, work: Callable[[], _Result]) -> _Result:
-        """Raises a `HttpError` with the book's own sentence if it refuses."""
+        """Call the book in a thread. Raises `HttpError` with the book's own sentence if it refuses."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, work)
         except ConfigError as error:

@@ -1,8 +1,9 @@
-"""How a prefix gets into the cache: what is absent is computed piece by piece, while the model has nothing else to do.
+"""Puts a prefix into the cache: computes absent blocks piece by piece, while the model is idle.
 
-A piece is the prompt up to a place; all before it is cached by then. Traffic comes first: the next piece waits until
-the model's engines are idle, but no longer than `patience_s`, so a busy model is warmed too, slowly. Pieces grow as
-long as they take less than `piece_s`: a request that comes in the middle of one waits no longer than that.
+Each piece is a request for a longer beginning of the prompt, all of which but the new tokens is cached by then.
+Traffic has priority: the next piece waits until the model's engines are idle, but no longer than `patience_s`, so
+even a busy model is warmed, slowly. Pieces grow while they take less than `piece_s`, which limits the delay of a
+request that arrives during a piece.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COMPLETE = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How warming gives way to traffic."""
+    """How warming yields to traffic."""
 
     patience_s: float = 1.0
     piece_s: float = 0.25
@@ -39,7 +40,7 @@ DEFAULT_PACE = Pace()
 
 
 async def common_tokens(engines: Engines, model: ServedModel, prompts: Sequence[ChatPrompt]) -> list[int]:
-    """The tokens that all of `prompts` begin with: chats that differ in their questions alone."""
+    """The tokens that all of `prompts`, chats that differ in their questions alone, begin with."""
     common: list[int] | None = None
     for prompt in prompts:
         tokens = await engines.tokenize(model, prompt)
@@ -48,7 +49,7 @@ async def common_tokens(engines: Engines, model: ServedModel, prompts: Sequence[
 
 
 def _num_common(ours: list[int], theirs: list[int]) -> int:
-    """By halves: whole lists are compared faster than tokens one by one."""
+    """The length of the common beginning. A binary search: slices are compared faster than single tokens."""
     low, high = 0, min(len(ours), len(theirs))
     while low < high:
         middle = (low + high + 1) // 2
@@ -60,7 +61,7 @@ def _num_common(ours: list[int], theirs: list[int]) -> int:
 
 
 class Warming:
-    """One prefix on its way into the cache. `tokens` are those of its full blocks."""
+    """The warming of one prefix. `tokens` are those of its full blocks."""
 
     def __init__(self, engines: Engines, model: ServedModel, tokens: list[int], salt: str, pace: Pace) -> None:
         self._engines = engines
@@ -71,7 +72,7 @@ class Warming:
         self._params = msgspec.Raw(encode_part(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)))
 
     async def compute(self, first: int, request_id: str) -> AsyncGenerator[int, None]:
-        """Compute tokens from `first` on; yields how many are done. Raises as a request for an answer does."""
+        """Compute the tokens from `first` on; yields the number of tokens done. Raises as any request."""
         done, step = first, self._pace.first_tokens
         number = 0
         while done < len(self._tokens):
@@ -92,7 +93,7 @@ class Warming:
         return min(self._pace.most_tokens, 2 * step) if took_s < self._pace.piece_s / 2 else step
 
     async def _wait_for_idleness(self) -> bool:
-        """False when the engines have had requests all the time."""
+        """Wait until the engines are idle; False if they were busy until the deadline."""
         deadline = time.monotonic() + self._pace.patience_s
         while any(connection.num_requests for connection in self._model.connections):
             if time.monotonic() >= deadline:
@@ -107,21 +108,21 @@ class Warming:
         try:
             async for _, piece in answers.pieces():
                 if piece.completion is not None and piece.completion.finish_reason not in _COMPLETE:
-                    raise AnswerFailed("the engine failed at these documents; its log has more")
+                    raise AnswerFailed("the engine failed on these documents: see its log")
         finally:
             answers.close()
 
 
 def check_tokens(tokens: Sequence[int], model: ServedModel) -> int:
-    """How many full blocks they are. Raises a `RequestError` for too few or many, `EngineAway` without an engine."""
+    """The number of full blocks. Raises `RequestError` for too few or many tokens, `EngineAway` without an engine."""
     hello = model.hello
     if hello is None:
         raise EngineAway(f"the model {model.name} is starting")
     if len(tokens) < hello.block_tokens:
         raise RequestError(
-            f"the documents have {len(tokens)} tokens, and a block has {hello.block_tokens}: there is nothing to keep"
+            f"the documents have {len(tokens)} tokens, less than a block of {hello.block_tokens}: nothing can be cached"
         )
     if len(tokens) >= hello.max_model_len:
         most = hello.max_model_len - 1
-        raise RequestError(f"the documents have {len(tokens)} tokens, and {model.name} takes prompts of {most} at most")
+        raise RequestError(f"the documents have {len(tokens)} tokens, but {model.name} takes prompts of at most {most}")
     return len(tokens) // hello.block_tokens

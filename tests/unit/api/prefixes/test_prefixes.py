@@ -125,7 +125,7 @@ def test_a_prefix_whose_blocks_no_cache_has_any_more_ends_all_the_same(tmp_path:
     async def act(kept: Kept) -> None:
         await kept.add("pinned", is_pinned=True, expires_at=1010.0)
         kept.clock.now = 1020.0
-        kept.cache.error = TierRefused("the cache has no blocks of this model as it is now")
+        kept.cache.error = TierRefused("the cache has no blocks of this model in its present form")
         await kept.prefixes.end_expired()
         assert kept.names() == []
 
@@ -150,7 +150,7 @@ def test_a_prefix_that_gets_a_name_while_its_last_owner_is_dropped_keeps_it(tmp_
         await dropping
         after = await adding
         assert list(kept.book) == [after]
-        with pytest.raises(HttpError, match="was dropped meanwhile"):
+        with pytest.raises(HttpError, match="has been dropped"):
             await kept.prefixes.drop(before)
         assert list(kept.book) == [after]
 
