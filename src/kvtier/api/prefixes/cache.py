@@ -27,7 +27,7 @@ MEMORY, DISK = "server", "disk"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where the blocks of a prefix are: how many are cached in any tier, how many of those are pinned, and bytes by tier.
+    """Where the blocks of a prefix are: how many are cached in any tier, how many of these are pinned, bytes by tier.
 
     `slot_bytes` is the size of one block's slot; 0 while the server does not know the namespace. `first_absent` is the
     index of the first block that is not cached.
