@@ -148,6 +148,20 @@ _BY_RESULT = [
         },
     ),
     (
+        "The same with `whole_prompts`",
+        "h200_vllm_whole_prompts",
+        {
+            "vllm_ttft_30k_kvtier_over_native": "30,000 tokens, GPU cache emptied: first token, over vLLM's offloading",
+            "vllm_ttft_30k_reset_ms": "30,000 tokens, GPU cache emptied: first token, ms",
+            "vllm_restart_ttft_30k_ms": "30,000 tokens after a restart of vLLM: first token, ms",
+            "vllm_host_hit_n2": "10 prompts of 10,240 tokens, 2 out, GPU cache emptied: requests/s",
+            "vllm_own_hit_over_plain": "a hit in vLLM's own cache: first token, over vLLM without the plug-in",
+            "vllm_disk_of_raw": "disk hit after both restarted, of the disk's raw read rate",
+            "vllm_decode_p99_growth": "p99 between tokens beside loads, over p99 beside hits in vLLM's own cache",
+            "vllm_same_tokens": "share of single requests that get the tokens of vLLM's own hit",
+        },
+    ),
+    (
         "Ten starts of vLLM with the plug-in on an H200, each with a new server of 64 GiB",
         "h200_vllm_starts",
         {"vllm_starts": "engines that started, answered and hit after a reset"},

@@ -142,10 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.repeats is not None:
         size = replace(size, repeats=arguments.repeats)
     folder = Path(arguments.folder or tempfile.mkdtemp(prefix="kvtier-vllm-gpu-"))
-    result = Result("vllm.test_gpu", _settings(size, arguments.parts))
+    settings = {**_settings(size, arguments.parts), "whole_prompts": arguments.whole_prompts}
+    result = Result("vllm.test_gpu", settings)
     bars = {name: bar for part in arguments.parts for name, bar in BARS[part].items()}
     try:
-        stand = GpuStand(size, folder, result)
+        stand = GpuStand(size, folder, result, whole_prompts=arguments.whole_prompts)
         for part in arguments.parts:
             started_at = time.monotonic()
             console.rule(part)
@@ -193,8 +194,9 @@ def _device_name() -> str:
 class GpuStand:
     """Models, servers and engines of one size, and where their results go."""
 
-    def __init__(self, size: Size, folder: Path, result: Result) -> None:
+    def __init__(self, size: Size, folder: Path, result: Result, *, whole_prompts: bool = False) -> None:
         self.size = size
+        self.whole_prompts = whole_prompts
         self.folder = folder
         self.result = result
 
@@ -229,7 +231,7 @@ class GpuStand:
         transfer = None
         if server is not None:
             transfer = kvtier_transfer(server.unix, connector=connector[0], module=connector[1])
-            transfer["kv_connector_extra_config"]["always_load"] = always_load
+            transfer["kv_connector_extra_config"] |= {"always_load": always_load, "whole_prompts": self.whole_prompts}
         settings = {
             "dtype": self.size.dtype,
             "block_size": self.size.page_tokens,
@@ -592,6 +594,7 @@ PART: dict[str, Callable[[GpuStand], None]] = {
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless told")
+    parser.add_argument("--whole-prompts", action="store_true", help="with the plug-in's setting of this name")
     parser.add_argument("--repeats", type=int, help="how often each thing is measured (5)")
     parser.add_argument("--small", action="store_true", help="a small model on a CPU, to try this program")
     parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")

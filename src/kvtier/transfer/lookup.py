@@ -22,7 +22,6 @@ from kvtier.tiers.tier import Tier
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load import Span
-from kvtier.transfer.quick_turns import QUICK_TURNS
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +90,8 @@ class Lookup:
 
     describe: Callable[[], Described]
     """Called on a thread. If it raises, the prompt cannot be cached; the error says why."""
+    num_computed_last: int = 1
+    """Tokens at the end of the prompt that the engine computes in any case; they are not looked up."""
     first: int = 0
     """The block from which the tier was asked."""
     num_tokens: int = 0
@@ -161,15 +162,12 @@ class Lookups:
     # --- the scheduler's thread ---------------------------------------------------------------------------------------
 
     def begin(self, lookup: Lookup, num_tokens: int, first: int = 0, to_release: Sequence[Lease] = ()) -> None:
-        """Look up the full blocks from `first` on of a prompt of `num_tokens`, without the block of its last token."""
+        """Look up the full blocks from `first` on of a prompt of `num_tokens`."""
         self._lookups[lookup] = None
         lookup.first, lookup.found_end, lookup.num_tokens = first, first, num_tokens
         asks = self._decision.is_match_worth_it(first, num_tokens // self._tier.layout.block_tokens)
         lookup.asked_at = time.monotonic()
-        matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
-        lookup.matching = matching
-        QUICK_TURNS.begin()
-        matching.add_done_callback(lambda _: QUICK_TURNS.end())  # also if it is cancelled
+        lookup.matching = self._threads.submit(self._match, lookup, num_tokens, first, asks, to_release)
 
     def begin_again(self, lookup: Lookup, num_tokens: int, first: int) -> None:
         """What was or will be found is useless: look from another block on."""
@@ -295,7 +293,7 @@ class Lookups:
         searched = Searched(EmptyLease(MatchEnd.SLOWER), first, [], MatchEnd.SLOWER)
         if asks:
             self._tier.learn(prompt.hashes)
-            searched = self._search(prompt.hashes, first, num_tokens - 1, self._timeout_s)
+            searched = self._search(prompt.hashes, first, num_tokens - lookup.num_computed_last, self._timeout_s)
         return _Found(prompt, searched, time.monotonic() - started_at)
 
 

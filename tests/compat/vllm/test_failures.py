@@ -278,6 +278,29 @@ def test_noise_in_the_disk_store_is_caught_and_computed_again(tmp_path: Path, ex
     assert [answer.num_cached for answer in again] == [288] * len(_PROMPTS)
 
 
+def test_a_prompt_of_full_pages_with_noise_in_it_is_computed_where_it_is_lost(tmp_path: Path) -> None:
+    prompts = [prompt[:288] for prompt in _PROMPTS]
+    whole = answers_without_cache(model_folder(), prompts)
+    options = ("--folder", str(tmp_path / "cache"), "--disk", "64MiB")
+    with (
+        cache_server(*options, folder=tmp_path) as server,
+        engine(model_folder(), server.unix, settings={"whole_prompts": True}) as llm,
+    ):
+        ask(llm, prompts)
+        for prompt in prompts:
+            wait_until_stored(server.unix, prompt, count=288)
+    add_noise(tmp_path / "cache" / "blocks.kvtier")
+
+    with (
+        cache_server(*options, folder=tmp_path) as server,
+        engine(model_folder(), server.unix, settings={"whole_prompts": True}) as llm,
+    ):
+        answers = [ask_one(llm, prompt) for prompt in prompts]
+
+    assert [answer.tokens for answer in answers] == whole
+    assert min(answer.num_cached for answer in answers) < 288
+
+
 def _store_all(llm: LLM, server: ServerProcess) -> None:
     """Everything is in the server, and nothing in vLLM's own prefix cache."""
     ask(llm, _PROMPTS)

@@ -26,7 +26,7 @@ _PROMPT = tokens_of(300)
 
 
 def _whole_pages(num_tokens: int, page_tokens: int) -> int:
-    """What of a prompt can be a hit at least: never its last token."""
+    """What of a prompt can be a hit at least."""
     return (num_tokens - 1) // page_tokens * page_tokens
 
 
@@ -48,6 +48,26 @@ def test_answers_are_those_without_the_plug_in_and_after_a_reset_the_prefix_come
     assert (cold.tokens, cold.num_cached) == (expected, 0)
     assert warm.tokens == expected
     assert _whole_pages(300, page_tokens) <= warm.num_cached < 300
+
+
+@pytest.mark.parametrize("page_tokens", [32, 128])
+def test_a_prompt_of_full_pages_is_loaded_whole_and_goes_on_as_without_the_plug_in(
+    server: ServerProcess, page_tokens: int
+) -> None:
+    prompt = tokens_of(256)
+    longer = prompt + tokens_of(40, seed=2)
+    expected = answers_without_cache(model_folder(), [prompt, longer], page_tokens=page_tokens)
+
+    settings = {"whole_prompts": True}
+    with engine(model_folder(), server.unix, page_tokens=page_tokens, settings=settings) as llm:
+        ask_one(llm, prompt)
+        wait_until_stored(server.unix, prompt, count=256)
+        forget_prefixes(llm)
+        loaded, own, continued = ask_one(llm, prompt), ask_one(llm, prompt), ask_one(llm, longer)
+
+    assert (loaded.tokens, loaded.num_cached) == (expected[0], 256)
+    assert (own.tokens, own.num_cached) == (expected[0], 256 - page_tokens)
+    assert (continued.tokens, continued.num_cached) == (expected[1], 256)
 
 
 def test_a_new_engine_on_the_same_server_hits(server: ServerProcess) -> None:

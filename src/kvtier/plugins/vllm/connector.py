@@ -60,6 +60,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._settings = read_settings(transfer.kv_connector_extra_config)
+        if self._settings.whole_prompts and vllm_config.speculative_config is not None:
+            raise ConfigError("kvtier: whole_prompts does not go with speculative decoding: leave one of them out")
         self._config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

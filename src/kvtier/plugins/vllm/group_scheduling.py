@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import CacheClient
@@ -54,6 +55,10 @@ class GroupSchedulerSide(SchedulerSide):
     def bind(self, pool: BlockPool) -> None:
         super().bind(pool)
         self._pins.bind(pool)
+
+    def _loads_whole(self, request: Request) -> bool:
+        """Never: states at the end of a prompt already include its last token."""
+        return False
 
     def _search_in(self, tier: Tier, identity: Identity) -> Search:
         return GroupSearch(tier, identity.block_groups)

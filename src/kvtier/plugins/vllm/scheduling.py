@@ -45,6 +45,7 @@ from kvtier.transfer.hit_places import tokens_by_tier
 from kvtier.transfer.known_prefixes import KnownPrefixes
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.lookup import Described, Lookup, Lookups, Search, hashed_gently
+from kvtier.transfer.quick_turns import QUICK_TURNS
 from kvtier.transfer.shared_stores import SharedStores
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class SchedulerSide:
         self._lookups = Lookups(tier, self._decision, self._threads, timeout_s=settings.timeout_s, search=search)
         self._steps = StepTimes(self._decision.speeds)
         self._explainer = Explainer(client, identity)
+        # vLLM reads and hashes requests on a thread, which would keep this one from the GIL for 5 ms at a time.
+        QUICK_TURNS.begin()
 
     def bind(self, pool: BlockPool) -> None:
         """Note the pool of vLLM's own prefix cache."""
@@ -146,7 +149,9 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return  # embeddings cannot be hashed
-        lookup = Lookup(functools.partial(self._describe, request))
+        lookup = Lookup(
+            functools.partial(self._describe, request), num_computed_last=0 if self._loads_whole(request) else 1
+        )
         tracked = Tracked(request, lookup)
         self._tracked[request.request_id] = tracked
         num_own_tokens = self._own.num_tokens(request)
@@ -334,6 +339,7 @@ class SchedulerSide:
         return self._events.take()
 
     def close(self) -> None:
+        QUICK_TURNS.end()
         if self._events is not None:
             self._events.close()
         self._lookups.close()
@@ -361,8 +367,15 @@ class SchedulerSide:
             return None
         return salted_root(self._namespace, self._salts.of(request))
 
+    def _loads_whole(self, request: Request) -> bool:
+        """Whether the last token may be loaded: vLLM then computes that token alone, as a decode."""
+        return self._settings.whole_prompts and request.pooling_params is None  # pooling needs every token's output
+
     def _can_load_from(self, request: Request, num_tokens: int) -> bool:
-        """Whether a load could extend this many tokens: the last token is always computed."""
+        """Whether a load could extend this many tokens.
+
+        It is not worth a load that vLLM's own cache never has the last page of a prompt.
+        """
         return (request.num_tokens - 1) // self._unit_tokens * self._unit_tokens > num_tokens
 
     def _look(self, tracked: Tracked, num_own_tokens: int) -> None:
@@ -417,8 +430,9 @@ class SchedulerSide:
             self._events.note(tracked.request, pages, tracked.lookup.hashes, first, end)
 
     def _end_token(self, tracked: Tracked) -> int:
-        """The end of the load: at a page boundary, before the last token, which vLLM computes."""
-        end = min(tracked.lookup.end * self._block_tokens, tracked.request.num_tokens - 1)
+        """The end of the load, at a page boundary."""
+        lookup = tracked.lookup
+        end = min(lookup.end * self._block_tokens, tracked.request.num_tokens - lookup.num_computed_last)
         return end // self._unit_tokens * self._unit_tokens
 
     def _in_memory(self, tracked: Tracked, num_external_tokens: int) -> int:

@@ -171,12 +171,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class ConnectorSettings(ServerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`store`: prompts and answers ("all"), or prompts only. A scheduler waits at most `match_timeout_s` for a prompt's
-    match, and then computes it. With `always_load`, cached blocks are loaded even if computing them looks faster.
+    match, and then computes it. With `always_load`, cached blocks are loaded even if computing them looks faster. With
+    `whole_prompts`, a prompt of full pages is loaded with its last page, which vLLM's own cache would compute again.
     """
 
     match_timeout_s: float = 0.25
     store: Literal["all", "prompt"] = "all"
     always_load: bool = False
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
