@@ -251,6 +251,32 @@ _BY_RESULT = [
         },
     ),
     (
+        "Warmed, restarted, asked: a document of 8,000 tokens, two cores, the model of the demo (busy machine)",
+        "cpu_test_warm",
+        {
+            "warmed_x": "first token from disk after `kvtier warm`: times faster than computing",
+            "imported_x": "the same of another deployment's pack: times faster than computing",
+        },
+    ),
+    (
+        "A pack of a 100,000-token document, of a plain copy's time, two cores (busy machine)",
+        "cpu_test_pack",
+        {
+            "export_vs_copy": "export",
+            "import_vs_copy": "import",
+            "signed_export_vs_copy": "export, signed",
+        },
+    ),
+    (
+        "The page with 100,000 blocks and 1,000 requests a minute, two cores (busy machine)",
+        "cpu_test_page",
+        {
+            "update_ms": "an update, ms of CPU in the server",
+            "load_ms": "a load in a browser until the tiers are shown, ms",
+            "prefixes_load_ms": "a load until the tree of prefixes is shown, ms",
+        },
+    ),
+    (
         "The hit curve that a server keeps of its traffic, over recorded traces",
         "cpu_live_curve",
         {

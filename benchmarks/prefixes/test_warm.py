@@ -7,7 +7,7 @@ costs are a large share) and two deployments with folders and ports of their own
 length of which nothing is cached; `warmed` was put into the cache by `kvtier warm` before the restart; `imported` came
 to the second deployment by `kvtier pack`. Both must come from disk: anything else is an error. `once more` is the same
 question right after: all of it is on the device, so this is what a request costs without any load. Medians of
-`--repeats` (3) documents or restarts.
+`--repeats` (3; 1 with `--quick`) documents or restarts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from examples.use_remote_KV_cache.make_model import make_model
 from kvtier.models.tokenizer import Tokenizer
 
 _TOKENS, _QUICK_TOKENS = 8000, 2000
-_REPEATS = 3
+_REPEATS, _QUICK_REPEATS = 3, 1
 _MODEL = "small-model"
 _DEPLOYMENT = """\
 models:
@@ -74,7 +74,7 @@ class _Stand:
 def main() -> int:
     arguments = make_parser(__doc__ or "").parse_args()
     num_tokens = _QUICK_TOKENS if arguments.quick else _TOKENS
-    repeats = arguments.repeats or _REPEATS
+    repeats = arguments.repeats or (_QUICK_REPEATS if arguments.quick else _REPEATS)
     with tempfile.TemporaryDirectory(prefix="kvtier-warm-") as scratch:
         answers = _measure(Path(scratch), num_tokens, repeats)
     medians = {what: statistics.median(one.ttft_s for one in found) for what, found in answers.items()}
