@@ -168,7 +168,7 @@ def test_ctrl_c_lets_a_stream_end_and_takes_nothing_new(again: DeploymentProcess
         right = "".join(texts)
     with streaming(again, _QUESTION, _NOT_SO_LONG) as texts:
         again.send_signal(signal.SIGINT)
-        again.wait_for_log(r"stopping; 1 requests are under way")
+        again.wait_for_log(r"stopping; 1 requests are in flight")
         assert _status_of_a_new_request(again) in (503, None)
         assert "".join(texts) == right
 
@@ -199,7 +199,7 @@ def test_a_stop_past_the_drain_time_ends_each_request_with_an_error_of_its_api(f
     assert response.status_code == 503
     assert response.json()["error"]["message"] == _BROKEN_OFF
     assert status == 0
-    assert len(re.findall("the time to drain is over: 3 requests are broken off", log)) == 1
+    assert len(re.findall("the time to drain is over: 3 requests are cut off", log)) == 1
     assert "Traceback" not in log
     assert "Error" not in log
 
@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_cuts_a_stream_short(folder: Path) -> None:
     with DeploymentProcess(folder, TEXT) as deployment:
         with streaming(deployment, _QUESTION, 2 * _LONG) as texts:
             deployment.send_signal(signal.SIGINT)
-            deployment.wait_for_log(r"stopping; 1 requests are under way")
+            deployment.wait_for_log(r"stopping; 1 requests are in flight")
             deployment.send_signal(signal.SIGINT)
             with pytest.raises(AssertionError, match=_BROKEN_OFF):
                 list(texts)

@@ -471,7 +471,7 @@ def running(
         wait_until(
             lambda: (
                 sum(connection.hello is not None for connection in service.engines.connections)
-                + sum(engine.is_there for engine in service.vllm.engines)
+                + sum(engine.is_up for engine in service.vllm.engines)
                 >= len(there)
             )
         )

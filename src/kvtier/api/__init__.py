@@ -1,1 +1,1 @@
-"""HTTP for engines: OpenAI's and Ollama's APIs. The only asyncio in the project."""
+"""HTTP for engines: the APIs of OpenAI, Anthropic and Ollama, and the page. The only asyncio in the project."""

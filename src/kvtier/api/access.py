@@ -1,4 +1,4 @@
-"""Which clients may ask, and which of them share blocks."""
+"""API keys: which clients are served, and which of them share blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.api.retention import ANYTHING, RetentionRules
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The holder of a key, by its `name` in the deployment's file; without keys all clients are one unnamed tenant."""
+    """The holder of a key, with the key's `name` in the deployment file. Without keys, all clients are one tenant."""
 
     name: str
     salt: str = ""
@@ -24,17 +24,17 @@ class Tenant:
     retention: RetentionRules = ANYTHING
 
 
-_EVERYBODY = Tenant("", reads_metrics=True, is_admin=True)
+_WITHOUT_KEYS = Tenant("", reads_metrics=True, is_admin=True)
 LOGGED_IN = "kvtier.tenant"
-"""In the scope of a request: who asks, where a session of the page tells that (`api/page/guard`)."""
+"""In a request's scope: its tenant, if a session of the page identifies it (`api/page/guard`)."""
 
 
 class Access:
-    """With keys, only their holders are served."""
+    """Finds the tenant of a request. With keys, only their holders are served."""
 
     def __init__(self, keys: Sequence[ApiKey], retention: RetentionRules = ANYTHING) -> None:
-        """`retention` is for clients without rules of their own."""
-        self._everybody = replace(_EVERYBODY, retention=retention)
+        """`retention` applies to clients without rules of their own."""
+        self._without_keys = replace(_WITHOUT_KEYS, retention=retention)
         self._keys = [
             (
                 one.key.encode(),
@@ -48,62 +48,62 @@ class Access:
         return bool(self._keys)
 
     def tenant(self, request: Request) -> Tenant:
-        """Raises a `HttpError` for a request without a key that is known."""
+        """Raises `HttpError` for a request without a known key."""
         if not self._keys:
-            return self._everybody
+            return self._without_keys
         logged_in: Tenant | None = request.scope.get(LOGGED_IN)
         return self.holder(_given_key(request)) if logged_in is None else logged_in
 
     def holder(self, given: str) -> Tenant:
-        """Of a key. Raises a `HttpError` for none, and for one that is not known."""
+        """The tenant of a key. Raises `HttpError` for an empty key, and `WrongKey` for an unknown one."""
         found: Tenant | None = None
-        for key, tenant in self._keys:  # all of them: the time must not tell which one is near
+        for key, tenant in self._keys:  # compare with all: the time must not reveal how close a guess is
             if hmac.compare_digest(key, given.encode()):
                 found = tenant
         if found is None:
-            kind_of_error, sentence = HttpError, "an API key is needed: Authorization: Bearer KEY"
+            kind_of_error, sentence = HttpError, "an API key is required: Authorization: Bearer KEY"
             if given:
-                kind_of_error, sentence = WrongKey, "the API key is not known here"
+                kind_of_error, sentence = WrongKey, "the API key is unknown"
             raise kind_of_error(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found
 
     def admin(self, request: Request) -> Tenant:
-        """As `tenant`, for a request that changes what is cached. Raises a `HttpError` for a key that may not."""
+        """The tenant of a request that changes what is cached. Raises `HttpError` for a key without `admin`, too."""
         tenant = self.tenant(request)
         check_admin(tenant)
         return tenant
 
     def reader(self, request: Request) -> Tenant:
-        """As `tenant`, for a request that looks at what all keys do. Raises a `HttpError` for a key that may not."""
+        """The tenant of a request for data about all keys. Raises `HttpError` for a key without `metrics`, too."""
         tenant = self.tenant(request)
         check_reader(tenant)
         return tenant
 
     @property
     def tenants(self) -> list[Tenant]:
-        return [tenant for _, tenant in self._keys] or [_EVERYBODY]
+        return [tenant for _, tenant in self._keys] or [_WITHOUT_KEYS]
 
-    def tenant_called(self, name: str) -> Tenant | None:
-        """Whose key has this name; without keys everybody, who has none."""
+    def tenant_named(self, name: str) -> Tenant | None:
+        """The tenant whose key has this name. Without keys, the only tenant has the empty name."""
         if not self._keys:
-            return None if name else _EVERYBODY
+            return None if name else _WITHOUT_KEYS
         return next((tenant for _, tenant in self._keys if tenant.name == name), None)
 
 
 def check_admin(tenant: Tenant) -> None:
-    """Raises a `HttpError` for a key that may not change what is cached."""
+    """Raises `HttpError` for a key that may not change what is cached."""
     if not tenant.is_admin:
-        raise HttpError(403, "this API key may not change what is cached: give it admin: true", "no_admin")
+        raise HttpError(403, "this API key may not change what is cached: it needs admin: true", "no_admin")
 
 
 def check_reader(tenant: Tenant) -> None:
-    """Raises a `HttpError` for a key that may not look at what all keys do."""
+    """Raises `HttpError` for a key that may not read data about all keys."""
     if not tenant.reads_metrics:
-        raise HttpError(403, "this API key may not look at the server: give it metrics: true", "no_metrics")
+        raise HttpError(403, "this API key may not read the server's state: it needs metrics: true", "no_metrics")
 
 
 def _given_key(request: Request) -> str:
-    """A key comes as OpenAI's clients send it, or as Anthropic's do."""
+    """The key in a request's headers, as OpenAI's or as Anthropic's clients send it."""
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and given.strip():
         return given.strip()
@@ -111,9 +111,10 @@ def _given_key(request: Request) -> str:
 
 
 def _salt_of_key(key: ApiKey) -> str:
-    """Keys share no blocks unless the file says so: how fast an answer comes would tell what others have asked.
+    """Keys share no blocks unless the file says so: response times would reveal what other keys have asked.
 
-    The salt is of the key's name, so a new secret finds what the old one has cached; no salt of a file begins so.
+    The salt is made of the key's name, so a new secret finds what the old one has cached. No salt in a file begins with
+    a zero character.
     """
     return key.salt or ("" if key.share else f"\0key {key.name}")
 
@@ -124,7 +125,7 @@ def _retention_of(key: ApiKey, usual: RetentionRules) -> RetentionRules:
 
 
 def salt_of(tenant: Tenant, cache_salt: str) -> str:
-    """Of the tenant's and the request's own salt one that no other pair gives."""
+    """Combine the tenant's and the request's own salt; different pairs give different results."""
     if not tenant.salt and not cache_salt:
         return ""
     return f"{len(tenant.salt)}:{tenant.salt}{cache_salt}"

@@ -1,4 +1,4 @@
-"""How the text of a chat's answer is read: which marks in it begin a call of a tool, or what the model only thinks."""
+"""How the text of a chat's answer is parsed: the format of its tool calls, and whether it contains reasoning."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """As a request decides it, and a process that reads large bodies hands it on.
+    """Decided when a request is read, possibly in the process for large bodies.
 
-    `tool_format` names the way in which the model writes calls, empty where the request has no tools: then such marks
-    are text. `tool_names` are the tools that may be called; without `allows_several` one call is all that is shown.
-    `splits_reasoning` for a model whose template knows `<think>`, `shows_reasoning` unless the client wants none of it.
-    `parameter_types` are the JSON types of each tool's parameters, for formats that write values without them; a
-    parameter of any type has none.
+    `tool_format` is the name of the model's format for calls; it is empty if the request has no tools, and then markers
+    of calls are text. `tool_names` are the request's tools; without `allows_several`, only the first call is shown.
+    `splits_reasoning` if the model's template knows `<think>`; `shows_reasoning` unless the client wants no reasoning.
+    `parameter_types` has the JSON types of each tool's parameters, for formats that write values without types; the
+    list is empty if a parameter may have any type.
     """
 
     tool_format: str = ""

@@ -1,4 +1,4 @@
-"""What every API does alike: ids, errors, JSON, and the way from a body to a response."""
+"""What all APIs share: request ids, errors, JSON, and the way from a body to a response."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _CLIENT_LEFT_STATUS = 499
 
 
 class Application(ABC):
-    """One API over `service`, whose engines somebody else starts and closes. A subclass has its paths and its errors.
+    """One API over `service`, whose owner starts and closes the engines. Subclasses define paths and error bodies.
 
-    A prompt that cannot be served is a plain response with a 4xx status, also if a stream was asked for: the head of a
-    stream is sent once an engine has every prompt in its queue.
+    A prompt that cannot be served gets a plain response with a 4xx status, even if a stream was requested: the head of
+    a stream is sent only once all prompts are in an engine's queue.
     """
 
     def __init__(self, service: Service) -> None:
@@ -57,16 +57,16 @@ class Application(ABC):
     def error_body(self, error: HttpError) -> bytes: ...
 
     def error_body_for(self, request: Request, error: HttpError) -> bytes:
-        """As `error_body`, where an application has paths with another form of errors."""
+        """Overridden by applications with paths whose errors have another form."""
         return self.error_body(error)
 
     def error_headers(self, request: Request) -> Mapping[str, str]:
-        """What such a form has besides."""
+        """Additional headers of such errors."""
         return {}
 
     @abstractmethod
     def bug_sentence(self, request_id: str) -> str:
-        """What a client is told of a mistake of ours."""
+        """The sentence for clients about an internal error."""
 
     def starlette(self) -> Starlette:
         app = Starlette(
@@ -84,7 +84,7 @@ class Application(ABC):
         return app
 
     def guarded(self, app: ASGIApp, rules: WebRules) -> ASGIApp:
-        """`app`, this API's, for requests that `rules` allow."""
+        """Wrap this API's `app`, so that only requests that `rules` allow pass."""
         return WebGuard(app, rules, self.refuse)
 
     async def refuse(self, error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ class Application(ABC):
         await response(scope, receive, send)
 
     def request_id(self, request: Request) -> str:
-        """Of a request for answers, by which `kvtier explain` knows it; others have none unless their API gives one."""
+        """The id of a request for answers, for `kvtier explain`. Other requests have none unless their API sets one."""
         found: str = getattr(request.state, "id", "")
         return found
 
@@ -105,7 +105,7 @@ class Application(ABC):
         return Response(body, status, {**ids, **(headers or {})}, "application/json")
 
     def open(self, request: Request, id_prefix: str) -> Tenant:
-        """Give a request for answers its id; who asks. Raises a `HttpError`."""
+        """Give a request for answers its id; returns its tenant. Raises `HttpError`."""
         request.state.id = new_id(id_prefix)
         return self.service.tenant(request)
 
@@ -117,9 +117,9 @@ class Application(ABC):
         read: Callable[[JsonBody, ModelCatalog], _Asked],
         read_for_vllm: ReadForVllm,
     ) -> _Asked | BodyAsks | BodyLoads | PassedBody:
-        """What the body asks for: by one of these, or, if it is large, by another process that knows this `kind`.
+        """Read the body with `read`, or, if it is large, in another process, which finds the reader by `kind`.
 
-        `read_for_vllm` is asked first, where vLLM runs a model: it says None of bodies for other models.
+        If vLLM runs any model, `read_for_vllm` is tried first; it returns None for bodies for other models.
         """
         service = self.service
         pieces = await service.open_bodies.receive(request)
@@ -139,14 +139,14 @@ class Application(ABC):
         return PassedBody(reply, pieces) if isinstance(reply, BodyPasses) else reply
 
     async def read_small(self, request: Request) -> JsonBody:
-        """A body that names something. Raises a `HttpError` for a large one."""
+        """Read a short body, such as one with a name. Raises `HttpError` for a large one."""
         body = b"".join(await self.service.open_bodies.receive(request))
         if len(body) > INLINE_BODY_BYTES:
             raise HttpError(413, f"the body is larger than {format_size(INLINE_BODY_BYTES)}", "body_too_large")
         return decode_body(body)
 
-    def asked_elsewhere(self, found: BodyAsks) -> GenerationRequest:
-        """What another process has read of a body."""
+    def decoded_request(self, found: BodyAsks) -> GenerationRequest:
+        """The request of a body that another process has read."""
         pairs = zip(found.prompts, found.beginnings, strict=True)
         return GenerationRequest(
             found.name,
@@ -167,7 +167,7 @@ class Application(ABC):
         )
 
     async def with_prefix(self, asked: GenerationRequest, tenant: Tenant) -> GenerationRequest:
-        """With the text that the request names before its conversation. Raises a `HttpError` if that cannot be."""
+        """Put the text of the named prefix before the conversation. Raises `HttpError` if they do not fit."""
         if not asked.prefix:
             return asked
         [prompt] = asked.prompts
@@ -184,7 +184,7 @@ class Application(ABC):
         chunks = generation.chunks()
         try:
             await while_connected(request, anext(chunks))
-        except BaseException:  # also when this task is cancelled just as the engine takes the prompt
+        except BaseException:  # also if this task is cancelled just as the engine takes the prompt
             await chunks.aclose()
             raise
         return StreamedAnswer(chunks, media_type=shape.media_type, headers={"x-request-id": request_id})
@@ -203,18 +203,18 @@ class Application(ABC):
     async def _on_starlette_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         sentences = {
-            404: (f"there is no {request.url.path} here", "unknown_url"),
-            405: (f"{request.url.path} does not take {request.method}", "method_not_allowed"),
+            404: (f"the path {request.url.path} does not exist", "unknown_url"),
+            405: (f"{request.url.path} does not support {request.method}", "method_not_allowed"),
         }
         sentence, code = sentences.get(error.status_code, (error.detail, ""))
         http_error = HttpError(error.status_code, sentence, code, headers=dict(error.headers or {}))
         return await self._on_http_error(request, http_error)
 
     async def _on_client_left(self, request: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_LEFT_STATUS)  # no client reads it; it is counted
+        return Response(status_code=_CLIENT_LEFT_STATUS)  # the client is gone, but the status is counted
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:
-        """A mistake of ours. The HTTP server logs where it happened."""
+        """An internal error. The HTTP server logs its traceback."""
         request_id = request.state.id = self.request_id(request)
         key = getattr(request.state, "key", "")
         logger.error("request %s%s failed: %r", request_id or request.url.path, f" of {key}" if key else "", error)

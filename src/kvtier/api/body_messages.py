@@ -1,7 +1,7 @@
-"""What the HTTP server and the process that reads large bodies for it say to each other, in msgpack.
+"""Messages between the HTTP server and the processes that read large bodies for it, in msgpack.
 
-A message is four bytes of length and its msgpack; behind a question comes the body that it is about, as it arrived. One
-question is under way at a time.
+A message is four bytes of length, then msgpack. A request is followed by the raw body. One request is in flight at a
+time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OLLAMA_EMBEDDINGS = "ollama embeddings"
 OPENAI_RESPONSE = "/v1/responses"
 ANTHROPIC_MESSAGE = "/v1/messages"
 ANTHROPIC_COUNT = "/v1/messages/count_tokens"
-"""Those that are paths are passed on to vLLM as they are."""
+"""Kinds that are paths are also the paths at vLLM."""
 
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True):
-    """A model as bodies name it."""
+    """What reading a body needs of a model."""
 
     names: list[str]
     options: dict[str, object]
@@ -50,9 +50,9 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
 
 
 class ReadBody(msgspec.Struct, frozen=True):
-    """`kind` is one of those above, or a path that only vLLM serves; a body of `num_bytes` follows.
+    """Asks for a body to be read. `kind` is one of those above, or a path that only vLLM serves; the body follows.
 
-    `salt` is the client's; with `has_keys`, clients have keys.
+    `salt` is the tenant's; `has_keys` says whether the deployment has API keys.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class ReadBody(msgspec.Struct, frozen=True):
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
-    """The fields of a `HttpError`."""
+    """The body is refused: the fields of an `HttpError`."""
 
     status: int
     sentence: str
@@ -73,7 +73,7 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyAsks(msgspec.Struct, frozen=True, tag=True):
-    """A `GenerationRequest`. Prompts are as an engine gets them; of each there is its beginning in plain text, too."""
+    """A `GenerationRequest`. Prompts are encoded for an engine; `beginnings` has each one's beginning as plain text."""
 
     name: str
     model: str
@@ -94,9 +94,9 @@ class BodyAsks(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyPasses(msgspec.Struct, frozen=True, tag=True):
-    """A body that goes to an engine of vLLM. `body` is what is sent, None if it is sent as it came.
+    """A body for an engine of vLLM. `body` replaces the client's bytes; None if these are sent unchanged.
 
-    `name` is what the client calls the model, `model` its own name; `keys` are those of its prompt's beginnings.
+    `name` is the client's name for the model, `model` its main name; `keys` are the prefix keys of its prompt.
     """
 
     name: str
@@ -109,7 +109,7 @@ class BodyPasses(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyLoads(msgspec.Struct, frozen=True, tag=True):
-    """An Ollama body without a prompt."""
+    """A body of Ollama's API without a prompt."""
 
     name: str
     done_reason: str
@@ -123,7 +123,7 @@ _replies: msgspec.msgpack.Decoder[BodyReply] = msgspec.msgpack.Decoder(BodyReply
 
 
 def framed(message: ReadBody | BodyReply) -> tuple[bytes, bytes]:
-    """What to send, one after the other."""
+    """A message as two pieces to send, one after the other."""
     encoded = _encoder.encode(message)
     return _LENGTH.pack(len(encoded)), encoded
 

@@ -1,9 +1,9 @@
-"""One client's connection, with limits that uvicorn's own parser lacks: how long a request's head may be and may take,
-how many chunks a body may have, and how many requests may wait for an answer.
+"""A client's connection, with limits that uvicorn's own parser lacks: on the size and duration of a request's head, on
+the chunks of a body, and on the requests that wait for an answer.
 
-The parser calls back for each header, chunk and request of what was read, and the event loop is blocked meanwhile:
-the limits bound how often. Between requests uvicorn's keep-alive timer holds, and the size of a body is limited by the
-application that reads it.
+The parser calls back for each header, chunk and request in the data that was read, and blocks the event loop
+meanwhile: the limits bound the number of these calls. Between requests, uvicorn's keep-alive timer applies; the
+application that reads a body limits its size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEADER_EXTRA_BYTES = len(": \r\n")
 _PARSED_AT_ONCE_BYTES = 32 << 10
 """Bytes read between two checks of the limits."""
 
-_TOO_MANY_CHUNKS = f"the body comes in too many small chunks: send chunks of at least {CHUNK_BYTES} bytes"
+_TOO_MANY_CHUNKS = f"the body has too many small chunks: send chunks of at least {CHUNK_BYTES} bytes"
 _TOO_MANY_REQUESTS = f"more than {MAX_PIPELINED} requests wait on this connection: wait for their answers"
 
 _refuse_request = PlainTextResponse(_TOO_MANY_REQUESTS, 429, {"connection": "close"})
 
 
 def uvicorn_config(app: ASGIApp, *, stop_s: int, backlog: int, **tls: Any) -> uvicorn.Config:
-    """Of every HTTP server here: its clients' connections are limited, and it says nothing of itself."""
+    """The settings of all HTTP servers here: limited client connections, and no header about the server's software."""
     return uvicorn.Config(
         app,
         http=ClientConnection,
@@ -53,7 +53,7 @@ def uvicorn_config(app: ASGIApp, *, stop_s: int, backlog: int, **tls: Any) -> uv
 
 
 def check_certificate(certificate: Path, key: Path) -> None:
-    """Raises `ConfigError` for one that cannot be used."""
+    """Raises `ConfigError` for a certificate that cannot be used."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
@@ -61,21 +61,21 @@ def check_certificate(certificate: Path, key: Path) -> None:
 
 
 class ClientConnection(HttpToolsProtocol):
-    """Answers a head that is too long with 431, a body in too many chunks with 400 and a request too many with 429.
+    """Answers an oversized head with 431, a body with too many chunks with 400, and a request over the limit with 429.
 
-    The connection is then closed, as is one that sends no whole head in its time. Requests that came before the one too
-    many are answered first.
+    The connection is then closed, as is one that does not complete a head in time. Requests before the one over the
+    limit are answered first.
     """
 
     head_timeout_s = 30.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # of the head that is coming, or of trailers: whatever is not a body
+        self._head_bytes = 0  # of the head that is arriving, or of trailers: everything but bodies
         self._head_timer: asyncio.TimerHandle | None = None
-        self._pieces: list[bytes] = []  # of the body, as the parser found them; the application gets them in one
+        self._pieces: list[bytes] = []  # of the body, one per callback; the application gets them joined
         self._spare_chunks = 0  # further chunks that the body may have
-        self._takes_no_more = False  # one request too many came: nothing behind it is read
+        self._takes_no_more = False  # a request over the limit has arrived: nothing after it is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -129,7 +129,7 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) < MAX_PIPELINED:
             super().on_headers_complete()
             return
-        self.app = _refuse_request  # of this request, when it is its turn
+        self.app = _refuse_request  # answers this request in its turn
         super().on_headers_complete()
         self._takes_no_more = True
         raise ValueError("too many requests wait")
@@ -143,7 +143,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _pass_body_on(self) -> None:
-        """Chunks that came apart, each in a read of its own, cost no more than any other reads: those are free."""
+        """Pass the body read so far on. The first chunk of each read is free: it costs no more than the read itself."""
         if not self._pieces:
             return
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -153,7 +153,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Also for a client that has not read its last answer: a plain close would wait for it."""
+        """Close even if the client has not read its last answer: a plain close would wait for that."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -161,14 +161,14 @@ class ClientConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._takes_no_more:
-            return  # its answer comes after those to the requests before it
+            return  # it is answered after the requests before it
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         else:
             super().send_400_response(msg)
 
     def _refuse_chunks(self) -> None:
-        """An answer that is under way, to this request or to one before it, is broken off: no other can follow it."""
+        """If an answer to this request or an earlier one has begun, it is cut off: an error could not follow it."""
         if self.pipeline or self.cycle.response_started:
             self.transport.close()
         else:

@@ -13,16 +13,16 @@ from kvtier.errors import ConfigError
 _TOKEN_ID_DIGITS = 10
 
 AUTO = "auto"
-"""As the model's chat template has it."""
+"""The format is taken from the model's chat template."""
 THINK = "think"
-"""Between `<think>` and `</think>`."""
+"""Reasoning between `<think>` and `</think>`."""
 DEFAULT_CURRENCY = "$"
 _MAX_PRICE = 1e6
 _MAX_CURRENCY_CHARACTERS = 8
 
 
 def check_default_retention(retention_s: float) -> None:
-    """Raises `ConfigError`; 0 is none."""
+    """Raises `ConfigError` for an invalid duration; 0 means no retention."""
     if retention_s != 0:
         check_ttl("retention_s", retention_s)
 
@@ -30,10 +30,10 @@ def check_default_retention(retention_s: float) -> None:
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A client's key; `name` is for logs and metrics.
 
-    A key shares blocks with keys of the same `salt`. Without a salt it shares with none, or, with `share`, with all
-    keys that have it too. With `metrics` it reads what the server counts, of all keys. With `admin` it changes what is
-    cached: warms, pins, drops and renames prefixes. Its prompts stay cached for `retention_s` if they do not say for
-    how long, at most `retained_bytes` of them at each cache.
+    A key shares blocks with keys of the same `salt`. Without a salt it shares them with no other key, or, with `share`,
+    with all keys that also have it. With `metrics` it may read the server's metrics, of all keys. With `admin` it may
+    change what is cached: warm, pin, drop and rename prefixes. Prompts without a duration of their own stay cached for
+    `retention_s`, at most `retained_bytes` of them at each cache.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.retained_bytes is not None and self.retained_bytes < 0:
             raise ConfigError(f"retained of the API key {self.name!r} must not be negative")
         if self.salt and self.share:
-            raise ConfigError(f"the API key {self.name!r} has a salt, which says whom it shares with: leave share out")
+            raise ConfigError(f"the API key {self.name!r} has a salt, which decides what it shares: leave share out")
         if "\0" in self.salt:
             raise ConfigError(f"the salt of the API key {self.name!r} must be printable")
         if not self.key.strip() or not self.key.isascii() or not self.key.isprintable():
@@ -66,7 +66,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model's cache server, and what it wants of its clients."""
+    """A model's cache server, and the credentials that it requires."""
 
     address: str
     token: str | None = None
@@ -77,9 +77,9 @@ class CacheAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class WarmUp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Documents that are put into the cache when the server starts, as the prefix `name` of the model `model`.
+    """Documents to put into the cache when the server starts, as the prefix `name` of the model `model`.
 
-    `key` is the name of the API key whose chats begin with them. Their files are read when their turn comes.
+    `key` is the name of the API key whose chats begin with them. The files are read when their turn comes.
     """
 
     name: str
@@ -93,7 +93,7 @@ class WarmUp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def _with_token_ids(options: dict[str, object]) -> dict[str, object]:
-    """Keys in a file, and between processes, are text: those of `logit_bias` are token ids."""
+    """Convert the keys of `logit_bias` to token ids: in files and between processes, keys are text."""
     bias = options.get("logit_bias")
     if not isinstance(bias, dict):
         return options
@@ -101,17 +101,17 @@ def _with_token_ids(options: dict[str, object]) -> dict[str, object]:
 
 
 def _token_id(key: object) -> object:
-    """What is none stays as it is, and is told of."""
+    """An invalid token id is not changed; validation reports it later."""
     is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _TOKEN_ID_DIGITS
     return int(str(key)) if is_id else key
 
 
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model by the names that clients call it; `default_options` are fields of `SamplingParams`.
+    """A model and the names that clients use for it; `default_options` are fields of `SamplingParams`.
 
-    Lists of models show those of its names in `listed`, or all. With `is_vllm` its engines are servers of vLLM, which
-    speak HTTP. `tool_format` and `reasoning_format` are how it writes calls of tools and what it thinks. `cache` is the
-    cache server that its engines use.
+    Lists of models show the names in `listed`, or all names. With `is_vllm` its engines are vLLM servers, which speak
+    HTTP. `tool_format` and `reasoning_format` are the formats of its tool calls and its reasoning. `cache` is the cache
+    server that its engines use.
     """
 
     names: tuple[str, ...]
@@ -135,16 +135,16 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ShownCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cache server of the deployment, and where it listens, such as `unix:PATH`."""
+    """A cache server of the deployment, and its address, such as `unix:PATH`."""
 
     name: str
     address: str
 
 
 class PageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the page at `/` shows besides what the HTTP server knows itself.
+    """What the page at `/` needs in addition to the HTTP server's own state.
 
-    With a price for an hour of a GPU it says in money, too, what the cache has saved.
+    With `gpu_hour_price`, the price of an hour of a GPU, it also shows savings in money.
     """
 
     caches: tuple[ShownCache, ...] = ()
@@ -161,13 +161,13 @@ class PageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Without `keys` every client that reaches the port may ask.
+    """Without `keys`, every client that can reach the port is served.
 
-    `hosts` are those that it listens on; `allow_hosts` and `allow_origins` are for `api/web_guard`. `max_requests` is
-    how many may be served or wait at once, `drain_s` how long those under way have at the end. Named prefixes are kept
-    in `prefix_folder`, encrypted if there is a `prefix_key_file`; without a folder in memory. A start does `warm`.
-    Without `page` there is no page at `/`, and none of its paths under `/kvtier/v1`. Prompts that do not say how long
-    they are to stay cached do so for `retention_s`; `retention_priority` is for those that give none.
+    The server listens on `hosts`; `allow_hosts` and `allow_origins` are for `api/web_guard`. `max_requests` limits the
+    requests served or waiting at a time; `drain_s` is how long requests in flight may take when the server stops. Named
+    prefixes are stored in `prefix_folder`, encrypted if there is a `prefix_key_file`; without a folder they are kept in
+    memory. `warm` is done at the start. Without `page`, the page at `/` and its paths under `/kvtier/v1` do not exist.
+    Prompts without a retention of their own stay cached for `retention_s`, by default with `retention_priority`.
     """
 
     models: tuple[ServedModelConfig, ...]
@@ -200,7 +200,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         names = [name for model in self.models for name in model.names]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"two models are called {name!r}: give one of them another name")
+                raise ConfigError(f"two models have the name {name!r}: rename one of them")
         keys = [key.key for key in self.keys]
         if len(set(keys)) < len(keys):
             raise ConfigError("two API keys are equal")

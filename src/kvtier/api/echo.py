@@ -1,4 +1,4 @@
-"""Prompts before their answers, as pieces like any other: what `echo` asks for."""
+"""For `echo`: puts prompts before their answers, as pieces of the answers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvtier.engine.answer import StreamPiece
 from kvtier.engine.prompt_token import PromptToken
 
 PIECE_TOKENS = 64
-"""Tokens of a prompt that are shaped in one go: others come between."""
+"""Tokens of a prompt in one piece: between pieces the event loop serves other requests."""
 
 _Numbered = tuple[int, StreamPiece]
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompts of one request. Choices count through all answers of all of them, `num_answers` to each.
+    """The prompts of one request. Choices number the answers to all prompts, `num_answers` for each.
 
-    `num_tokens` are those of the prompts if logprobs of them are shown, and empty otherwise.
+    `num_tokens` has the number of tokens of each prompt if their log-probabilities are shown; it is empty otherwise.
     """
 
     texts: Sequence[str]
@@ -26,7 +26,7 @@ class Echo:
     num_tokens: Sequence[int] = ()
 
     async def before(self, pieces: AsyncIterator[_Numbered]) -> AsyncGenerator[_Numbered, None]:
-        """`pieces`, each answer's behind its prompt."""
+        """`pieces`, with each answer's pieces after those of its prompt."""
         for choice in range(len(self.texts) * self.num_answers):
             yield choice, StreamPiece(choice % self.num_answers, [], self.texts[choice // self.num_answers])
         num_left = list(self.num_tokens)
@@ -39,7 +39,7 @@ class Echo:
             for scored in self._scored(number, piece.prompt or []):
                 yield scored
             num_left[number] -= len(piece.prompt or [])
-            if num_left[number]:  # another answer to the same prompt may be faster than the one that brings the scores
+            if num_left[number]:  # another answer to the prompt may be faster than the one with the prompt's scores
                 held.setdefault(number, []).append((choice, piece))
                 continue
             for waiting in held.pop(number, []):
@@ -47,7 +47,7 @@ class Echo:
             yield choice, piece
 
     def _scored(self, number: int, tokens: Sequence[PromptToken]) -> Iterator[_Numbered]:
-        """Every answer shows them."""
+        """The prompt's pieces, repeated for each of its answers."""
         for part in parts_of(tokens):
             token_ids, logprobs = [token.token_id for token in part], [token.logprobs for token in part]
             for index in range(self.num_answers):

@@ -1,6 +1,6 @@
-"""One engine's process, as the HTTP server sees it: a Unix socket that is connected again whenever it was lost.
+"""The HTTP server's connection to one engine's process: a Unix socket that is reconnected whenever it is lost.
 
-Everything runs in the server's event loop. When the engine is gone, whatever was asked of it ends with `EngineAway`.
+Runs in the server's event loop. When the connection is lost, all requests in flight end with `EngineAway`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _READ_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often an engine is asked for a sign of life, and how long it may then say nothing at all."""
+    """How often an engine is probed, and after how long without any message it counts as hung."""
 
     ask_every_s: float = 5.0
     hung_after_s: float = 10.0
@@ -87,10 +87,10 @@ DEFAULT_PATIENCE = Patience()
 class Question:
     """A prompt for an engine, with the encoded `SamplingParams` of its `num_answers` answers.
 
-    `kvtier explain` knows it by `request_id`; prompts share blocks if their `salt` is equal. Clients take
-    turns at an engine. Prompts of one `session` are compared with each other, and with `explains` the engine says where
-    this one parts from them. One that `warms` is asked for the cache's sake. With `retention` the engine says
-    what of the prompt stays cached.
+    `request_id` is the id for `kvtier explain`; prompts with the same `salt` share blocks. An engine serves its clients
+    (`client`) in turn. Prompts of one `session` are compared with each other; with `explains` the engine reports where
+    this one parts from the others. `warms` marks a prompt that is only computed for the cache. With `retention` the
+    engine reports which part of the prompt stays cached.
     """
 
     prompt: Prompt | EncodedPrompt
@@ -106,9 +106,9 @@ class Question:
 
 
 class Answers:
-    """The answers to one prompt as they grow: iterate over `pieces`, and `close` in any case.
+    """The answers to one prompt while they grow: iterate over `pieces`, and always `close`.
 
-    `token_bytes` are those of all tokens in the logprobs of pieces that came.
+    `token_bytes` has the bytes of all tokens in the log-probabilities of pieces so far.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Answers:
         self._number = number
         self._num_left = num_answers
         self._max_unread = max(MAX_UNREAD_PIECES, UNREAD_PIECES_PER_ANSWER * num_answers)
-        self._came: asyncio.Queue[Accepted | StreamPiece | KvtierError] = asyncio.Queue()
+        self._replies: asyncio.Queue[Accepted | StreamPiece | KvtierError] = asyncio.Queue()
         self._parting: Parting | None = None
         self._is_explained = asyncio.Event()
         self._outcomes: list[RetentionOutcome] = []
@@ -139,9 +139,9 @@ class Answers:
             self._is_retained.set()
 
     async def pieces(self, first_choice: int = 0) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-        """Until all answers are complete, each piece with the number of its answer, counted from `first_choice`.
+        """Pieces until all answers are complete, each with the number of its answer, counted from `first_choice`.
 
-        Raises `EngineAway` when the engine dies meanwhile.
+        Raises `EngineAway` if the engine dies.
         """
         while self._num_left:
             piece = await self._next()
@@ -151,19 +151,19 @@ class Answers:
             yield first_choice + piece.index, piece
 
     def close(self) -> None:
-        """The client wants no more: the engine stops computing, unless it is done, and frees the blocks."""
+        """Stop: if answers are incomplete, the engine is told to abort them and to free their blocks."""
         self._connection.forget(self._number, is_over=not self._num_left)
         self._num_left = 0
 
     def put(self, reply: Accepted | StreamPiece | KvtierError) -> None:
-        """For a client that does not read, no more is kept or computed."""
-        self._came.put_nowait(reply)
-        if self._came.qsize() > self._max_unread:
-            self._came.put_nowait(AnswerFailed("the answer was not read as fast as it came"))
+        """Add a reply. If too many are unread, the answers are aborted."""
+        self._replies.put_nowait(reply)
+        if self._replies.qsize() > self._max_unread:
+            self._replies.put_nowait(AnswerFailed("the client read the answer too slowly"))
             self._connection.forget(self._number, is_over=False)
 
     async def parting(self) -> Parting | None:
-        """Where the prompt parted, for a question that asked for it; None if that is not known, or not in time."""
+        """Where the prompt parted, if the question `explains`; None if unknown, or not reported in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXPLAIN_TIMEOUT_S):
                 await self._is_explained.wait()
@@ -174,7 +174,7 @@ class Answers:
         self._is_explained.set()
 
     async def retention(self) -> list[RetentionOutcome]:
-        """What was to stay cached of the prompt, and what does; empty if nobody asked, or no answer came in time."""
+        """Outcomes of the question's `retention`; empty if it has none, or if none was reported in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RETENTION_TIMEOUT_S):
                 await self._is_retained.wait()
@@ -185,14 +185,14 @@ class Answers:
         self._is_retained.set()
 
     async def accepted(self) -> None:
-        """Wait until the engine has the prompt in its queue. Raises what is wrong with it."""
+        """Wait until the prompt is in the engine's queue. Raises the engine's error if it refuses the prompt."""
         reply = await self._next()
         assert isinstance(reply, Accepted)
         self.prompt_tokens = reply.prompt_tokens
         self.prompt_end = reply.prompt_end
 
     async def _next(self) -> Accepted | StreamPiece:
-        reply = await self._came.get()
+        reply = await self._replies.get()
         if isinstance(reply, KvtierError):
             self._num_left = 0
             raise reply
@@ -200,10 +200,10 @@ class Answers:
 
 
 class EngineConnection:
-    """`hello` is what the engine said of itself, None while it is away. `token_bytes` are those of tokens it named.
+    """`hello` is the engine's description of itself, None while it is away. `token_bytes` has bytes by token id.
 
-    `is_hung` while it is there and says nothing, whatever it is asked: its process is stopped, or worse. `loading_off`
-    says why it loads nothing from its tiers, if so: it was asked a few seconds ago.
+    `is_hung` while the engine is connected but does not answer, for example because its process is stopped.
+    `loading_off` says why it loads nothing from its tiers, if so, as of the last probe a few seconds ago.
     """
 
     def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
@@ -238,16 +238,16 @@ class EngineConnection:
                 await self._task
 
     async def submit(self, question: Question) -> Answers:
-        """Hand a prompt over, once the socket has room for it, and wait until it is in the engine's queue.
+        """Send a prompt, once the socket has room, and wait until it is in the engine's queue.
 
-        Raises a `RequestError` when it cannot be served as asked, `EngineAway` when the engine is not there.
+        Raises `RequestError` if it cannot be served, and `EngineAway` if the engine is not connected.
         """
         number = next(self._numbers)
         answers = Answers(
             self, number, question.num_answers, question.request_id, asks_retention=bool(question.retention)
         )
         prompt = question.prompt
-        async with self._sending:  # in order, and one after the other: each waits until the one before has left
+        async with self._sending:  # in order: each prompt waits until the one before has been sent
             await self._drain()
             encoded = _encoded(prompt)
             self._send(
@@ -267,19 +267,19 @@ class EngineConnection:
         self._answers[number] = answers
         try:
             await answers.accepted()
-        except BaseException:  # the client may have gone
+        except BaseException:  # such as a cancellation, if the client has left
             answers.close()
             raise
         return answers
 
     async def tokenize(self, prompt: Prompt | EncodedPrompt, *, with_texts: bool = False) -> Tokenized:
-        """The tokens of a prompt, as the engine's tokenizer and chat template make them. Raises as `submit` does."""
+        """The tokens of a prompt, by the engine's tokenizer and chat template. Raises as `submit`."""
         reply = await self._ask(EncodedTokenize(next(self._numbers), _encoded(prompt), with_texts))
         assert isinstance(reply, Tokenized)
         return reply
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens. Raises as `submit` does."""
+        """The text of tokens. Raises as `submit`."""
         reply = await self._ask(Detokenize(next(self._numbers), token_ids, skip_special_tokens))
         assert isinstance(reply, Detokenized)
         return reply.text
@@ -296,35 +296,35 @@ class EngineConnection:
             self._tokenizing.pop(question.number, None)
 
     def forget(self, number: int, *, is_over: bool) -> None:
-        """Stop reading what arrives for this number."""
+        """Ignore further messages for this number; abort it at the engine unless it is over."""
         if self._answers.pop(number, None) is not None and not is_over:
             with contextlib.suppress(EngineAway):
                 self._send(Abort(number))
 
-    def break_off(self, sentence: str) -> None:
-        """Answers in flight end with `EngineStopped`; their readers close them, which tells the engine."""
+    def cut_off(self, sentence: str) -> None:
+        """End answers in flight with `EngineStopped`; their readers close them, which aborts them at the engine."""
         for answers in list(self._answers.values()):
             answers.put(EngineStopped(sentence))
 
     async def metrics(self) -> list[MetricFamily]:
-        """What the engine counts; nothing while it is away, hung, or does not answer."""
+        """The engine's metrics; empty while it is away, hung, or does not answer."""
         reply = await self._look(AskMetrics(next(self._numbers)))
         return reply.families if isinstance(reply, Metrics) else []
 
     async def warnings(self) -> list[LoggedWarning]:
-        """The last warnings of the engine's log; nothing while it is away, hung, or does not answer."""
+        """The last warnings of the engine's log; empty while it is away, hung, or does not answer."""
         reply = await self._look(AskWarnings(next(self._numbers)))
         return reply.warnings if isinstance(reply, Warnings) else []
 
     async def parting(self, request_id: str) -> Parting | None:
-        """Where a request's prompt parted; None if the engine does not know, or does not answer."""
+        """Where a request's prompt parted; None if the engine does not know or does not answer."""
         reply = await self._look(AskParting(next(self._numbers), request_id), _EXPLAIN_TIMEOUT_S)
         return reply.parting if isinstance(reply, Parted) else None
 
     async def _look(
         self, question: AskMetrics | AskParting | AskWarnings, timeout_s: float = _METRICS_TIMEOUT_S
     ) -> Metrics | Parted | Warnings | None:
-        """What the engine says of itself; None while it is away, hung, or does not answer."""
+        """An answer about the engine itself; None while it is away, hung, or does not answer."""
         if self.is_hung:
             return None
         reply: asyncio.Future[Metrics | Parted | Warnings] = asyncio.get_running_loop().create_future()
@@ -338,7 +338,7 @@ class EngineConnection:
             del self._looks[question.number]
 
     async def _drain(self) -> None:
-        """Until the engine has read most of what was sent."""
+        """Wait until the engine has read most of what was sent."""
         if self._writer is not None:
             try:
                 await self._writer.drain()
@@ -355,7 +355,7 @@ class EngineConnection:
             try:
                 await self._talk()
             except (OSError, asyncio.IncompleteReadError):
-                pass  # it is not there, or not there any more
+                pass  # the engine is not running, or has ended
             except RemoteProtocolError as error:
                 logger.error("engine %s: %s", self.name, error)
             finally:
@@ -375,8 +375,8 @@ class EngineConnection:
             watching.cancel()
 
     async def _watch(self) -> None:
-        """Ask for its metrics now and then: whatever it says meanwhile is a sign of life."""
-        await self._heard.wait()  # until its `Hello` it is starting
+        """Probe the engine by asking for its metrics; any message counts as a sign of life."""
+        await self._heard.wait()  # before its `Hello` the engine is starting
         with contextlib.suppress(EngineAway):
             while True:
                 await asyncio.sleep(self._patience.ask_every_s)
@@ -385,11 +385,11 @@ class EngineConnection:
                 try:
                     await asyncio.wait_for(self._heard.wait(), self._patience.hung_after_s)
                 except TimeoutError:
-                    await self._outwait_silence()
+                    await self._wait_while_hung()
 
-    async def _outwait_silence(self) -> None:
+    async def _wait_while_hung(self) -> None:
         self.is_hung = True
-        logger.error("engine %s is hung: it says nothing, with %d requests", self.name, len(self._answers))
+        logger.error("engine %s is hung: no answer, %d requests in flight", self.name, len(self._answers))
         await self._heard.wait()
         self.is_hung = False
         logger.info("engine %s answers again", self.name)
@@ -421,7 +421,7 @@ class EngineConnection:
                 tokenizing.set_result(reply)
         else:
             self.hello = reply
-            logger.info("engine %s is there", self.name)
+            logger.info("engine %s is connected", self.name)
 
     def _refuse(self, number: int, error: KvtierError) -> None:
         tokenizing = self._tokenizing.get(number)
@@ -432,7 +432,7 @@ class EngineConnection:
 
     def _put(self, number: int, reply: Accepted | StreamPiece | KvtierError) -> None:
         answers = self._answers.get(number)
-        if answers is not None:  # otherwise its caller is gone
+        if answers is not None:  # otherwise they have been closed
             answers.put(reply)
 
     def _lose(self) -> None:
@@ -440,7 +440,7 @@ class EngineConnection:
             self._writer.close()
             self._writer = None
         if self.hello is not None:
-            logger.warning("engine %s is gone, with %d requests", self.name, len(self._answers))
+            logger.warning("engine %s is gone, %d requests were in flight", self.name, len(self._answers))
             self.hello = None
         self.is_hung = False
         self.loading_off = ""
@@ -450,7 +450,7 @@ class EngineConnection:
             answers.put(EngineAway(f"the engine {self.name} stopped before the answer was complete"))
         self._answers.clear()
         for number in list(self._tokenizing):
-            self._refuse(number, EngineAway(f"the engine {self.name} stopped before it had answered"))
+            self._refuse(number, EngineAway(f"the engine {self.name} stopped before it answered"))
 
 
 def _encoded(prompt: Prompt | EncodedPrompt) -> msgspec.Raw:

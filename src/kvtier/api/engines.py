@@ -1,4 +1,4 @@
-"""The models that are served, and the engines behind each: which of them gets a prompt."""
+"""The served models and their engines, and the choice of an engine for a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Model = TypeVar("_Model", bound="KnownModel")
 _Reply = TypeVar("_Reply")
 
 _AFFINITY_SLACK = 4
-"""An engine with this many more requests than the idlest one is passed over, even for a prompt it knows."""
+"""An engine with this many more requests than the least busy one is passed over, even if it should get the prompt."""
 
 _AFFINITY_CHARACTERS = 2048
 _AFFINITY_TOKENS = 512
@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class KnownModel(Protocol):
-    """A model as bodies name it, wherever they are read. As `ServedModel`."""
+    """What readers of bodies need of a model, in this process or another. See `ServedModel`."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -52,18 +52,18 @@ class ModelCatalog(Protocol):
 
     @property
     def known(self) -> str:
-        """The names of all models, also of those that other engines run, as a sentence lists them."""
+        """The names of all models, including those that vLLM runs, for error sentences."""
 
     def find(self, name: str) -> KnownModel:
-        """Raises `UnknownModel` with the names there are."""
+        """Raises `UnknownModel`, which lists the known names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model by the names that clients call it, the first being its own. Lists show those in `listed`, or all.
+    """A model and its engines. The first of `names` is its main name; lists show the names in `listed`, or all.
 
-    `default_options` are fields of `SamplingParams` for requests that do not give them. `tool_format` and
-    `reasoning_format` are how it writes calls and thoughts, where the deployment's file says so.
+    `default_options` are fields of `SamplingParams` for requests without them. `tool_format` and `reasoning_format` are
+    the formats of its calls and its reasoning, if the deployment file sets them.
     """
 
     names: Sequence[str]
@@ -79,7 +79,7 @@ class ServedModel:
 
     @property
     def options(self) -> dict[str, object]:
-        """For fields that a request does not give: what the deployment says, else what the model's makers say."""
+        """Defaults for absent fields of requests: the deployment's, then those that come with the model."""
         hello = self.hello
         return {**({} if hello is None else hello.default_options), **self.default_options}
 
@@ -89,12 +89,12 @@ class ServedModel:
 
     @property
     def hello(self) -> Hello | None:
-        """What its engines are; None while none of them has connected."""
+        """The description by the first connected engine; None while none is connected."""
         return next((connection.hello for connection in self.connections if connection.hello is not None), None)
 
 
 class Engines:
-    """All of them. `start` in the event loop, `close` there too. `others` are names of models that vLLM runs."""
+    """All of kvtier's own engines. Started and closed in the event loop. `others` are names of models on vLLM."""
 
     def __init__(self, models: Sequence[ServedModel], others: Sequence[str] = ()) -> None:
         self.models = models
@@ -117,20 +117,20 @@ class Engines:
         for connection in self.connections:
             await connection.close()
 
-    def break_off(self, sentence: str) -> None:
-        """All that is under way ends with an error that says so."""
+    def cut_off(self, sentence: str) -> None:
+        """End all requests in flight with an error with this sentence."""
         for connection in self.connections:
-            connection.break_off(sentence)
+            connection.cut_off(sentence)
 
     def find(self, name: str) -> ServedModel:
-        """Raises `UnknownModel` with the names there are."""
+        """Raises `UnknownModel`, which lists the known names."""
         found = self._by_name.get(name)
         if found is None:
             raise unknown_model(name, self.known)
         return found
 
     def snapshot(self) -> list[ModelSnapshot]:
-        """What another process needs to know to read a body."""
+        """What another process needs to read a body."""
         return [
             ModelSnapshot(
                 list(model.names),
@@ -143,36 +143,36 @@ class Engines:
         ]
 
     async def submit(self, model: ServedModel, question: Question) -> Answers:
-        """Hand a prompt to one of the model's engines. Raises as `EngineConnection.submit` does."""
-        error = _nobody_there(model)
+        """Send a prompt to one of the model's engines. Raises as `EngineConnection.submit`."""
+        error = _unavailable(model)
         left = list(model.connections)
-        while there := _in_order(left, question):
+        while candidates := _in_order(left, question):
             try:
-                return await there[0].submit(question)
-            except EngineStopped as stopped:  # before it took the prompt: another one may, also one that came meanwhile
-                left.remove(there[0])
+                return await candidates[0].submit(question)
+            except EngineStopped as stopped:  # it had not taken the prompt, so another engine can
+                left.remove(candidates[0])
                 error = stopped
         raise error
 
     async def tokenize(self, model: ServedModel, prompt: Prompt | EncodedPrompt) -> list[int]:
-        """The tokens of a prompt, by any of the model's engines. Raises as `EngineConnection.tokenize` does."""
+        """The tokens of a prompt, by any of the model's engines. Raises as `EngineConnection.tokenize`."""
         return (await self.tokenized(model, prompt, with_texts=False)).token_ids
 
     async def tokenized(self, model: ServedModel, prompt: Prompt | EncodedPrompt, *, with_texts: bool) -> Tokenized:
-        """As `tokenize`, with the tokens as the vocabulary has them, if asked for."""
+        """The tokens of a prompt; `with_texts` adds each token's text in the vocabulary."""
         return await _first(model, lambda connection: connection.tokenize(prompt, with_texts=with_texts))
 
     async def detokenize(self, model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens, by any of the model's engines. Raises as `EngineConnection.detokenize` does."""
+        """The text of tokens, by any of the model's engines. Raises as `EngineConnection.detokenize`."""
         return await _first(
             model, lambda connection: connection.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
 
 async def _first(model: ServedModel, ask: Callable[[EngineConnection], Awaitable[_Reply]]) -> _Reply:
-    """What the idlest of a model's engines says, or another one, if that one stops before it has answered."""
-    error = _nobody_there(model)
-    for connection in sorted(_there(model.connections), key=lambda one: one.num_requests):
+    """The reply of the model's least busy engine, or of the next one if that stops before it answers."""
+    error = _unavailable(model)
+    for connection in sorted(_up(model.connections), key=lambda one: one.num_requests):
         try:
             return await ask(connection)
         except EngineStopped as stopped:
@@ -181,7 +181,7 @@ async def _first(model: ServedModel, ask: Callable[[EngineConnection], Awaitable
 
 
 def find_model(models: Sequence[_Model], name: str) -> _Model:
-    """Raises `UnknownModel` with the names there are."""
+    """Raises `UnknownModel`, which lists the known names."""
     for model in models:
         if name in model.names:
             return model
@@ -193,37 +193,37 @@ def unknown_model(name: str, known: str) -> UnknownModel:
     return UnknownModel(f"the model {shown!r} is not served here; available: {known}")
 
 
-def _there(connections: Sequence[EngineConnection]) -> list[EngineConnection]:
+def _up(connections: Sequence[EngineConnection]) -> list[EngineConnection]:
     return [connection for connection in connections if connection.hello is not None and not connection.is_hung]
 
 
-def _nobody_there(model: ServedModel) -> EngineStopped:
+def _unavailable(model: ServedModel) -> EngineStopped:
     is_hung = any(connection.is_hung for connection in model.connections)
     return EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
 
 
 def _in_order(connections: Sequence[EngineConnection], question: Question) -> list[EngineConnection]:
-    """Those that answer, the best one first: where prompts of the same session, or that begin alike, went.
+    """Connected engines, best first: the one for prompts of this session, or with this beginning.
 
-    Unless it is much busier.
+    An engine that is much busier than the least busy one comes later.
     """
-    there = _there(connections)
-    if len(there) < 2:
-        return there
-    idlest = min(connection.num_requests for connection in there)
-    kin = f"session {question.session}" if question.session else beginning_of(question.prompt)
-    beginning = f"{question.salt}\n{kin}".encode(errors="replace")
+    up = _up(connections)
+    if len(up) < 2:
+        return up
+    least = min(connection.num_requests for connection in up)
+    group = f"session {question.session}" if question.session else beginning_of(question.prompt)
+    affinity = f"{question.salt}\n{group}".encode(errors="replace")
 
     def rank(connection: EngineConnection) -> tuple[bool, int, bytes]:
-        is_busy = connection.num_requests > idlest + _AFFINITY_SLACK
-        weight = hashlib.sha256(connection.name.encode() + beginning).digest()
+        is_busy = connection.num_requests > least + _AFFINITY_SLACK
+        weight = hashlib.sha256(connection.name.encode() + affinity).digest()
         return is_busy, connection.num_requests if is_busy else 0, weight
 
-    return sorted(there, key=rank)
+    return sorted(up, key=rank)
 
 
 def beginning_of(prompt: Prompt | EncodedPrompt) -> str:
-    """Text that prompts which begin alike have in common."""
+    """The prompt's beginning as text, which prompts with a common beginning share."""
     if isinstance(prompt, EncodedPrompt):
         return prompt.beginning
     if isinstance(prompt, TextPrompt):

@@ -1,6 +1,6 @@
-"""What a body asks of an engine, and its answers on their way back, whole or streamed: the same for every API.
+"""A request to an engine and its answers, whole or streamed: the same for every API.
 
-An API reads its bodies into a `GenerationRequest` and gives the answers their `Shape`. However a request ends, its
+Each API reads its bodies into a `GenerationRequest` and encodes answers with its `Shape`. However a request ends, its
 answers are closed, which frees their blocks.
 """
 
@@ -40,17 +40,17 @@ from kvtier.tiers.retention import RetentionOutcome
 _COMPLETE = ("stop", "length")
 _FAILED = "error"
 _MERGED_AHEAD = 64
-_PIECES_OF_A_TURN = 16
+_PIECES_PER_YIELD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A body that can be served. Each of `prompts` gets `params.n` answers. The client calls the model `name`.
+    """A valid body. Each of `prompts` gets `params.n` answers. `name` is the client's name for the model.
 
-    `record` is what else its API has to know of the body to shape the answer, as that API encodes it. Prompts of one
-    `session` are compared with each other; with `explains` the usage says where the prompt, which is one, parts from
-    earlier ones. `prefix` is the name of what stands before the conversation. `retention` is what of the prompts is to
-    stay cached.
+    `record` has what else the API needs from the body to encode the answer, in the API's own encoding. Prompts of one
+    `session` are compared with each other; with `explains`, which needs a single prompt, the usage says where it parts
+    from earlier ones. `prefix` is the name of a prefix to put before the conversation. `retention` says which part of
+    the prompts is to stay cached.
     """
 
     name: str
@@ -68,15 +68,15 @@ class GenerationRequest:
     prefix: str = ""
     retention: RetentionWish = NO_WISH
     grammar_field: str = ""
-    """The field that asks for what the answer must follow, if errors of its API name fields."""
+    """The field with the answer's grammar, for APIs whose errors name fields."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """The tokens of all prompts and answers of one request. A prompt counts once, however many answers it has.
+    """The tokens of all prompts and answers of one request. A prompt counts once, regardless of its answers.
 
-    `parting` is where the prompt parts from earlier ones, if that was asked for and is known; `retention` what was to
-    stay cached, and what does.
+    `parting` is where the prompt parts from earlier ones, if requested and known; `retention` says what was to stay
+    cached and what does.
     """
 
     prompt_tokens: int
@@ -86,13 +86,13 @@ class Usage:
     retention: list[RetentionOutcome] = field(default_factory=list)
 
     def add_answer(self, prompt_tokens: int, completion: Completion) -> None:
-        """An answer is complete. What was cached of its prompt is taken from the first one."""
+        """Add a complete answer. The cached tokens of its prompt are taken from the prompt's first answer."""
         self.completion_tokens += len(completion.token_ids)
         if not completion.index:
             self.add_cached(prompt_tokens, completion.cached_tokens)
 
     def add_cached(self, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
-        """What was cached of a prompt, by tier."""
+        """Add the cached tokens of a prompt, by tier."""
         left = prompt_tokens
         for tier, count in cached_tokens.items():
             counted = min(count, left)
@@ -101,7 +101,7 @@ class Usage:
 
     @property
     def parted(self) -> dict[str, object] | msgspec.UnsetType:
-        """`parting` as every API shows it, with sentences for people."""
+        """`parting` in the form that all APIs share, with sentences for people."""
         if self.parting is None:
             return msgspec.UNSET
         fields: dict[str, object] = msgspec.to_builtins(self.parting)
@@ -109,11 +109,11 @@ class Usage:
 
     @property
     def retained(self) -> list[dict[str, object]] | msgspec.UnsetType:
-        """`retention` as every API shows it."""
+        """`retention` in the form that all APIs share."""
         return [outcome.shown() for outcome in self.retention] or msgspec.UNSET
 
     def written_tokens(self, model: KnownModel) -> int:
-        """Those of a prompt's full blocks that were in no cache before: now they are."""
+        """Tokens in full blocks of the prompt that were not cached before, and are now."""
         block_tokens = 0 if model.hello is None else model.hello.block_tokens
         full_tokens = self.prompt_tokens - self.prompt_tokens % block_tokens if block_tokens else 0
         return max(0, full_tokens - sum(self.cached_tokens.values()))
@@ -121,15 +121,15 @@ class Usage:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """All that came for one answer. `logprobs`, as its shape encodes them, is None when they were not asked for."""
+    """All pieces of one answer. `logprobs` are encoded by the answer's shape; None if not requested."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[EncodedLogprobs] | None = None
     completion: Completion | None = None
     num_tokens: list[int] = field(default_factory=list)
-    """Of each of `texts`."""
+    """The number of tokens of each of `texts`."""
     prompt_logprobs: list[bytes] | None = None
-    """Of the prompt, as vLLM shows them, if they are asked for: pieces of a list in JSON."""
+    """The prompt's log-probabilities in vLLM's form, if requested: pieces of a JSON list."""
 
     @property
     def text(self) -> str:
@@ -152,39 +152,39 @@ class WholeAnswer:
 
 
 class Shape(Protocol):
-    """How an API shows the answers to one request, in bytes. `choice` counts through all answers of all prompts."""
+    """Encodes the answers to one request in an API's form. `choice` numbers the answers to all prompts."""
 
     @property
     def media_type(self) -> str:
-        """Of a stream."""
+        """The media type of a stream."""
 
     def begin(self, prompt_ends: Sequence[str]) -> None:
-        """All prompts are in a queue; these are the ends of conversations as their templates wrote them."""
+        """Called once all prompts are in a queue, with the last text of each rendered prompt."""
 
     def chunk(
         self, choice: int, piece: StreamPiece, logprobs: Sequence[SampledToken] | None, prompt_tokens: int
     ) -> bytes:
-        """What a stream says of a piece; empty if there is nothing to say yet."""
+        """The stream's bytes for a piece; may be empty."""
 
     def end(self, usage: Usage) -> bytes:
-        """The end of a stream that is complete."""
+        """The end of a complete stream."""
 
     def error(self, error: Exception) -> bytes:
-        """The end of a stream that failed. Raises `error` if the API says nothing of such errors."""
+        """The end of a failed stream. Raises `error` if the API does not report errors of this type."""
 
     def logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> EncodedLogprobs:
-        """Those of a piece of an answer that is not streamed."""
+        """The encoded log-probabilities of a piece of an answer that is not streamed."""
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
 
-    def broken_off(self, reason: str | None) -> str:
-        """A sentence about an answer that ended, for this reason, and is not complete."""
+    def incomplete(self, reason: str | None) -> str:
+        """A sentence about an answer that ended incomplete, for this reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One request while it is answered."""
+    """One request that is being answered."""
 
     service: Service
     asked: GenerationRequest
@@ -193,33 +193,33 @@ class Generation:
     shape: Shape
 
     async def whole(self) -> bytes:
-        """The body of the response. Raises a `HttpError` or a `KvtierError`."""
+        """The body of the response. Raises `HttpError` or `KvtierError`."""
         with self._place():
             async with self._submitted() as submitted:
                 self.shape.begin([answers.prompt_end for answers in submitted])
                 usage = Usage(sum(answers.prompt_tokens for answers in submitted))
                 found = [WholeAnswer() for _ in submitted for _ in range(self.asked.params.n)]
-                turns = _Turns()
+                work = _LogprobsWork()
                 async with contextlib.aclosing(await self._pieces(submitted)) as pieces:
                     async for choice, piece in pieces:
                         answers = submitted[choice // self.asked.params.n]
                         if piece.prompt is not None:
-                            await self._add_prompt_logprobs(found, choice, piece.prompt, answers, turns)
+                            await self._add_prompt_logprobs(found, choice, piece.prompt, answers, work)
                         if piece.completion is not None:
                             self._note_end(answers, piece.completion, usage)
                         found[choice].add(piece)
                         if logprobs := self._logprobs(answers, piece):
                             encoded = self.shape.logprobs(choice, logprobs)
                             found[choice].add_logprobs(encoded)
-                            turns.note(encoded)
-                            await turns.take()
+                            work.note(encoded)
+                            await work.yield_if_due()
                 await self._explain(submitted, usage)
                 return self.shape.whole(found, usage)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """First nothing, when every prompt is in an engine's queue, then the chunks of the stream.
+        """First an empty chunk, once all prompts are in an engine's queue, then the chunks of the stream.
 
-        What is wrong before that is raised; what goes wrong later is the last chunk.
+        Errors before that are raised; a later error becomes the last chunk.
         """
         with self._place():
             async with self._submitted() as submitted:
@@ -227,7 +227,7 @@ class Generation:
                 self.shape.begin([answers.prompt_end for answers in submitted])
                 try:
                     usage = Usage(sum(answers.prompt_tokens for answers in submitted))
-                    turns = _Turns()
+                    work = _LogprobsWork()
                     async with contextlib.aclosing(await self._pieces(submitted)) as pieces:
                         async for choice, piece in pieces:
                             answers = submitted[choice // self.asked.params.n]
@@ -238,7 +238,7 @@ class Generation:
                             if chunk:
                                 yield chunk
                             if logprobs:
-                                await turns.take()
+                                await work.yield_if_due()
                     await self._explain(submitted, usage)
                 except Exception as error:
                     yield self.shape.error(error)
@@ -247,7 +247,7 @@ class Generation:
                     yield end
 
     async def _pieces(self, submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-        """What comes for any of these, as it comes, with the number of its choice; behind the prompts, if asked for."""
+        """The pieces of all answers as they arrive, with the number of their choice; prompts first if echoed."""
         asked = self.asked
         if not asked.prompt_form.echoes:
             return _merged(submitted)
@@ -256,7 +256,7 @@ class Generation:
         return Echo(texts, asked.params.n, num_tokens).before(_merged(submitted))
 
     async def _text_of(self, prompt: Prompt | EncodedPrompt) -> str:
-        """Of token ids, an engine's tokenizer knows it."""
+        """The text of a prompt; for token ids, an engine's tokenizer makes it."""
         if isinstance(prompt, EncodedPrompt):
             prompt = decode_prompt(prompt.encoded)
         if isinstance(prompt, TextPrompt):
@@ -269,9 +269,14 @@ class Generation:
         )
 
     async def _add_prompt_logprobs(
-        self, found: Sequence[WholeAnswer], choice: int, tokens: Sequence[PromptToken], answers: Answers, turns: _Turns
+        self,
+        found: Sequence[WholeAnswer],
+        choice: int,
+        tokens: Sequence[PromptToken],
+        answers: Answers,
+        work: _LogprobsWork,
     ) -> None:
-        """To all answers to the prompt of `choice`, which share them."""
+        """Add the prompt's log-probabilities to all answers to the prompt of `choice`, which share them."""
         num_top = self.asked.prompt_form.num_logprobs
         if num_top is None:
             return
@@ -281,8 +286,8 @@ class Generation:
             answer.prompt_logprobs = kept
         for part in parts_of(tokens):
             kept.append(encoded_prompt_logprobs(part, answers.token_bytes, num_top))
-            turns.note(kept[-1:])
-            await turns.take()
+            work.note(kept[-1:])
+            await work.yield_if_due()
 
     def _place(self) -> contextlib.AbstractContextManager[None]:
         prompts = self.asked.prompts
@@ -291,7 +296,7 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def _submitted(self) -> AsyncIterator[Sequence[Answers]]:
-        """The answers to each prompt, all of which are in a queue. Afterwards they are closed."""
+        """A scope with the answers to each prompt, once all prompts are in a queue. They are closed at its end."""
         asked, engines = self.asked, self.service.engines
         salt, params = salt_of(self.tenant, asked.cache_salt), msgspec.Raw(encode_part(asked.params))
         model = engines.find(asked.model.name)
@@ -330,11 +335,11 @@ class Generation:
                     outcome.close()
 
     def _note_end(self, answers: Answers, completion: Completion, usage: Usage) -> None:
-        """Raises `AnswerFailed` or `EngineStopped` for an answer that ended and is not complete."""
+        """Raises `AnswerFailed` or `EngineStopped` for an answer that ended incomplete."""
         if completion.finish_reason == _FAILED:
             raise AnswerFailed("the engine failed on this request: see its log")
         if completion.finish_reason not in _COMPLETE:
-            raise EngineStopped(self.shape.broken_off(completion.finish_reason))
+            raise EngineStopped(self.shape.incomplete(completion.finish_reason))
         usage.add_answer(answers.prompt_tokens, completion)
         self.service.tracing.note_answer(self.asked.model.name, self.request_id, answers.prompt_tokens, completion)
         self.service.count(self.asked.model.name, self.tenant, answers, completion)
@@ -350,42 +355,42 @@ class Generation:
         return sampled_tokens(piece, answers.token_bytes, self.asked.params.logprobs or 0)
 
 
-class _Turns:
-    """Logprobs take long to shape: now and then others come first, also when further pieces have come."""
+class _LogprobsWork:
+    """Encoding log-probabilities is slow: every few pieces the event loop gets a chance to serve other requests."""
 
     def __init__(self) -> None:
         self._num_pieces = 0
         self._num_bytes = 0
 
     def note(self, encoded: Sequence[bytes]) -> None:
-        """Raises `InvalidParameter` when too much is kept of an answer that is not streamed."""
+        """Count encoded bytes. Raises `InvalidParameter` if an answer that is not streamed has too many."""
         self._num_bytes += sum(map(len, encoded))
         if self._num_bytes > MAX_WHOLE_LOGPROBS_BYTES:
             limit = format_size(MAX_WHOLE_LOGPROBS_BYTES)
             raise InvalidParameter(f"logprobs must take less than {limit} without a stream: ask for fewer, or stream")
 
-    async def take(self) -> None:
+    async def yield_if_due(self) -> None:
         self._num_pieces += 1
-        if self._num_pieces % _PIECES_OF_A_TURN == 0:
+        if self._num_pieces % _PIECES_PER_YIELD == 0:
             await asyncio.sleep(0)
 
 
 def _merged(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    """What comes for any of these, as it comes, with the number of its choice."""
+    """The pieces of all answers as they arrive, with the number of their choice."""
     return submitted[0].pieces() if len(submitted) == 1 else _merged_several(submitted)
 
 
 async def _merged_several(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    came: asyncio.Queue[tuple[int, StreamPiece] | None] = asyncio.Queue(_MERGED_AHEAD)
+    arrived: asyncio.Queue[tuple[int, StreamPiece] | None] = asyncio.Queue(_MERGED_AHEAD)
 
     async def pass_on(answers: Answers, first_choice: int) -> None:
         try:
             async for numbered in answers.pieces(first_choice):
-                await came.put(numbered)
+                await arrived.put(numbered)
         except Exception:
-            await came.put(None)
+            await arrived.put(None)
             raise
-        await came.put(None)
+        await arrived.put(None)
 
     passing = [
         asyncio.create_task(pass_on(answers, number * answers.num_answers)) for number, answers in enumerate(submitted)
@@ -393,15 +398,15 @@ async def _merged_several(submitted: Sequence[Answers]) -> AsyncGenerator[tuple[
     try:
         num_open = len(passing)
         while num_open:
-            numbered = await came.get()
+            numbered = await arrived.get()
             if numbered is not None:
                 yield numbered
                 continue
             num_open -= 1
-            await asyncio.sleep(0)  # for the task that ended, to be over
+            await asyncio.sleep(0)  # lets the task that sent None finish
             for task in passing:
                 if task.done():
-                    task.result()  # raises what ended it
+                    task.result()  # raises its error
     finally:
         for task in passing:
             task.cancel()

@@ -1,6 +1,6 @@
-"""`/health`, `/ready` and `/metrics`: for operators.
+"""`/health`, `/ready` and `/metrics`, for operators.
 
-The first two need no API key. Metrics tell how much each key asks: with keys, only one that may read them is answered.
+The first two need no API key. Metrics show each key's usage, so if there are keys, they need one with `metrics`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _METRICS_TIMEOUT_S = 10.0
 def operation_routes(service: Service) -> list[Route]:
     def check_reader(request: Request) -> None:
         if not service.access.tenant(request).reads_metrics:
-            raise HttpError(403, "this API key may not read metrics: give it metrics: true", "no_metrics")
+            raise HttpError(403, "this API key may not read metrics: it needs metrics: true", "no_metrics")
 
     async def health(request: Request) -> Response:
-        """The process answers. What is said besides is of engines whose canary has found wrong KV."""
+        """Shows that the process answers. Warnings are about engines whose canary has found wrong KV."""
         warnings = [f"{one.name}: {one.loading_off}" for one in service.engines.connections if one.loading_off]
         return JSONResponse({"status": "ok", "warnings": warnings} if warnings else {"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Whether every engine has connected and answers."""
+        """Whether all engines are connected and answer."""
         is_ready = service.is_ready and not service.is_draining
         document = {
             "status": _status(service),
@@ -59,10 +59,10 @@ def operation_routes(service: Service) -> list[Route]:
         return JSONResponse(document, 503, {"Retry-After": str(EngineAway.retry_after_s)})
 
     async def metrics(request: Request) -> Response:
-        """What this process counts, and what each engine counts, with its name as a label."""
+        """The metrics of this process and of each engine, with the engine's name as a label."""
         check_reader(request)
         for engine in service.vllm.engines:
-            service.metrics.engine_up.labels(engine=engine.name).set(engine.is_there)
+            service.metrics.engine_up.labels(engine=engine.name).set(engine.is_up)
         connections = service.engines.connections
         families = await asyncio.gather(*(connection.metrics() for connection in connections))
         found = [(connection.name, own) for connection, own in zip(connections, families, strict=True)]
@@ -72,12 +72,12 @@ def operation_routes(service: Service) -> list[Route]:
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     async def metrics_of_vllm(request: Request) -> Response:
-        """What an engine of vLLM counts, as it says it."""
+        """The metrics of an engine of vLLM, unchanged."""
         check_reader(request)
         name = request.path_params["engine"]
         engine = next((one for one in service.vllm.engines if one.name == name), None)
         if engine is None:
-            raise HttpError(404, "there is no engine of vLLM of that name", "unknown_engine")
+            raise HttpError(404, "no engine of vLLM has that name", "unknown_engine")
         try:
             status, body = await engine.get("/metrics", _METRICS_TIMEOUT_S, MAX_UPSTREAM_METRICS_BYTES)
         except (ExchangeError, TimeoutError) as error:
@@ -104,7 +104,7 @@ def _status(service: Service) -> str:
 
 
 def _state(connection: EngineConnection) -> dict[str, object]:
-    """`since` is when the engine was ready, in seconds of the epoch; `loading_off` is there if it loads nothing."""
+    """`since` is when the engine became ready, in seconds of the epoch; `loading_off` is set if it loads nothing."""
     if connection.hello is None:
         return {"status": "starting"}
     state: dict[str, object] = {
@@ -115,9 +115,9 @@ def _state(connection: EngineConnection) -> dict[str, object]:
 
 
 def _state_of_vllm(engine: VllmEngine) -> dict[str, object]:
-    if engine.facts is None:
+    if engine.hello is None:
         return {"status": "starting"}
-    return {"status": "hung" if engine.is_hung else "ready", "since": engine.facts.since}
+    return {"status": "hung" if engine.is_hung else "ready", "since": engine.hello.since}
 
 
 class _OfEngines(Collector):

@@ -1,4 +1,4 @@
-"""What is wrong with a request, before an API gives it its own shape: a status, a sentence, and what it is about."""
+"""HTTP errors in a form that all APIs share: a status, a sentence, a code and the field; APIs encode them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import EngineAway, EngineStopped, KvtierError, PromptTooLong, RequestError, UnknownModel
 
-NO_EMBEDDINGS = "embeddings are not computed here, except by models that vLLM runs"
+NO_EMBEDDINGS = "embeddings are supported by models that run on vLLM only"
 
 
 @dataclass(slots=True)
 class HttpError(Exception):
-    """Raised anywhere while a request is served. `code` is for programs; `parameter` is the field it is about."""
+    """Raised anywhere while a request is served. `code` is for programs; `parameter` is the field at fault."""
 
     status: int
     sentence: str
@@ -24,11 +24,11 @@ class HttpError(Exception):
 
 
 class WrongKey(HttpError):
-    """An API key that is not known: it may be a guess."""
+    """An unknown API key, which may be a guess."""
 
 
 def http_error_of(error: KvtierError) -> HttpError:
-    """The caller's faults are 4xx; an engine that is away is 503, with a time to ask again."""
+    """Errors of the caller become 4xx; an engine that is away becomes 503 with `Retry-After`."""
     if isinstance(error, UnknownModel):
         return HttpError(404, str(error), "model_not_found", "model")
     if isinstance(error, PromptTooLong):
@@ -47,12 +47,12 @@ def unavailable(sentence: str, retry_after_s: int = EngineAway.retry_after_s) ->
 
 
 def overloaded(sentence: str) -> HttpError:
-    """There is too much at once: the same request may do later."""
+    """The server has too much to do: the same request may succeed later."""
     headers = {"Retry-After": str(EngineAway.retry_after_s)}
     return HttpError(429, sentence, "rate_limit_exceeded", headers=headers)
 
 
 def _parameter_in(sentence: str) -> str | None:
-    """Sentences about a sampling parameter begin with its name."""
+    """The parameter in a sentence: sentences about a sampling parameter begin with its name."""
     word, _, rest = sentence.partition(" ")
     return word if rest.startswith("must ") else None

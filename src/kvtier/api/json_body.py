@@ -1,4 +1,4 @@
-"""A JSON body, field by field: each is read with its type, and a field that was not read is refused."""
+"""Reads a JSON body field by field and checks each type; fields that are never read are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def _finite(text: str) -> float:
-    """Python's own way to read a number: the decoder's takes a hundred times longer for some."""
+    """Parse a number as Python does: the decoder's own parser takes a hundred times longer for some numbers."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError("a number is out of range")
@@ -29,11 +29,11 @@ _decode = msgspec.json.Decoder(float_hook=_finite).decode
 
 
 def decode_body(body: bytes) -> JsonBody:
-    """Raises a `HttpError` when it is no JSON, or no object."""
+    """Raises `HttpError` if the body is not a JSON object."""
     try:
         document = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise HttpError(400, f"the body is no valid JSON: {error}", "invalid_json") from error
+        raise HttpError(400, f"the body is not valid JSON: {error}", "invalid_json") from error
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply", "invalid_json") from error
     if not isinstance(document, dict):
@@ -42,7 +42,7 @@ def decode_body(body: bytes) -> JsonBody:
 
 
 def decode_inner(text: str) -> object:
-    """JSON that is text in a body. Raises `ValueError` for what is none."""
+    """Decode JSON inside a text of a body. Raises `ValueError` if it is invalid."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -50,19 +50,19 @@ def decode_inner(text: str) -> object:
 
 
 class JsonBody:
-    """A JSON object. A field that is null counts as absent. `path` is what its fields' names are preceded by."""
+    """A JSON object. A field that is null counts as absent. `path` is prepended to field names in errors."""
 
     def __init__(self, document: Mapping[str, object], path: str = "") -> None:
         self._document = document
         self._path = path
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
         return self.value(name) is not None
 
     def value(self, name: str) -> object:
-        """As it came."""
-        self._asked.add(name)
+        """The decoded value, unchecked."""
+        self._read.add(name)
         return self._document.get(name)
 
     def text(self, name: str) -> str | None:
@@ -89,7 +89,7 @@ class JsonBody:
             found = int(found)
         if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
             raise self.wrong(name, "a whole number")
-        if found is not None and not _WHOLE_LOW <= found <= _WHOLE_HIGH:  # the engine could not be told
+        if found is not None and not _WHOLE_LOW <= found <= _WHOLE_HIGH:  # messages to the engine cannot carry it
             raise self.wrong(name, "a whole number of at most 64 bits")
         return found
 
@@ -128,15 +128,15 @@ class JsonBody:
         return HttpError(400, f"{self._path}{name} is missing", "missing_field", self._path + name)
 
     def refuse(self, name: str, sentence: str) -> HttpError:
-        """A `HttpError` about a field that is known, but not served here."""
+        """An `HttpError` about a field that is known, but not supported here."""
         return HttpError(400, f"{self._path}{name} {sentence}", "unsupported_parameter", self._path + name)
 
     def refuse_rest(self) -> None:
-        """Nothing is passed over in silence: raises a `HttpError` for a field that was not read."""
+        """Raises `HttpError` for a field that was not read, so that no field is ignored silently."""
         for name, found in self._document.items():
-            if name not in self._asked and found is not None:
+            if name not in self._read and found is not None:
                 short = _shortened(name)
-                near = difflib.get_close_matches(short, self._asked, 1)
+                near = difflib.get_close_matches(short, self._read, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 path = self._path + short
                 raise HttpError(400, f"{path} is not supported here{hint}", "unsupported_parameter", path)
@@ -149,7 +149,7 @@ class JsonBody:
 
 
 def shown(value: object) -> str:
-    """A value of a body as a sentence quotes it: JSON, cut where it is long."""
+    """A value of a body as error sentences quote it: JSON, shortened if it is long."""
     if isinstance(value, (list, dict)) and len(value) > _SHOWN_CHARACTERS:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, str):
@@ -157,7 +157,7 @@ def shown(value: object) -> str:
     try:
         return _shortened(msgspec.json.encode(value).decode())
     except RecursionError:
-        return "something nested deeply"
+        return "a deeply nested value"
     except OverflowError:
         return "a number that is too large"
 

@@ -1,8 +1,8 @@
 """Processes that read large bodies for the HTTP server. One event loop.
 
-A parser holds the interpreter while it works: in a thread of this process it would hold up every stream. The processes
-are started when the first large body comes, and end with the server. Bodies of megabytes have processes of their own:
-a long prompt does not wait for them.
+A parser holds the interpreter lock while it works: in a thread of this process it would delay every stream. The
+processes start with the first large body and end with the server. Bodies of megabytes have separate processes, so a
+long prompt does not wait for them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvtier.api.limits import MAX_UNREAD_BODIES_BYTES, QUICK_BODY_BYTES, READ_TI
 logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2
-"""For bodies of megabytes; as many for others."""
+"""Processes for bodies of megabytes, and for smaller ones."""
 
 _STREAM_LIMIT_BYTES = 1 << 20
 _END_S = 5.0
 _LOOK_S = 0.01
 _IDLE_S = 300.0
-"""An idle process ends after this long. The next large body waits half a second for another one."""
+"""An idle process ends after this long. The next large body then waits half a second for a new one."""
 
 
 class LargeBodies:
-    """`read` from any task; `close` when no task reads any more."""
+    """`read` may be called from any task; `close` once no task reads any more."""
 
     timeout_s = READ_TIMEOUT_S
     idle_s = _IDLE_S
@@ -44,9 +44,9 @@ class LargeBodies:
         self._slow = _Readers()
 
     async def read(self, question: ReadBody, pieces: Sequence[bytes]) -> BodyReply:
-        """Raises a `HttpError` if too many others wait, if it takes too long, or if the process dies of it.
+        """Raises `HttpError` if too many bodies wait, if reading takes too long, or if the process dies.
 
-        When the caller is cancelled, a quick body is read nevertheless: another process would take longer to start.
+        If the caller is cancelled, a small body is still read to its end: starting a new process would take longer.
         """
         is_quick = question.num_bytes <= QUICK_BODY_BYTES
         readers = self._quick if is_quick else self._slow
@@ -73,7 +73,7 @@ class LargeBodies:
             logger.warning("a process died while it read a body of %d bytes", question.num_bytes)
             await process.kill()
             raise HttpError(413, "the body cannot be read", "body_too_large") from error
-        except BaseException:  # the client is gone: what comes next on its socket is not for the next one
+        except BaseException:  # the client is gone: the process's next reply would not belong to the next body
             await process.kill()
             raise
         readers.idle.append(process)
@@ -92,7 +92,7 @@ class LargeBodies:
     def _forget(self, work: asyncio.Future[Any]) -> None:
         self._under_way.discard(work)
         if not work.cancelled():
-            work.exception()  # the client that it was for may be gone
+            work.exception()  # retrieved here, since the client may be gone
 
     async def close(self) -> None:
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -102,7 +102,7 @@ class LargeBodies:
 
 
 class _Readers:
-    """Processes for bodies of one kind, and the bodies that wait for one."""
+    """The processes for one size class of bodies, and the bodies that wait for a process."""
 
     def __init__(self) -> None:
         self.idle: list[_Process] = []
@@ -110,9 +110,9 @@ class _Readers:
         self._waiting_bytes = 0
 
     async def wait(self, num_bytes: int) -> None:
-        """Take a place. Raises a `HttpError` when those that wait hold too much memory."""
+        """Wait for a process. Raises `HttpError` if waiting bodies take too much memory."""
         if self._waiting_bytes and self._waiting_bytes + num_bytes > MAX_UNREAD_BODIES_BYTES:
-            raise overloaded("the large bodies that wait to be read take all of the memory for them")
+            raise overloaded("too many large bodies are waiting to be read")
         self._waiting_bytes += num_bytes
         try:
             await self.places.acquire()
@@ -140,7 +140,7 @@ class _Process:
         reader, writer = self._streams
         for piece in (*framed(question), *pieces):
             writer.write(piece)
-            await writer.drain()  # each as the process reads: the loop does not copy all of them at once
+            await writer.drain()  # as fast as the process reads, so the loop does not copy all at once
         return decode_reply(await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES))))
 
     async def kill(self) -> None:
@@ -148,7 +148,7 @@ class _Process:
         await self.close()
 
     async def close(self) -> None:
-        """It ends with its socket."""
+        """Close the socket, which ends the process."""
         if self._streams is None:
             self._sock.close()
         else:

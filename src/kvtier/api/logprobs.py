@@ -1,7 +1,7 @@
-"""Log-probabilities of sampled tokens, in the shape that OpenAI's chats and Ollama's answers share.
+"""Log-probabilities of sampled tokens, in the form that OpenAI's chats and Ollama's answers share.
 
-An answer that is not streamed keeps them in JSON, piece by piece: a million objects would hold up the event loop when
-they are encoded at its end, and the garbage collector until then.
+For an answer that is not streamed they are encoded piece by piece: encoding a million objects at its end would block
+the event loop, and until then they would slow down the garbage collector.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 from kvtier.engine.answer import StreamPiece
 
 LEAST_LOGPROB = -9999.0
-"""What OpenAI says of a token that cannot come: JSON has no infinity."""
+"""OpenAI's value for an impossible token: JSON has no infinity."""
 
 
 EncodedLogprobs = tuple[bytes, ...]
-"""Of a piece of an answer: one or several lists in JSON, without their brackets."""
+"""The log-probabilities of a piece: one or more JSON lists, without their brackets."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class LikelyToken(msgspec.Struct):
-    """`bytes` are present because a token may be part of a character. The first token of a prompt has no `logprob`."""
+    """`bytes` is needed since a token may be part of a character. The first token of a prompt has no `logprob`."""
 
     token: str
     logprob: float | None
@@ -31,13 +31,13 @@ class LikelyToken(msgspec.Struct):
 
 
 class SampledToken(LikelyToken):
-    """The token that was sampled, and the likeliest ones, as many as were asked for."""
+    """The sampled token, and the requested number of likeliest tokens."""
 
     top_logprobs: list[LikelyToken]
 
 
 def sampled_tokens(piece: StreamPiece, token_bytes: Mapping[int, bytes], num_top: int) -> list[SampledToken]:
-    """Those of a piece that has logprobs; `token_bytes` has all tokens in them."""
+    """The tokens of a piece with log-probabilities; `token_bytes` must have all tokens in them."""
 
     def fields(token_id: int, logprob: float | None) -> tuple[str, float | None, list[int]]:
         raw = token_bytes[token_id]
@@ -53,10 +53,10 @@ def sampled_tokens(piece: StreamPiece, token_bytes: Mapping[int, bytes], num_top
 
 
 def encode_items(values: Sequence[object]) -> bytes:
-    """A list in JSON, without its brackets."""
+    """A JSON list without its brackets."""
     return _encode(values)[1:-1]
 
 
 def joined(pieces: Sequence[EncodedLogprobs], number: int = 0) -> msgspec.Raw:
-    """The whole list of that number."""
+    """The complete list with index `number`, joined from all pieces."""
     return msgspec.Raw(b"[" + b",".join([piece[number] for piece in pieces]) + b"]")

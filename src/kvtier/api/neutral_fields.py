@@ -1,4 +1,4 @@
-"""Fields of a body that are not served: the values at which they change nothing are accepted, others are refused."""
+"""Fields that are not supported: values with which they change nothing are accepted, others are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import JsonBody, shown
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""By the names of fields, the values, if any, at which they change nothing."""
+"""Field names, with the values, if any, with which a field changes nothing."""
 
 
 def refuse_others(body: JsonBody, neutral: Neutral) -> None:
-    """Raises a `HttpError` for a field that has a value at which it would have to change something."""
+    """Raises `HttpError` for a field with a value that would change something."""
     for name, values in neutral.items():
         found = body.value(name)
         if found is not None and not any(type(found) is type(value) and found == value for value in values):

@@ -1,7 +1,7 @@
-"""Bodies on their way in: how many, how large together, and for how long. One event loop.
+"""Limits arriving bodies: their number, their total size, and their time. One event loop.
 
-Room is taken from the slowest: a client that sends a byte now and then keeps no other client out, and no upload at full
-speed is ended for it.
+If there is no room, the slowest body is ended: a client that sends single bytes slowly cannot keep others out, and no
+upload at full speed is ended.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class OpenBodies:
         return len(self._arrivals)
 
     async def receive(self, request: Request) -> list[bytes]:
-        """The body of `request`, in pieces: joining those of a large one would take a while.
+        """The body of `request`, in pieces, since joining a large one takes long.
 
-        Raises a `HttpError` when it is too large, too slow, or there is no room for it.
+        Raises `HttpError` if it is too large or too slow, or if there is no room for it.
         """
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced[:20]) > self._max_bytes:
@@ -86,7 +86,7 @@ class OpenBodies:
                 finally:
                     self._forget(arrival)
         except TimeoutError as error:
-            sentence = f"the body did not arrive in its time, which is {self.timeout_s:g} s, or less if others wait"
+            sentence = f"the body did not arrive within {self.timeout_s:g} s, or was ended earlier since others wait"
             raise HttpError(408, sentence, "timeout", headers={"Connection": "close"}) from error
 
     def _take(self, arrival: _Arrival, num_bytes: int) -> None:
@@ -96,10 +96,10 @@ class OpenBodies:
             raise self._too_large()
         while self._num_bytes > OPEN_BODIES_OVER_LARGEST * self._max_bytes:
             if not self._end_slowest(asyncio.get_running_loop().time()):
-                raise overloaded("bodies that are arriving take all of the memory for them")
+                raise overloaded("too many large bodies are arriving")
 
     def _end_slowest(self, now: float) -> bool:
-        """Take the room of a body that is slow. False when none is."""
+        """End the slowest body to make room. False if no body is slow."""
         slow = [arrival for arrival in self._arrivals if now - arrival.began_at >= self.slow_s]
         if not slow:
             return False

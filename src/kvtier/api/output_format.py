@@ -1,6 +1,6 @@
-"""What an answer has to look like, as bodies ask for it: OpenAI's `response_format`, Ollama's `format`, vLLM's names.
+"""Reads the required format of an answer: OpenAI's `response_format`, Ollama's `format`, and vLLM's fields.
 
-Only the shape is looked at here: whether a schema or a grammar can be followed is the engine's to say.
+Only structure and size are checked here: the engine checks whether it supports the schema or grammar.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _TYPES = "text, json_object or json_schema"
 
 
 def read_output_format(body: JsonBody) -> Grammar | None:
-    """From the fields of a chat or a completion; None for free text. Raises a `HttpError` for more than one of them."""
+    """Read the fields of a chat or a completion; None for free text. Raises `HttpError` if several are given."""
     given = [name for name in (_RESPONSE_FORMAT, _OUTPUTS, *_GUIDED) if body.has(name)]
     found = [(name, grammar) for name in given if (grammar := _read(body, name)) is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise HttpError(400, f"{names} exclude each other: give one of them", "invalid_value", found[1][0])
+        raise HttpError(400, f"{names} cannot be combined: give one of them", "invalid_value", found[1][0])
     return found[0][1] if found else None
 
 
 def output_field(body: JsonBody) -> str:
-    """The field that says what an answer must follow: one of those above, or else the tools."""
+    """The field that the answer's grammar comes from: one of those above, or else `tools`."""
     given = [name for name in (_RESPONSE_FORMAT, _OUTPUTS, *_GUIDED) if body.has(name)]
     form = body.value(_RESPONSE_FORMAT)
     if isinstance(form, dict) and form.get("type") == "text":
@@ -44,7 +44,7 @@ def output_field(body: JsonBody) -> str:
 
 
 def read_response_format(body: JsonBody) -> Grammar | None:
-    """From an object with a `type`: `text`, `json_object`, or `json_schema` with an object of that name inside."""
+    """Read an object with a `type`: `text`, `json_object`, or `json_schema` with an object of that name inside."""
     kind = body.needed_text("type")
     grammar = None
     if kind == "json_object":
@@ -62,7 +62,7 @@ def read_response_format(body: JsonBody) -> Grammar | None:
 
 
 def read_named_schema(body: JsonBody) -> Grammar:
-    """From an object with `schema`, and `name`, `description` and `strict`, which change nothing."""
+    """Read an object with `schema`, and with `name`, `description` and `strict`, which change nothing."""
     body.short_text("name", MAX_RECORD_CHARACTERS)
     body.text("description")
     body.flag("strict")
@@ -72,7 +72,7 @@ def read_named_schema(body: JsonBody) -> Grammar:
 
 
 def read_ollama_format(body: JsonBody) -> Grammar | None:
-    """From Ollama's `format`: "json", a schema, or nothing."""
+    """Read Ollama's `format`: "json", a schema, or nothing."""
     given = body.value("format")
     if not given:
         return None
@@ -84,23 +84,23 @@ def read_ollama_format(body: JsonBody) -> Grammar | None:
 
 
 def read_schema(body: JsonBody, name: str) -> Grammar:
-    """A field that is a JSON schema. Its names stay in the client's order, which is that of the answer."""
+    """Read a JSON schema. Its properties keep the client's order, in which the answer has them."""
     schema = body.value(name)
     if not isinstance(schema, dict):
-        raise body.wrong(name, "a JSON schema, an object")
+        raise body.wrong(name, "a JSON schema, which is an object")
     if not _is_bounded(schema):
         raise body.wrong(name, f"a JSON schema of at most {MAX_SCHEMA_DEPTH} levels and {MAX_SCHEMA_VALUES} values")
     return _grammar(body, name, "json_schema", json.dumps(schema))
 
 
-# --- vLLM's names -----------------------------------------------------------------------------------------------------
+# --- vLLM's fields ----------------------------------------------------------------------------------------------------
 
 
 def _read(body: JsonBody, name: str) -> Grammar | None:
     if name in _GUIDED:
         return _read_guided(body, name, _GUIDED[name])
     inner = body.inner(name)
-    assert inner is not None, "the field is there"
+    assert inner is not None, "the field is present"
     if name == _RESPONSE_FORMAT:
         return read_response_format(inner)
     given = [kind for kind in _GUIDED.values() if inner.has(kind)]
@@ -126,7 +126,7 @@ def _read_guided(body: JsonBody, name: str, kind: str) -> Grammar:
 
 
 def _read_json(body: JsonBody, name: str) -> Grammar:
-    """A schema, or its text."""
+    """Read a schema, or a schema as text."""
     given = body.value(name)
     if not isinstance(given, str):
         return read_schema(body, name)

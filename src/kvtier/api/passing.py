@@ -1,6 +1,6 @@
-"""Requests that are passed on to engines of vLLM, and their answers on the way back, as they are.
+"""Passes requests on to engines of vLLM, and their answers back, unchanged.
 
-However a request ends, the connection to its engine is closed, which ends what is computed for it.
+However a request ends, its connection to the engine is closed, which stops the engine's work on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BETWEEN_TWO = frozenset(
         *(b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     )
 )
-"""Headers that are about one connection, not about what is carried over it."""
+"""Headers about a connection rather than a message, which are not forwarded."""
 
 _OF_CLIENT = frozenset(
     (b"host", b"authorization", b"x-api-key", b"cookie", b"origin", b"expect", b"accept-encoding", b"x-request-id")
@@ -45,7 +45,7 @@ _PATH_CHARACTERS = "/:@!$&'()*+,;=~"
 
 @dataclass(frozen=True, slots=True)
 class PassedBody:
-    """A body for vLLM: what is known of it, and its bytes as they came."""
+    """A body for vLLM: what was read from it, and its original bytes."""
 
     passes: BodyPasses
     pieces: Sequence[bytes]
@@ -56,7 +56,7 @@ class PassedBody:
 
 
 def salt_maker(tenant: Tenant, *, has_keys: bool) -> _SaltMaker | None:
-    """Makes of a body's own salt the one that keeps its tenant's blocks apart; None where there are no keys."""
+    """A function that adds the tenant's salt to a body's own, to keep tenants' blocks apart; None without keys."""
     return _SaltMaker(tenant) if has_keys else None
 
 
@@ -69,18 +69,18 @@ class _SaltMaker:
 
 
 @contextlib.asynccontextmanager
-async def asked(
+async def upstream_answer(
     service: Service, tenant: Tenant, passed: PassedBody, request_id: str, headers: Headers, query: str = ""
 ) -> AsyncIterator[UpstreamAnswer]:
-    """The answer of one of the model's engines, of which the first bytes are here; afterwards it is closed.
+    """A scope with an engine's answer, once its first bytes have arrived; closes it at its end.
 
-    Raises a `HttpError` when the server is full, and as `VllmModel.answer` does.
+    Raises `HttpError` if the server is full, and as `VllmModel.answer`.
     """
     passes = passed.passes
     model = service.vllm.get(passes.model)
     if model is None:
         raise HttpError(404, f"the model {passes.name!r} is not served here", "model_not_found", "model")
-    own_id = request_id.rpartition("-")[2]  # vLLM puts a prefix of its own before it
+    own_id = request_id.rpartition("-")[2]  # without our prefix: vLLM adds its own
     request = UpstreamRequest(
         target=quote(passes.path, safe=_PATH_CHARACTERS) + (f"?{query}" if query else ""),
         headers=[*headers, (b"x-request-id", own_id.encode())],
@@ -101,7 +101,7 @@ async def asked(
 
 
 class Passing:
-    """One request on its way through, with nothing changed."""
+    """One request that is passed on unchanged."""
 
     def __init__(self, service: Service, request: Request, tenant: Tenant, passed: PassedBody) -> None:
         self._service = service
@@ -111,7 +111,7 @@ class Passing:
         self._answer: UpstreamAnswer | None = None
 
     async def response(self) -> Response:
-        """Raises a `HttpError` or a `KvtierError` for what goes wrong before the first byte of the answer."""
+        """Raises `HttpError` or `KvtierError` for a failure before the first byte of the answer."""
         chunks = self._chunks()
         try:
             await while_connected(self._request, anext(chunks))
@@ -132,11 +132,11 @@ class Passing:
         return streamed
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        """First nothing, when the beginning of the answer is here, then its bytes."""
+        """First an empty chunk, once the beginning of the answer has arrived, then its bytes."""
         request_id: str = self._request.state.id
         headers = request_headers(self._request)
         query = self._request.scope.get("query_string", b"").decode("latin-1")
-        async with asked(self._service, self._tenant, self._passed, request_id, headers, query) as answer:
+        async with upstream_answer(self._service, self._tenant, self._passed, request_id, headers, query) as answer:
             self._answer = answer
             yield b""
             end = answer.first[-len(_END_OF_EVENT) :]
@@ -152,7 +152,7 @@ class Passing:
                         self._passed.passes.path, error
                     )
                 elif ABORT in self._request.scope:
-                    self._request.scope[ABORT]()  # an end that looks like none: the client knows that it is cut off
+                    self._request.scope[ABORT]()  # cut the connection, so that the client notices the missing end
 
     def _response_headers(self, answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
         own = [(b"x-request-id", self._request.state.id.encode())]
@@ -167,7 +167,7 @@ class Passing:
 
 
 def request_headers(request: Request) -> Headers:
-    """What an engine gets of a client's headers."""
+    """The client's headers that are forwarded to an engine."""
     given = [(name.lower(), value) for name, value in request.scope["headers"]]
     return [(name, value) for name, value in _without_connection(given) if name not in _OF_CLIENT]
 
@@ -184,7 +184,7 @@ def _without_connection(headers: Headers) -> Headers:
 
 
 def _error_event(path: str, error: Exception) -> bytes:
-    """The end of a stream that broke off, as clients of this path know errors."""
+    """The end of a stream that failed, in the error form of this path."""
     sentence = str(error)
     if path == "/v1/responses":
         document: dict[str, object] = {"type": "error", "code": "server_error", "message": sentence, "param": None}

@@ -1,7 +1,7 @@
-"""How much is served at a time: requests, their answers, and the memory of their prompts. One event loop.
+"""Limits what is served at a time: requests, their answers, and the memory of their prompts. One event loop.
 
-Engines hold all of it in queues: without a bound, a few requests with many long prompts would take their memory, and
-hours of their time.
+Engines hold all of these in queues: without a limit, a few requests with many long prompts would take all of their
+memory and hours of their time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Load:
 
 
 class Places:
-    """Where there are several keys, one has at most half of everything. A request that is alone is always served."""
+    """With several keys, each gets at most half of everything. If no other request is in flight, any is accepted."""
 
     def __init__(self, config: ApiConfig) -> None:
         most = config.max_requests
@@ -47,7 +47,7 @@ class Places:
 
     @contextmanager
     def take(self, key: str, num_answers: int, prompt_bytes: int) -> Iterator[None]:
-        """A scope for one request of the key of this name. Raises a `HttpError` when there is no room for it."""
+        """A scope for one request of the key of this name. Raises `HttpError` if there is no room for it."""
         own = self._of_keys.setdefault(key, _Load())
         _check(self._all, self._limit, num_answers, prompt_bytes, "")
         _check(own, self._limit_of_one, num_answers, prompt_bytes, " of this API key")

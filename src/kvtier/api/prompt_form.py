@@ -1,4 +1,4 @@
-"""What an answer says of its prompt."""
+"""What an answer contains about its prompt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class PromptForm(msgspec.Struct, frozen=True):
-    """As a request decides it, and a process that reads large bodies hands it on.
+    """Decided when a request is read, possibly in the process for large bodies.
 
-    If it `echoes`, the prompt's text comes before the answer's, and if logprobs are asked for, those of its tokens.
-    `num_logprobs` are the alternatives of each of the prompt's tokens in vLLM's `prompt_logprobs`, None without.
-    `has_token_texts` if a list of a prompt's tokens has their texts beside it.
+    If it `echoes`, the prompt's text precedes the answer's, with its tokens' log-probabilities if these are requested.
+    `num_logprobs` is the number of alternatives for each prompt token in vLLM's `prompt_logprobs`; None without that.
+    `has_token_texts` if the prompt's token ids are listed with their texts.
     """
 
     echoes: bool = False

@@ -1,4 +1,4 @@
-"""How long prompts are: those that are too long by any count are refused before an engine has to look at them."""
+"""Refuses prompts that are certainly too long before they reach an engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Hello, Pro
 from kvtier.errors import PromptTooLong
 
 _BYTES_OF_TOKEN = 3
-"""As most token ids have in a message."""
+"""The encoded size of most token ids in a message."""
 
 
 def check_length(prompt: Prompt, hello: Hello | None) -> None:
-    """Raises `PromptTooLong`. While the model's engines are away, nothing is known of its context."""
+    """Raises `PromptTooLong`. While the model's engines are away, its context length is unknown: any prompt passes."""
     if hello is None:
         return
     limit = hello.max_model_len
@@ -22,11 +22,11 @@ def check_length(prompt: Prompt, hello: Hello | None) -> None:
         return
     count = _num_characters(prompt)
     if count > CHARACTERS_PER_TOKEN * limit:
-        raise PromptTooLong(f"the prompt has {count} characters, which is more than {limit - 1} tokens can be")
+        raise PromptTooLong(f"the prompt has {count} characters, which is too long for {limit - 1} tokens")
 
 
 def prompt_bytes(prompt: Prompt | EncodedPrompt) -> int:
-    """About as many as it has on its way to an engine."""
+    """The approximate size of a prompt in a message to an engine."""
     if isinstance(prompt, EncodedPrompt):
         return len(prompt.encoded)
     if isinstance(prompt, TokenPrompt):

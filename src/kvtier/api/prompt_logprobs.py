@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt's tokens, as vLLM shows them: under each token id in a token's place."""
+"""The log-probabilities of a prompt's tokens in vLLM's form: for each position, an object by token id."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class _PromptLogprob(msgspec.Struct):
 
 
 def encoded_prompt_logprobs(tokens: Sequence[PromptToken], token_bytes: Mapping[int, bytes], num_top: int) -> bytes:
-    """A list in JSON, without its brackets. `token_bytes` has all tokens in it."""
+    """A JSON list without its brackets. `token_bytes` must have all tokens in it."""
     return encode_items([_shaped(token, token_bytes, num_top) for token in tokens])
 
 
 def _shaped(token: PromptToken, token_bytes: Mapping[int, bytes], num_top: int) -> dict[int, _PromptLogprob] | None:
-    """The token itself, and the likeliest ones; None for the first token of a prompt."""
+    """The token itself and the likeliest ones; None for the first token of a prompt."""
     if not token.logprobs:
         return None
     likeliest = sorted(token.logprobs.items(), key=lambda item: -item[1])

@@ -1,9 +1,9 @@
-"""A process that reads large bodies, so that the event loop does not stand still meanwhile.
+"""A process that reads large bodies, which would block the HTTP server's event loop.
 
     python -m kvtier.api.reading FD
 
-Questions come over the Unix socket `FD`, one at a time (`api/body_messages`); it ends with that socket. What it has
-made of a body it gives back encoded: the HTTP server passes prompts on without looking into them.
+Requests arrive over the Unix socket `FD`, one at a time (`api/body_messages`); the process ends with that socket. It
+returns prompts encoded: the HTTP server forwards them without decoding.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ KINDS: Mapping[str, _Read] = {
 
 _MAX_MEMORY_BYTES = 4 << 30
 _NICENESS = 15
-"""Where processors are few, engines and streams come first."""
+"""On few processors, engines and streams have priority."""
 
 
 class _Snapshot:
-    """A `ModelCatalog` of what the question has."""
+    """A `ModelCatalog` of the models in a request."""
 
     def __init__(self, models: Sequence[ModelSnapshot]) -> None:
         self.models = models
@@ -86,7 +86,7 @@ class _Snapshot:
 
 
 def read(question: ReadBody, body: bytes) -> BodyReply:
-    """What a body asks for, or what is wrong with it."""
+    """Read a body; the reply has its request, or an error."""
     try:
         passes = _read_for_vllm(question, body)
         if passes is not None:
@@ -100,7 +100,7 @@ def read(question: ReadBody, body: bytes) -> BodyReply:
     except KvtierError as error:
         return _refused(http_error_of(error))
     except MemoryError:
-        return _refused(HttpError(413, "the body takes too much memory to be read", "body_too_large"))
+        return _refused(HttpError(413, "reading the body takes too much memory", "body_too_large"))
     if isinstance(asked, ollama_requests.LoadModel):
         return BodyLoads(asked.name, asked.done_reason)
     prompts = [one for one in asked.prompts if not isinstance(one, EncodedPrompt)]
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     with socket.socket(fileno=int(arguments[0])) as sock, sock.makefile("rb") as questions:
         while head := questions.read(LENGTH_BYTES):
-            gc.disable()  # millions of small lists are made and dropped at once: looking through them takes longer
+            gc.disable()  # collecting while millions of small lists are created would take longer than reading
             question = decode_question(questions.read(length_of(head)))
             reply = read(question, questions.read(question.num_bytes))
             for part in framed(reply):

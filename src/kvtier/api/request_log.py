@@ -1,4 +1,4 @@
-"""The last requests that were answered, for people who look at the server. One event loop."""
+"""The last answered requests, for the page. One event loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtier.api.limits import MAX_LOGGED_REQUESTS
 
 
 class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that was answered. Counts and times that are not known are None; `at` is in seconds of the epoch.
+    """An answered prompt. Unknown counts and times are None; `at` is in seconds of the epoch.
 
-    `ended_at_tokens` is where its cached part ended, `reason` why, and `tier` who said so. `key` is the name of the API
-    key that asked.
+    `ended_at_tokens` is where the cached part ended, `reason` why, and `tier` the tier that gave the reason. `key` is
+    the name of the request's API key.
     """
 
     number: int
@@ -37,9 +37,9 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLog:
-    """The newest requests, within `MAX_LOGGED_REQUESTS`. Each has a number; those of later ones are higher.
+    """The newest requests, at most `MAX_LOGGED_REQUESTS`. Later requests have higher numbers.
 
-    Numbers are of one `run`, which a log after a restart has another of: there they begin anew.
+    Numbers start again after a restart, when the log gets another `run` id.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RequestLog:
         return self._kept[-1].number if self._kept else 0
 
     def newest(self, limit: int, after: int = 0) -> list[LoggedRequest]:
-        """At most `limit`, the last one first, whose numbers are above `after`."""
+        """At most `limit` requests with numbers above `after`, newest first."""
         newer: Iterator[LoggedRequest] = itertools.takewhile(lambda one: one.number > after, reversed(self._kept))
         return list(itertools.islice(newer, limit))
 

@@ -1,4 +1,4 @@
-"""What readers of bodies share: texts for the callers' own records, and sampling parameters."""
+"""What readers of bodies share: fields for the callers' own records, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.errors import InvalidParameter
 
 
 def check_texts(body: JsonBody, *names: str) -> None:
-    """Texts that callers send for their records change nothing: only type and length are looked at."""
+    """Check the type and length of texts that callers send for their own records and that change nothing."""
     for name in names:
         body.short_text(name, MAX_RECORD_CHARACTERS)
 
@@ -32,9 +32,9 @@ def read_metadata(body: JsonBody) -> dict[str, str]:
 
 
 def read_prefix(body: JsonBody) -> str:
-    """The name of a prefix that stands before the conversation; empty if there is none.
+    """The name of the prefix before the conversation; empty without one.
 
-    An empty name is refused: a client that lost it would get an answer without the documents.
+    An empty name is refused: a client that lost the name would get an answer without the documents.
     """
     name = body.short_text("prefix", MAX_NAME_CHARACTERS)
     if name == "":
@@ -43,7 +43,7 @@ def read_prefix(body: JsonBody) -> str:
 
 
 def sampling_params(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> SamplingParams:
-    """`names` are those by which the client knows parameters, where they differ. Raises a `HttpError`."""
+    """`names` maps parameters to the client's names, where these differ. Raises `HttpError`."""
     try:
         return SamplingParams(**values)
     except InvalidParameter as error:

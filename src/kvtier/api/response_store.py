@@ -1,6 +1,6 @@
-"""Responses that clients refer to later: in memory, within bounds, each tenant's apart from all others'.
+"""Keeps responses that clients refer to later: in memory, bounded, separate for each tenant.
 
-A response keeps what its own turn added; what came before it is the response that it continues. All in the event loop.
+A response only stores the messages of its own turn, and refers to the response that it continues. One event loop.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from kvtier.api.limits import MAX_STORED_BYTES, MAX_STORED_RESPONSES, STORED_S
 
 _OVERHEAD_BYTES = 1024
-"""Of the objects around a response's bytes."""
+"""Estimated size of the Python objects around a response's bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """`document` is what the client got, `items` its input, both JSON. `messages` are those of its turn, as an engine
-    gets them: without instructions, with the answer at their end. `call_names` has the tools that the turn called, by
-    the ids of the calls.
+    """`document` is the response that the client got, `items` its input, both JSON. `messages` are those of its turn,
+    encoded for an engine: without instructions, with the answer at the end. `call_names` has the names of called tools
+    by call id.
     """
 
     response_id: str
@@ -39,24 +39,24 @@ class StoredResponse:
         return own + _OVERHEAD_BYTES
 
     def chain(self) -> Iterator[StoredResponse]:
-        """This response and those before it, the newest first."""
+        """This response and those that it continues, newest first."""
         response: StoredResponse | None = self
         while response is not None:
             yield response
             response = response.previous
 
     def history(self) -> list[bytes]:
-        """The messages up to its answer."""
+        """The messages of the conversation, up to and including this response's answer."""
         turns = [response.messages for response in self.chain()]
         return [message for messages in reversed(turns) for message in messages]
 
     def name_of_call(self, call_id: str) -> str:
-        """The tool that was called so; empty if none was called."""
+        """The name of the tool of this call; empty if the conversation has no such call."""
         return next((one.call_names[call_id] for one in self.chain() if call_id in one.call_names), "")
 
 
 class TenantResponses:
-    """One tenant's, the longest unused first. A response comes after all that continue it: it is dropped after them."""
+    """One tenant's responses, least recently used first. A response is dropped after all those that continue it."""
 
     def __init__(self, max_responses: int, max_bytes: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self._max_responses = max_responses
@@ -70,16 +70,16 @@ class TenantResponses:
         return len(self._responses)
 
     def kept(self) -> list[StoredResponse]:
-        """All, also those that were deleted and are still part of a conversation."""
+        """All responses, including deleted ones that are still part of a conversation."""
         return list(self._responses.values())
 
     def add(self, response: StoredResponse) -> None:
-        """What is over a bound goes, the longest unused first; a response that is over it alone is not kept."""
+        """Add a response and drop the least recently used ones over a limit. A response over the limit is not kept."""
         if response.num_bytes > self._max_bytes:
             return
         previous = response.previous
         if previous is not None and self._responses.get(previous.response_id) is not previous:
-            return  # it went while the answer was made: what continues it would be incomplete
+            return  # it was dropped during generation: a conversation that continues it would be incomplete
         if previous is not None:
             previous.num_followers += 1
         self._responses[response.response_id] = response
@@ -97,7 +97,7 @@ class TenantResponses:
         return found
 
     def delete(self, response_id: str) -> bool:
-        """Remove it; responses that continue it go on. False if there is none."""
+        """Delete a response; those that continue it still work. False if it is unknown."""
         found = self.find(response_id)
         if found is None:
             return False
@@ -127,7 +127,7 @@ class TenantResponses:
 
 
 class ResponseStore:
-    """Of all tenants; each has an equal share of what may be kept."""
+    """The responses of all tenants; each has an equal share of the limits."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class ResponseStore:
         self._tenants: dict[str, TenantResponses] = {}
 
     def of(self, tenant_name: str) -> TenantResponses:
-        """Tenants are those of the deployment's file: there are as many as it has keys."""
+        """The responses of a tenant. Tenants are the keys of the deployment file, so their number is bounded."""
         found = self._tenants.get(tenant_name)
         if found is None:
             found = self._tenants[tenant_name] = TenantResponses(*self._limits, self._clock)

@@ -1,7 +1,6 @@
-"""What of a prompt is to stay cached, as bodies ask for it and as a key may have it. Values only.
+"""Which part of a prompt is to stay cached: the wish in a body, and the rules for an API key. Values only.
 
-Bodies are read without knowing whose they are; what a key may have, and what holds for bodies that ask for nothing,
-is added where the prompt is submitted.
+Bodies are read without knowledge of their key; the key's limits and defaults are added when a prompt is submitted.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from kvtier.blocks.retention import DEFAULT_PRIORITY
 from kvtier.tiers.retention import RetentionAsk, RetentionOutcome
 
 _LEAST_BUDGET_BYTES = 1
-"""Of a key that may retain nothing: 0 is no limit of its own."""
+"""The budget of a key that may retain nothing: 0 would mean no limit."""
 
 
 class RetentionWish(msgspec.Struct, frozen=True, array_like=True):
-    """`parts` are seconds and how many of a conversation's messages they are about, or all of the prompt.
+    """Each of `parts` has seconds and a number of leading messages to keep; None for the whole prompt.
 
-    With `is_declined` the body says that nothing is to be kept, whatever holds for others.
+    With `is_declined` the body asks that nothing be kept, regardless of defaults.
     """
 
     parts: list[tuple[float, int | None]] = []
@@ -35,14 +34,14 @@ DECLINED = RetentionWish(is_declined=True)
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """Of one key: how long prompts are kept that say nothing of it (0: as others), and how much may be kept."""
+    """The rules for one key: how long prompts without a wish are kept (0: not retained), and the limit in bytes."""
 
     default_s: float = 0.0
     priority: int = DEFAULT_PRIORITY
     max_bytes: int | None = None
 
     def asks(self, wish: RetentionWish, account: str) -> list[RetentionAsk]:
-        """What an engine is asked for."""
+        """The retention that an engine is asked for."""
         parts = wish.parts
         if not parts and not wish.is_declined and self.default_s:
             parts = [(self.default_s, None)]
@@ -63,7 +62,7 @@ ANYTHING = RetentionRules()
 
 
 def combined(of_prompts: Sequence[Sequence[RetentionOutcome]]) -> list[RetentionOutcome]:
-    """Those of one prompt; those of several as one."""
+    """The outcomes of one prompt; those of several prompts combined into one."""
     if len(of_prompts) == 1:
         return list(of_prompts[0])
     found = [outcome for outcomes in of_prompts for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""How bodies say what is to stay cached: `prompt_cache_retention`, and `cache_control` with `ttl`."""
+"""Reads the fields for retention: `prompt_cache_retention`, and `cache_control` with `ttl`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DAYS = MAX_TTL_S // 86400
 
 
 def read_retention(body: JsonBody, marked: Sequence[tuple[float, int | None]] = ()) -> RetentionWish:
-    """The fields of OpenAI's APIs, with what `cache_control` has `marked`. Raises a `HttpError` naming the field."""
+    """The fields of OpenAI's APIs, plus the marks of `cache_control`. Raises an `HttpError` that names the field."""
     priority = read_priority(body)
     given = body.text("prompt_cache_retention")
     whole: list[tuple[float, int | None]] = []
@@ -37,7 +37,7 @@ def read_priority(body: JsonBody) -> int | None:
 
 
 def read_cache_control(body: JsonBody) -> float | None:
-    """How long the prompt up to here is to be kept; None without the field. Raises a `HttpError` naming the field."""
+    """How long to keep the prompt up to here; None without the field. Raises an `HttpError` that names the field."""
     mark = body.inner("cache_control")
     if mark is None:
         return None
@@ -50,7 +50,7 @@ def read_duration(body: JsonBody, name: str) -> float:
     given = body.needed_text(name)
     seconds = _duration_s(given) if _DURATION.fullmatch(given) else 0
     if not 0 < seconds <= MAX_TTL_S:
-        raise body.wrong(name, f"a duration such as 5m, 1h or 24h, and at most {_DAYS}d")
+        raise body.wrong(name, f"a duration such as 5m, 1h or 24h, at most {_DAYS}d")
     return float(seconds)
 
 
@@ -59,7 +59,7 @@ def _duration_s(text: str) -> int:
 
 
 def needed_parts(marked: Iterable[tuple[float, int | None]]) -> list[tuple[float, int | None]]:
-    """Without those that others cover, which are at least as long and last as long; the shortest parts first."""
+    """Drop parts that are covered by a part at least as long that lasts at least as long; shortest parts first."""
     furthest: dict[float, int | None] = {}
     for ttl_s, num_messages in marked:
         known = furthest.get(ttl_s, 0)

@@ -1,7 +1,7 @@
-"""The HTTP server's process: both APIs in one event loop, on sockets that were bound before, until it is told to stop.
+"""The HTTP server's process: serves both APIs in one event loop, on sockets bound by its caller, until it is stopped.
 
-A stop drains: nothing new is taken, what is under way has `drain_s` to end, then it is broken off: its stream ends with
-an error event. Asked twice, it is broken off at once.
+A stop drains: no new requests are accepted, and those in flight may take `drain_s`; then they are cut off, and streams
+end with an error event. A second stop signal cuts them off at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import unavailable
 from kvtier.api.ollama.routes import OllamaApplication
 from kvtier.api.openai.routes import OpenAiApplication
-from kvtier.api.service import BROKEN_OFF, Service
+from kvtier.api.service import CUT_OFF, Service
 from kvtier.api.tracing import NoTracing, Tracing, make_tracing
 from kvtier.api.vllm.engine import VllmEngine
 from kvtier.api.vllm.model import VllmModel, VllmModels
@@ -44,7 +44,7 @@ _APPLICATIONS: Mapping[str, type[Application]] = {"openai": OpenAiApplication, "
 _BACKLOG = 2048
 _FEW_FILES = 4096
 _CUT_S = 3
-"""So long have requests that were broken off to tell their clients."""
+"""Time for requests that were cut off to send their errors."""
 
 
 def serve_http(
@@ -55,7 +55,7 @@ def serve_http(
 ) -> None:
     """Serve the API of each listener ("openai" or "ollama") on its socket. Returns after SIGTERM or SIGINT."""
     raise_file_limit()
-    _uvicorn_logger.addFilter(LogLimit(_uvicorn_logger).filter)  # a line for each broken request is a flood
+    _uvicorn_logger.addFilter(LogLimit(_uvicorn_logger).filter)  # one line per broken request would flood the log
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listeners, is_ready, warnings or RecentWarnings()))
 
@@ -79,15 +79,15 @@ async def _serve(
             server.force_exit = True
 
     def stop() -> None:
-        if service.is_draining:  # asked twice: what is under way need not end
-            service.break_off()
+        if service.is_draining:  # the second signal: do not wait for requests in flight
+            service.cut_off()
             loop.call_later(_CUT_S, leave)
             return
         service.begin_to_drain()
         for server in servers:
             server.should_exit = True
-        logger.info("stopping; %d requests are under way", service.num_requests)
-        loop.call_later(config.drain_s, service.break_off)
+        logger.info("stopping; %d requests are in flight", service.num_requests)
+        loop.call_later(config.drain_s, service.cut_off)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -109,7 +109,7 @@ async def _serve(
 
 
 def http_server(api: str, service: Service) -> uvicorn.Server:
-    """One API ("openai" or "ollama") over `service`, not yet serving. It leaves signals to its caller."""
+    """A server for one API ("openai" or "ollama") over `service`, not yet serving. The caller handles signals."""
     rules = _web_rules(api, service.config)
     app = _counted(api, service, rules)
     if api != "openai":
@@ -129,7 +129,7 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
 def make_service(
     config: ApiConfig, patience: Patience = DEFAULT_PATIENCE, tracing: Tracing | NoTracing | None = None
 ) -> Service:
-    """With connections to the engines that are not started yet; `tracing` is OpenTelemetry's own unless given."""
+    """The service, with connections that are not yet started; by default `tracing` uses OpenTelemetry's provider."""
     metrics = ApiMetrics()
     models = [
         ServedModel(
@@ -153,23 +153,23 @@ def _vllm_model(config: ServedModelConfig, patience: Patience, metrics: ApiMetri
     engines = [VllmEngine(engine.name, engine.socket, patience) for engine in config.engines]
     model = VllmModel(config.names, engines, metrics, config.listed)
     for engine in engines:
-        engine.note_there = model.note_there
+        engine.note_up = model.note_up
     return model
 
 
 def raise_file_limit() -> None:
-    """Every connection is an open file: as many as the process may have."""
+    """Raise the limit of open files to the maximum: every connection is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
-        logger.warning("only %d files may be open, connections among them: raise the limit (ulimit -Hn)", hard)
+        logger.warning("at most %d files, connections included, can be open: raise the limit (ulimit -Hn)", hard)
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: two servers share a loop."""
+    """A server that leaves signals to `_serve`, since two servers share the loop."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in sockets or ():  # what it accepts inherits this, which asyncio does not set for every socket
+        for listener in sockets or ():  # accepted connections inherit this; asyncio does not set it for all of them
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().serve(sockets)
 
@@ -179,7 +179,7 @@ class _Server(uvicorn.Server):
 
 
 class _WithOpenAi:
-    """Another API, and OpenAI's under `/v1`, where Ollama serves it too."""
+    """Serves OpenAI's API under `/v1`, as Ollama does, and another API on all other paths."""
 
     def __init__(self, app: ASGIApp, openai: ASGIApp) -> None:
         self._app = app
@@ -191,7 +191,7 @@ class _WithOpenAi:
 
 
 def _web_rules(api: str, config: ApiConfig) -> WebRules:
-    """On Ollama's port pages of this machine may ask, as they may ask Ollama."""
+    """On Ollama's port, pages of this machine are allowed, as in Ollama."""
     return WebRules.make(
         listens_on=config.hosts,
         allow_hosts=config.allow_hosts,
@@ -209,7 +209,7 @@ def _counted(api: str, service: Service, rules: WebRules) -> ASGIApp:
 
 
 class _Ended:
-    """`app`, whose requests a server that stops may cancel: they are told so, if nothing was said yet."""
+    """Wraps `app` for the end of a drain, when requests are cancelled: those without a response yet get an error."""
 
     def __init__(self, app: ASGIApp, application: Application) -> None:
         self._app = app
@@ -230,11 +230,11 @@ class _Ended:
                 raise
             logger.warning("a request for %s was cut off", printable(scope.get("path", "")))
             if not has_begun:
-                await self._application.refuse(unavailable(BROKEN_OFF), scope, receive, send)
+                await self._application.refuse(unavailable(CUT_OFF), scope, receive, send)
 
 
 class _Counted:
-    """Counts every request by its route and status; unknown paths together, so that clients cannot create series."""
+    """Counts requests by route and status. Unknown paths share a label, so clients cannot create time series."""
 
     def __init__(self, app: ASGIApp, paths: Set[str], api: str, service: Service) -> None:
         self._app = app
@@ -243,7 +243,7 @@ class _Counted:
         self._requests = service.metrics.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 499  # the client left before it was answered
+        status = 499  # used if the client leaves before there is a response
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -261,7 +261,7 @@ class _Counted:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop  # noqa: PLC0415 - faster where it is installed
+        import uvloop  # noqa: PLC0415 - optional; faster than asyncio's own loop
     except ImportError:
         return None
     return uvloop.new_event_loop

@@ -1,4 +1,4 @@
-"""What the handlers of both APIs share: the engines, access, and metrics."""
+"""The state that the handlers of all APIs share: engines, access, limits, metrics."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from kvtier.observe.recent_warnings import RecentWarnings
 
 logger = logging.getLogger(__name__)
 
-BROKEN_OFF = "the server stopped before the answer was complete"
+CUT_OFF = "the server stopped before the answer was complete"
 
 
 @dataclass(slots=True)
 class Service:
-    """One per process, in its event loop."""
+    """One per process; used in its event loop."""
 
     config: ApiConfig
     engines: Engines
@@ -59,12 +59,12 @@ class Service:
     responses: ResponseStore = field(init=False)
     prefixes: Prefixes = field(init=False)
     is_warming_up: bool = False
-    """Documents of the deployment's file are being put into the cache: it is not ready yet."""
+    """Documents of the deployment file are being put into the cache: the server is not ready yet."""
     history: TokenHistory = field(default_factory=TokenHistory)
     log: RequestLog = field(default_factory=RequestLog)
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the server begins to drain, and when it closes: for streams that do not end by themselves."""
+    """Called when the server begins to drain, and again when it closes: for streams that have no end of their own."""
 
     def __post_init__(self) -> None:
         usual = RetentionRules(self.config.retention_s, self.config.retention_priority)
@@ -77,28 +77,28 @@ class Service:
         self.prefixes = Prefixes(self.engines, _book(config), caches)
 
     def start(self) -> None:
-        """Meet the engines, now and whenever they come back."""
+        """Connect to the engines, now and whenever they come back."""
         self.engines.start()
         self.vllm.start()
         self.prefixes.start()
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_warming_up and self.engines.is_ready and all(engine.is_there for engine in self.vllm.engines)
+        return not self.is_warming_up and self.engines.is_ready and all(engine.is_up for engine in self.vllm.engines)
 
     @property
     def model_names(self) -> list[str]:
-        """What lists of models show."""
+        """The names that lists of models show."""
         own = [name for model in self.engines.models for name in model.listed_names]
         return own + [name for model in self.vllm.models for name in model.listed_names]
 
     def snapshot(self) -> list[ModelSnapshot]:
-        """The models by the names that bodies use, for readers of bodies."""
+        """What readers of bodies, possibly in another process, need of the models."""
         passed = [ModelSnapshot(list(model.names), {}, None, is_vllm=True) for model in self.vllm.models]
         return [*self.engines.snapshot(), *passed]
 
     def begin_to_drain(self) -> None:
-        """Nothing new is taken from now on."""
+        """Accept no new requests from now on."""
         self.is_draining = True
         for end in self.at_end:
             end()
@@ -111,15 +111,15 @@ class Service:
         await self.engines.close()
         await self.vllm.close()
 
-    def break_off(self) -> None:
-        """The time to drain is over: every answer that is under way ends, with an error in its API's own form."""
+    def cut_off(self) -> None:
+        """The time to drain is over: end every answer in flight with an error in its API's form."""
         if self.num_requests:
-            logger.warning("the time to drain is over: %d requests are broken off", self.num_requests)
-        self.engines.break_off(BROKEN_OFF)
-        self.vllm.break_off(BROKEN_OFF)
+            logger.warning("the time to drain is over: %d requests are cut off", self.num_requests)
+        self.engines.cut_off(CUT_OFF)
+        self.vllm.cut_off(CUT_OFF)
 
     def tenant(self, request: Request) -> Tenant:
-        """Raises a `HttpError` for a client that may not ask."""
+        """The request's tenant, counted. Raises `HttpError` for a client without a valid key."""
         tenant = self.access.tenant(request)
         if tenant.name:
             request.state.key = tenant.name
@@ -127,23 +127,23 @@ class Service:
         return tenant
 
     async def slow_down(self, request: Request, error: HttpError) -> HttpError:
-        """A request had a wrong key: what it is told, after a while."""
+        """Delay the answer to a wrong key; returns the error to send."""
         self.metrics.wrong_keys.inc()
         return await self.wrong_keys.slow_down("" if request.client is None else request.client.host, error)
 
     @property
     def num_requests(self) -> int:
-        """Requests for answers that are being served."""
+        """Requests for answers in flight."""
         return self.places.num_requests
 
     def place(self, tenant: Tenant, num_answers: int, prompt_bytes: int) -> AbstractContextManager[None]:
-        """A scope for one request for answers. Raises a `HttpError` when the server is full, or about to stop."""
+        """A scope for one request for answers. Raises `HttpError` if the server is full or stopping."""
         if self.is_draining:
             raise unavailable("the server is stopping")
         return self.places.take(tenant.name, num_answers, prompt_bytes)
 
     def count(self, name: str, tenant: Tenant, answers: Answers, completion: Completion) -> None:
-        """An answer of the model `name` is complete."""
+        """Count a complete answer of the model `name`."""
         prompt_tokens = answers.prompt_tokens
         if completion.index == 0:
             self._log(name, tenant, answers, completion)
@@ -183,7 +183,7 @@ class Service:
         )
 
     def log_passed(self, name: str, tenant: Tenant, request_id: str, ttft_s: float | None) -> None:
-        """A model of vLLM began to answer: what it counts is not known here."""
+        """Log a request that vLLM has begun to answer; its token counts are unknown here."""
         self.log.add(
             LoggedRequest(
                 number=self.log.next_number(),
@@ -197,7 +197,7 @@ class Service:
 
 
 def _book(config: ApiConfig) -> PrefixBook:
-    """Where it cannot be kept, names last as long as the process: nothing else depends on them."""
+    """The book of prefixes; in memory if its folder is unusable, since nothing but the names depends on it."""
     try:
         return PrefixBook(config.prefix_folder, config.prefix_key_file)
     except ConfigError as error:
@@ -206,5 +206,5 @@ def _book(config: ApiConfig) -> PrefixBook:
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other request has, here or at another engine of the same cache server."""
+    """An id that is unique among all requests, including those of other deployments on the same cache server."""
     return f"{prefix}-{secrets.token_hex(12)}"

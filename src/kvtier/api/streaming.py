@@ -1,4 +1,4 @@
-"""Answers that end when their client is gone, or does not read them."""
+"""Answers that are ended when their client leaves or stops reading."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvtier.api.limits import STREAM_STALL_S
 _Result = TypeVar("_Result")
 
 ABORT = "kvtier.abort"
-"""In the scope of a request: a function that cuts its connection."""
+"""In a request's scope: a function that aborts its connection."""
 
 
 class ClientLeft(Exception):
-    """The client is gone."""
+    """The client has closed its connection."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, which is cancelled, and `ClientLeft` raised, when the client closes the connection."""
+    """The result of `work`. If the client closes the connection, `work` is cancelled and `ClientLeft` raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -37,9 +37,10 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) 
 
 
 class StreamedAnswer(Response):
-    """Sends `chunks` as they come. When the client leaves, the generator is closed where it stands.
+    """Sends `chunks` as they are made. If the client leaves, the generator is closed.
 
-    So it is when the client reads nothing for `stall_s`; the connection is then cut, with what was not read.
+    The generator is also closed if the client reads nothing for `stall_s`; then the connection is aborted, and what the
+    client has not read is lost.
     """
 
     stall_s = STREAM_STALL_S
@@ -72,7 +73,7 @@ class StreamedAnswer(Response):
             await self._chunks.aclose()
             if is_stalled and ABORT in scope:
                 scope[ABORT]()
-                await asyncio.sleep(0)  # the server hears that the connection is gone
+                await asyncio.sleep(0)  # lets the server notice that the connection is gone
 
     def _is_stalled(self) -> bool:
         since = self._blocked_since

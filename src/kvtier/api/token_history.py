@@ -1,4 +1,4 @@
-"""How many tokens of prompts came from which tier, over the last minutes and hours. One event loop; bounded."""
+"""Prompt tokens by the tier that they came from, over the last minutes and hours. One event loop; bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OTHER = "other"
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """Of the requests that ended from `at` on, in seconds of the epoch, until the next of its kind begins."""
+    """Counts of the requests that ended in one time step, which begins at `at`, in seconds of the epoch."""
 
     at: float
     requests: int = 0
@@ -31,7 +31,7 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 class _Span:
-    """Runs of `step_s` each, over `whole_s`."""
+    """The last `whole_s`, in steps of `step_s`."""
 
     def __init__(self, step_s: float, whole_s: float) -> None:
         self.step_s = step_s
@@ -53,14 +53,14 @@ class TokenHistory:
         self.total = Tokens(at=clock())
 
     def add(self, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
-        """A prompt was answered; its cached tokens are by tier."""
+        """Count an answered prompt; `cached_tokens` are by tier."""
         now = self._clock()
         self.total.add(prompt_tokens, cached_tokens)
         for span in self._spans.values():
             span.current(now).add(prompt_tokens, cached_tokens)
 
     def over(self, seconds: float) -> Tokens:
-        """All of the last `seconds`, as far as the steps of the history tell that."""
+        """The sum over the last `seconds`, to the precision of the history's steps."""
         now = self._clock()
         span = self._spans["hour" if seconds <= 3600.0 else "day"]
         found = Tokens(at=now - seconds)
@@ -73,7 +73,7 @@ class TokenHistory:
         return found
 
     def steps(self, name: str) -> list[Tokens]:
-        """Those of "hour" or "day" in which a request ended, the oldest first."""
+        """The steps of "hour" or "day" in which a request ended, oldest first."""
         span = self._spans[name]
         oldest = self._clock() - span.step_s * (span.runs.maxlen or 0)
         return [run for run in span.runs if run.at >= oldest]

@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of a request's way: HTTP, queue, match, load, prefill, decode.
+"""OpenTelemetry spans of a request's phases: HTTP, queue, match, load, prefill, decode.
 
-Spans are made only where `opentelemetry` is installed and whoever started the process has set a tracer provider, as
-`opentelemetry-instrument kvtier serve deploy.yml` does. Without, requests pass through no code of this module but one
-empty call for each answer. Times of the engine come with an answer's completion; both processes are on one host, and
-share the clock. No span has text of a prompt or an answer.
+Spans are made only if `opentelemetry` is installed and the process has a tracer provider, as with
+`opentelemetry-instrument kvtier serve deploy.yml`. Otherwise this module costs one empty call per answer. An answer's
+completion contains the engine's times; both processes run on one host and share the clock. No span contains text of a
+prompt or an answer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 _NAME = "kvtier"
 _UNTRACED = frozenset({"/health", "/ready", "/metrics", "/"})
-"""Asked every few seconds by machines."""
+"""Paths that monitoring requests every few seconds."""
 _MAX_TRACED_ANSWERS = 16
-"""Of a request with many prompts the first that are answered have spans of their own."""
+"""In a request with many prompts, only the first answers get spans."""
 _SERVER_ERROR = 500
 
 
 class NoTracing:
-    """Nothing is traced."""
+    """Stands in for `Tracing` without OpenTelemetry."""
 
     def traced(self, app: ASGIApp, api: str, paths: Set[str]) -> ASGIApp:
         return app
@@ -47,17 +47,17 @@ class NoTracing:
 
 
 class Tracing:
-    """Spans of one HTTP process, made by `tracer`. The event loop's thread."""
+    """Makes the spans of one HTTP process with `tracer`. Used in the event loop."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def traced(self, app: ASGIApp, api: str, paths: Set[str]) -> ASGIApp:
-        """`app`, with a span for each request; a `traceparent` header is its parent. Only `paths` are told apart."""
+        """Wrap `app` in a span per request, whose parent is its `traceparent` header. Unknown paths share a name."""
         return _TracedApp(app, self._tracer, api, paths)
 
     def note_answer(self, model: str, request_id: str, prompt_tokens: int, completion: Completion) -> None:
-        """The first answer to a prompt is complete: spans of its way through the engine."""
+        """Make the spans of a prompt's phases in the engine, once its first answer is complete."""
         request = _request.get()
         if request is None or completion.index or request.num_answers >= _MAX_TRACED_ANSWERS:
             return
@@ -81,7 +81,7 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a request's way, in seconds of `time.monotonic`."""
+    """A phase of a request, in seconds of `time.monotonic`."""
 
     name: str
     began_at: float
@@ -89,7 +89,7 @@ class Phase:
 
 
 def phases_of(times: AnswerTimes) -> list[Phase]:
-    """Those that happened, in order. The tiers are asked while the request is in the queue."""
+    """The phases that took place, in order. Matching overlaps with the time in the queue."""
     return [phase for phase in _phases(times) if 0 < phase.began_at <= phase.ended_at]
 
 
@@ -112,7 +112,7 @@ _request: ContextVar[_TracedRequest | None] = ContextVar("kvtier_traced_request"
 
 
 class _TracedApp:
-    """A span for each request but those of `_UNTRACED`, until its response is sent."""
+    """A span for each request, except to paths in `_UNTRACED`, until its response is sent."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer, api: str, paths: Set[str]) -> None:
         self._app = app
@@ -151,7 +151,7 @@ def _note_status(span: Span, status: int) -> None:
 
 
 def make_tracing() -> Tracing | NoTracing:
-    """With the tracer provider of this process, if OpenTelemetry is installed and there is one."""
+    """Uses the process's tracer provider, if OpenTelemetry is installed and has one."""
     if not IS_INSTALLED:
         return NoTracing()
     provider = trace.get_tracer_provider()

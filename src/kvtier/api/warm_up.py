@@ -1,4 +1,4 @@
-"""Documents on their way into the cache: chats that begin with them, and those that a start ends with."""
+"""Warms prefixes: makes chats that begin with the documents, and warms the deployment file's documents at the start."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from kvtier.errors import ConfigError, KvtierError
 logger = logging.getLogger(__name__)
 
 _QUESTIONS = ("What is this about?", "1. Sum it up.", "„Warum?“")
-"""Questions that begin with a letter, a digit and a sign: what their chats have in common has every chat."""
+"""Questions that begin with a letter, a digit and a punctuation mark: every chat shares what these chats share."""
 _LOOK_S = 0.1
 
 
 def chats_with(text: PrefixText, model: KnownModel) -> list[ChatPrompt]:
-    """Conversations as an API would ask them, which begin with the text and differ in their questions."""
+    """Chats in the form that an API would make, which begin with the text and differ in their questions."""
     return [ask(Conversation(text.messages(question)), model).prompt for question in _QUESTIONS]
 
 
 async def warmed(service: Service, order: WarmOrder) -> AsyncGenerator[Progress | Prefix, None]:
-    """As `Prefixes.warm`, until the server stops. It counts as a request."""
+    """Warm a prefix with `Prefixes.warm`, until the server stops. Counts as a request."""
     if order.model.hello is None:
         raise unavailable(f"the model {order.model.name} is starting")
     with service.place(order.tenant, 1, order.text.num_characters):
-        async for news in service.prefixes.warm(order, chats_with(order.text, order.model)):
+        async for event in service.prefixes.warm(order, chats_with(order.text, order.model)):
             if service.is_draining:
                 raise unavailable("the server is stopping")
-            yield news
+            yield event
 
 
 async def warm_at_start(service: Service) -> None:
-    """Put the documents of the deployment's file into the cache, one prefix after the other. Failures are logged."""
+    """Warm the prefixes of the deployment file, one after the other. Failures are logged."""
     try:
         for entry in service.config.warm:
             try:
@@ -56,21 +56,21 @@ async def _warm_one(service: Service, entry: WarmUp) -> None:
     model = service.engines.find(entry.model)
     while not any(connection.hello is not None for connection in model.connections):
         await asyncio.sleep(_LOOK_S)
-    tenant = service.access.tenant_called(entry.key)
+    tenant = service.access.tenant_named(entry.key)
     if tenant is None:
-        raise ConfigError(f"there is no API key called {entry.key!r}")
+        raise ConfigError(f"no API key has the name {entry.key!r}")
     text = await asyncio.to_thread(_read_text, entry)
     order = WarmOrder(
         name=entry.name, model=model, text=text, tenant=tenant, pin=entry.pin, ttl_s=entry.ttl_s, force=entry.force
     )
     computed = False
-    async for news in warmed(service, order):
-        if isinstance(news, Prefix):
-            how = "computed" if computed else "cached already"
-            logger.info("warm %s: %d tokens of %s, %s", entry.name, news.tokens, news.model, how)
+    async for event in warmed(service, order):
+        if isinstance(event, Prefix):
+            how = "computed" if computed else "already cached"
+            logger.info("warm %s: %d tokens of %s, %s", entry.name, event.tokens, event.model, how)
         else:
             computed = (
-                computed or 0 < news.done_tokens < news.all_tokens or (not news.done_tokens and news.all_tokens > 0)
+                computed or 0 < event.done_tokens < event.all_tokens or (not event.done_tokens and event.all_tokens > 0)
             )
 
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8") from error
+        raise ConfigError(f"{path} is not UTF-8 text") from error
 
 
 def http_error(error: HttpError | KvtierError) -> HttpError:

@@ -1,7 +1,8 @@
-"""What a web page may do here: which names a request may call this server by, and which pages may ask it.
+"""Protects the server from web pages: checks the host name in a request, and the origin of the page that sends it.
 
-A browser lets any page send requests to a server on the same machine or network; it says which page (`Origin`) and
-which name was looked up (`Host`). A page whose name was made to point here has neither a name nor an origin of ours.
+A browser lets any page send requests to a server on the same machine or network, with the page's origin (`Origin`) and
+the host name that was looked up (`Host`). A page that points its own name at this server (DNS rebinding) has neither
+an allowed name nor an allowed origin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier.api.http_error import HttpError
 
 _OPEN_PATHS = ("/health", "/ready")
-"""They reveal nothing private: monitoring may call the server by any name."""
+"""Paths without private data: monitoring may use any host name."""
 
 _LOCAL_ORIGINS = tuple(
     f"{scheme}://{host}{port}"
@@ -27,7 +28,7 @@ _LOCAL_ORIGINS = tuple(
 )
 _APP_ORIGINS = ("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*")
 OLLAMA_ORIGINS = _LOCAL_ORIGINS + _APP_ORIGINS
-"""Those that Ollama allows, too, unless told otherwise."""
+"""The origins that Ollama allows by default."""
 
 _METHODS = "GET, POST, HEAD, DELETE, OPTIONS"
 _REMEMBERED_S = "600"
@@ -35,12 +36,12 @@ _MAX_SHOWN = 60
 
 
 Refuse = Callable[[HttpError, Scope, Receive, Send], Awaitable[None]]
-"""Answers a request with an error, in the shape of an API."""
+"""Answers a request with an error in an API's form."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebRules:
-    """`origins` may have a `*` for their end; `hosts` one for their beginning, as in `*.example.com`, or be `*`."""
+    """Origins may end with `*`; hosts may begin with one, as in `*.example.com`, or be `*`."""
 
     hosts: frozenset[str]
     host_ends: tuple[str, ...]
@@ -52,9 +53,9 @@ class WebRules:
     def make(
         cls, *, listens_on: Sequence[str], allow_hosts: Sequence[str], allow_origins: Sequence[str], has_keys: bool
     ) -> WebRules:
-        """A server that listens on the network is called by the machine's names, too.
+        """The rules of a server. One that listens on the network also has the machine's own names.
 
-        Any name will do where keys are needed: a page has none, and what needs no key then tells nothing.
+        With keys, any host name is allowed: a page has no key, and paths without a key reveal nothing.
         """
         names = {"localhost", *(host.lower() for host in listens_on)}
         if not all(_is_loopback(host) for host in listens_on):
@@ -71,14 +72,14 @@ class WebRules:
         )
 
     def allows_host(self, header: str) -> bool:
-        """An address cannot be made to point elsewhere. A program that names no host is no browser."""
+        """Addresses are allowed, since DNS cannot redirect them, and so is no host: browsers always send one."""
         if self.any_host or not header:
             return True
         host = _host_in(header)
         return host in self.hosts or host.endswith(self.host_ends) or _is_address(host)
 
     def allows_origin(self, origin: str, host: str) -> bool:
-        """A page that came from here may ask here."""
+        """Whether the origin is in the list, or is this server itself."""
         asked = origin.lower()
         if asked in self.origins or asked.startswith(self.origin_beginnings):
             return True
@@ -87,7 +88,7 @@ class WebRules:
 
 
 class WebGuard:
-    """`app`, for requests that `rules` allow. `refuse` is how its API says what is wrong."""
+    """Passes requests that `rules` allow on to `app`; `refuse` answers the others in the API's form."""
 
     def __init__(self, app: ASGIApp, rules: WebRules, refuse: Refuse) -> None:
         self._app = app
@@ -108,7 +109,7 @@ class WebGuard:
                 kind = value.decode("latin-1")
             elif name == b"access-control-request-headers":
                 wants = value.decode("latin-1")
-        error = self._problem(scope, host, origin, kind)
+        error = self._error(scope, host, origin, kind)
         if error is not None:
             await self._refuse(error, scope, receive, send)
         elif not origin:
@@ -118,15 +119,15 @@ class WebGuard:
         else:
             await self._app(scope, receive, _allowing(send, origin))
 
-    def _problem(self, scope: Scope, host: str, origin: str, kind: str) -> HttpError | None:
+    def _error(self, scope: Scope, host: str, origin: str, kind: str) -> HttpError | None:
         rules = self._rules
         if not rules.allows_host(host) and scope["path"] not in _OPEN_PATHS:
-            sentence = f"this server is not called {_shown(host)}: add the name to http.allow_hosts"
+            sentence = f"the host name {_shown(host)} is not allowed: add it to http.allow_hosts"
             return HttpError(403, sentence, "unknown_host")
         if not origin:
             return None
         if not rules.allows_origin(origin, host):
-            sentence = f"pages from {_shown(origin)} may not ask here: add the origin to http.allow_origins"
+            sentence = f"pages from {_shown(origin)} are not allowed: add the origin to http.allow_origins"
             return HttpError(403, sentence, "unknown_origin")
         is_json = kind.partition(";")[0].strip().lower() == "application/json"
         if scope["method"] == "POST" and not is_json:
@@ -164,7 +165,7 @@ async def _answer_preflight(send: Send, origin: str, wants: str) -> None:
 
 
 def _host_in(header: str) -> str:
-    """Without the port, and a dot at the end."""
+    """The host name without the port and without a final dot."""
     try:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:

@@ -1,7 +1,7 @@
-"""Wrong API keys, by the address that sent them: said in the log, and answered more and more slowly. One event loop.
+"""Logs wrong API keys by client address, and answers them more and more slowly. One event loop.
 
-Right keys are never slowed down, whatever else their address sends. The table of addresses is bounded; the one silent
-for longest is forgotten first.
+Valid keys are never slowed down, even from the same address. The table of addresses is bounded; the least recently
+seen one is dropped first.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ class WrongKeys:
         return len(self._addresses)
 
     async def slow_down(self, host: str, error: HttpError) -> HttpError:
-        """A wrong key came from `host`: wait for as long as its next guess should take. Returns what it is told."""
+        """Note a wrong key from `host`, and wait to slow down further guesses. Returns the error to send."""
         address = self._note(_network_of(host))
         if address.num_waiting >= MAX_WRONG_KEYS_WAITING_OF_ONE or self._num_waiting >= MAX_WRONG_KEYS_WAITING:
             headers = {"Retry-After": str(round(LONGEST_WRONG_KEY_S))}
-            return HttpError(
-                429, "too many wrong API keys came from this address", "too_many_wrong_keys", None, headers
-            )
+            return HttpError(429, "too many wrong API keys from this address", "too_many_wrong_keys", None, headers)
         address.num_waiting += 1
         self._num_waiting += 1
         try:
@@ -91,12 +89,12 @@ class WrongKeys:
 
 
 def delay_s(count: int) -> float:
-    """How long the answer to the `count`-th wrong key takes."""
+    """The delay of the answer to the `count`-th wrong key."""
     return float(min(LONGEST_WRONG_KEY_S, FIRST_WRONG_KEY_S * 2 ** min(count - 1, 16)))
 
 
 def _network_of(host: str) -> str:
-    """A client with one IPv6 address has all of its /64."""
+    """The address, or its /64 for IPv6: a client that has one such address has the whole /64."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Metrics and logs. Nothing here knows what a block is."""
+"""Metrics and logs. No module here depends on what a block is."""

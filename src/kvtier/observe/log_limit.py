@@ -1,4 +1,4 @@
-"""A limiter for repeating log lines: a dead server must not write a line per request. Thread-safe."""
+"""Limits repeating log lines: a dead server must not cause one line per request. Thread-safe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTERVAL_S = 60.0
 
 
 class LogLimit:
-    """Lets one line per `subject` through each minute and reports how many were held back."""
+    """Logs one line per `subject` and minute, and reports how many were suppressed."""
 
     def __init__(
         self,
@@ -30,20 +30,20 @@ class LogLimit:
         if held_back is None:
             return
         if held_back:
-            message += self._told(held_back)
+            message += self._suffix(held_back)
         self._logger.warning(message, *args)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For `Logger.addFilter`: warnings of code that is not ours, one for each message."""
+        """For `Logger.addFilter`: limits warnings of other libraries, by message."""
         if record.levelno != logging.WARNING:
             return True
         held_back = self._held_back(str(record.msg))
         if held_back:
-            record.msg = f"{record.msg}{self._told(held_back)}"
+            record.msg = f"{record.msg}{self._suffix(held_back)}"
         return held_back is not None
 
     def _held_back(self, subject: str) -> int | None:
-        """How many since the last line; None if it is too early for another."""
+        """The number of lines suppressed since the last one; None if this line must be suppressed, too."""
         now = self._clock()
         with self._lock:
             last_at, held_back = self._seen.get(subject, (float("-inf"), 0))
@@ -53,5 +53,5 @@ class LogLimit:
             self._seen[subject] = (now, 0)
         return held_back
 
-    def _told(self, held_back: int) -> str:
+    def _suffix(self, held_back: int) -> str:
         return f" ({held_back} like it in the last {self._interval_s:.0f} s)"

@@ -1,4 +1,4 @@
-"""Every metric kvtier exports, by name. The objects are passed in: two servers in one process do not collide."""
+"""All metrics that kvtier exports, by name. They are passed in as objects: two servers in a process do not collide."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ API_RETRIED_REQUESTS = "kvtier_api_retried_requests"
 
 _COUNTED_LEVELS = {
     "evicted_blocks": "Blocks evicted to make room.",
-    "altered_blocks": "Blocks dropped because somebody wrote to them after they were committed.",
+    "altered_blocks": "Blocks dropped because a client wrote to them after they were committed.",
 }
 _SECONDS_BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TTFT_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -74,7 +74,7 @@ _TPOT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0)
 
 
 class ServerMetrics:
-    """The cache server's counters. Levels (bytes used, leases, ...) and losses by kind are read when scraped."""
+    """The cache server's metrics. Levels (bytes used, leases, ...) and losses by kind are read at each scrape."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ServerMetrics:
         cluster_losses: Callable[[], Mapping[str, int]] = dict,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """`tenants` are levels by tenant; each tenant becomes a label."""
+        """`tenants` returns levels by tenant; each tenant becomes a label."""
         self.registry = CollectorRegistry() if registry is None else registry
         self.requests = Counter(SERVER_REQUESTS, "Requests by operation.", ["operation"], registry=self.registry)
         self.request_seconds = Histogram(
@@ -96,7 +96,7 @@ class ServerMetrics:
         )
         self.refusals = Counter(SERVER_REFUSALS, "Requests refused, by kind.", ["kind"], registry=self.registry)
         self.hit_blocks = Counter(SERVER_HIT_BLOCKS, "Blocks matched or sent.", registry=self.registry)
-        self.missed_blocks = Counter(SERVER_MISSED_BLOCKS, "Blocks asked for and not there.", registry=self.registry)
+        self.missed_blocks = Counter(SERVER_MISSED_BLOCKS, "Blocks requested and not found.", registry=self.registry)
         self.stored_blocks = Counter(SERVER_STORED_BLOCKS, "Blocks committed.", registry=self.registry)
         self.sent_bytes = Counter(SERVER_SENT_BYTES, "Block bytes sent over sockets.", registry=self.registry)
         self.received_bytes = Counter(
@@ -151,7 +151,7 @@ class _Levels(Collector):
 
 
 class TierMetrics:
-    """The counters of a client of tiers, by tier. One per process is enough; a dead tier shows in `failures`."""
+    """Counters of a client of tiers, by tier. One object per process is enough; a dead tier shows in `failures`."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -160,18 +160,18 @@ class TierMetrics:
         self.stored_blocks = Counter(TIER_STORED_BLOCKS, "Blocks stored.", ["tier"], registry=self.registry)
         self.refused_blocks = Counter(
             TIER_REFUSED_BLOCKS,
-            "Blocks offered and not stored for want of room.",
+            "Blocks offered and not stored for lack of room.",
             ["tier"],
             registry=self.registry,
         )
         self.failures = Counter(TIER_FAILURES, "Failed calls by kind.", ["tier", "kind"], registry=self.registry)
-        self.loaded_bytes = Counter(TIER_LOADED_BYTES, "Bytes brought to a device.", ["tier"], registry=self.registry)
+        self.loaded_bytes = Counter(TIER_LOADED_BYTES, "Bytes loaded to a device.", ["tier"], registry=self.registry)
         self.load_seconds = Counter(TIER_LOAD_SECONDS, "Time that loads took.", ["tier"], registry=self.registry)
         self.stored_bytes = Counter(TIER_STORED_BYTES, "Bytes stored.", ["tier"], registry=self.registry)
         self.store_seconds = Counter(TIER_STORE_SECONDS, "Time that stores took.", ["tier"], registry=self.registry)
 
     def value(self, counter: Counter, **labels: str) -> float:
-        """A counter's value, for tests and for interactive use."""
+        """A counter's value, for tests and interactive use."""
         wanted = {str(key): str(value) for key, value in labels.items()}
         return sum(
             sample.value
@@ -183,9 +183,9 @@ class TierMetrics:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done, and how full it is: plain numbers, which cost its thread next to nothing.
+    """Counts of an engine's work, and its levels, as plain numbers, which cost its thread next to nothing.
 
-    The engine's thread adds, any thread reads. Prompts count once for each answer, when the answer ends.
+    The engine's thread updates them, any thread may read. A prompt counts once per answer, when the answer ends.
     """
 
     num_steps: int = 0
@@ -217,7 +217,7 @@ class EngineCounts:
 
 
 class EngineMetrics:
-    """The counts of one engine, read when scraped."""
+    """The metrics of one engine, read at each scrape."""
 
     def __init__(self, counts: EngineCounts, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -244,17 +244,19 @@ class _EngineCollector(Collector):
             cached.add_metric([tier], count)
         yield cached
         finished = CounterMetricFamily(
-            ENGINE_FINISHED_REQUESTS, "Answers that are over, by the reason.", labels=["reason"]
+            ENGINE_FINISHED_REQUESTS, "Answers that have ended, by reason.", labels=["reason"]
         )
         for reason, count in dict(counts.finished_requests).items():
             finished.add_metric([reason], count)
         yield finished
         yield GaugeMetricFamily(ENGINE_RUNNING_REQUESTS, "Answers being computed.", value=counts.running_requests)
-        yield GaugeMetricFamily(ENGINE_WAITING_REQUESTS, "Answers that wait.", value=counts.waiting_requests)
-        yield GaugeMetricFamily(ENGINE_USED_BLOCKS, "KV blocks that are in use.", value=counts.used_blocks)
-        yield GaugeMetricFamily(ENGINE_BLOCKS, "KV blocks there are.", value=counts.num_blocks)
+        yield GaugeMetricFamily(
+            ENGINE_WAITING_REQUESTS, "Answers waiting to be computed.", value=counts.waiting_requests
+        )
+        yield GaugeMetricFamily(ENGINE_USED_BLOCKS, "KV blocks in use.", value=counts.used_blocks)
+        yield GaugeMetricFamily(ENGINE_BLOCKS, "KV blocks in total.", value=counts.num_blocks)
         checks = CounterMetricFamily(
-            ENGINE_CANARY_CHECKS, "Loaded blocks that were computed again in a row, by result.", labels=["result"]
+            ENGINE_CANARY_CHECKS, "Runs of loaded blocks that the canary computed again, by result.", labels=["result"]
         )
         for result, count in dict(counts.canary_checks).items():
             checks.add_metric([result], count)
@@ -270,7 +272,7 @@ class _EngineCollector(Collector):
 
 
 class PartingMetrics:
-    """How prompts compare with earlier ones. Any thread."""
+    """Counts of prompts compared with earlier ones. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -280,7 +282,7 @@ class PartingMetrics:
         self.registry.register(_PartingCollector(self._compared, self._heads))
 
     def note(self, how: str, causes_of_head: Sequence[str]) -> None:
-        """A prompt was compared; if it diverged near its head, for these causes."""
+        """Count a compared prompt, and the causes if it parted near its head."""
         with self._lock:
             self._compared[how] = self._compared.get(how, 0) + 1
             for cause in causes_of_head:
@@ -294,7 +296,7 @@ class _PartingCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         compared = CounterMetricFamily(
-            ENGINE_COMPARED_PROMPTS, "Prompts, by what they are to recorded ones.", labels=["how"]
+            ENGINE_COMPARED_PROMPTS, "Prompts, by their relation to recorded ones.", labels=["how"]
         )
         for how, count in dict(self._compared).items():
             compared.add_metric([how], count)
@@ -311,7 +313,7 @@ class _PartingCollector(Collector):
 
 
 class ApiMetrics:
-    """The HTTP server's counters. Tokens and times are those of complete answers."""
+    """The HTTP server's metrics. Tokens and times are those of complete answers."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -339,23 +341,26 @@ class ApiMetrics:
             ["key", "of"],
             registry=self.registry,
         )
-        self.wrong_keys = Counter(API_WRONG_KEYS, "Requests with an API key that is not known.", registry=self.registry)
+        self.wrong_keys = Counter(API_WRONG_KEYS, "Requests with an unknown API key.", registry=self.registry)
         self.engine_up = Gauge(API_ENGINE_UP, "Whether an engine of vLLM answers.", ["engine"], registry=self.registry)
         self.engine_starts = Counter(
-            API_ENGINE_STARTS, "How often an engine of vLLM was met.", ["engine"], registry=self.registry
+            API_ENGINE_STARTS,
+            "How often an engine of vLLM has started, as seen by this server.",
+            ["engine"],
+            registry=self.registry,
         )
         self.engine_requests = Counter(
-            API_ENGINE_REQUESTS, "Requests that an engine of vLLM was sent.", ["engine"], registry=self.registry
+            API_ENGINE_REQUESTS, "Requests sent to an engine of vLLM.", ["engine"], registry=self.registry
         )
         self.routed_requests = Counter(
             API_ROUTED_REQUESTS,
-            "Requests for a model of vLLM, by what picked the engine: the longest prefix that it has seen, or load.",
+            "Requests for a model on vLLM, by the reason for the choice of engine: the longest prefix seen, or load.",
             ["model", "by"],
             registry=self.registry,
         )
         self.retried_requests = Counter(
             API_RETRIED_REQUESTS,
-            "Requests that were sent to another engine of vLLM since theirs was lost.",
+            "Requests sent to another engine of vLLM because the first one was lost.",
             ["model"],
             registry=self.registry,
         )

@@ -1,4 +1,4 @@
-"""Text from elsewhere (a file, a client, a folder) as one line that is safe to show on a terminal."""
+"""Turns foreign text (from a file, a client, a folder) into one line that is safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import unicodedata
 
 _SHORT = 200
 _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Kinds of characters that move the cursor, change colours, reverse or break the line, or are unassigned."""
+"""Unicode categories of characters that move the cursor, change colours, reverse or break lines, or are unassigned."""
 
 
 def printable(text: str, limit: int = _SHORT) -> str:
-    """`text` with special characters written as escapes, and cut after `limit` characters."""
+    """`text` with unsafe characters written as escapes, cut after `limit` characters."""
     cut = text if len(text) <= limit else f"{text[: limit - 1]}…"
     if cut.isascii() and cut.isprintable():
         return cut

@@ -1,4 +1,4 @@
-"""The last warnings of a process's log, for users who look at it from elsewhere. Thread-safe and bounded."""
+"""Keeps the last warnings of a process's log, for the page. Thread-safe and bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_CHARACTERS = 1000
 
 
 class LoggedWarning(msgspec.Struct, frozen=True):
-    """One line of the log. `at` is in seconds of the epoch, `level` is "warning" or "error"."""
+    """A line of the log. `at` is in seconds of the epoch; `level` is "warning" or "error"."""
 
     at: float
     level: str
@@ -24,7 +24,7 @@ class LoggedWarning(msgspec.Struct, frozen=True):
 
 
 class RecentWarnings(logging.Handler):
-    """Keeps the newest lines that are warnings or worse, within `MAX_WARNINGS`."""
+    """Keeps the newest lines of level warning or above, at most `MAX_WARNINGS`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -33,18 +33,18 @@ class RecentWarnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except Exception:  # the arguments do not fit the message: logging itself reports that elsewhere
+        except Exception:  # arguments that do not fit the message; `logging` reports that itself
             text = str(record.msg)
         level = "error" if record.levelno >= logging.ERROR else "warning"
         self._kept.append(LoggedWarning(record.created, level, printable(text, _MAX_CHARACTERS)))
 
     def newest(self) -> list[LoggedWarning]:
-        """The lines, the last one first."""
+        """The lines, newest first."""
         return list(self._kept)[::-1]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A scope in which it listens to the root logger."""
+        """A scope in which this handler is attached to the root logger."""
         root = logging.getLogger()
         root.addHandler(self)
         try:

@@ -156,7 +156,7 @@ class _Clock:
         return self.now
 
 
-_WRONG = HttpError(401, "the API key is not known here")
+_WRONG = HttpError(401, "the API key is unknown")
 
 
 @pytest.fixture

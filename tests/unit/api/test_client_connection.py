@@ -158,7 +158,7 @@ def test_a_body_in_too_many_small_chunks_is_refused_with_a_sentence(
         answer = rest_of(connection)
 
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.endswith(b"the body comes in too many small chunks: send chunks of at least 16 bytes")
+    assert answer.endswith(b"the body has too many small chunks: send chunks of at least 16 bytes")
     assert num_passed_on < 20_000  # most were never looked at
     with http_client(server) as client:
         assert client.get("/health").status_code == 200
@@ -264,4 +264,4 @@ def test_a_low_limit_of_files_is_logged(monkeypatch: pytest.MonkeyPatch, caplog:
     with caplog.at_level(logging.WARNING):
         raise_file_limit()
 
-    assert "only 1024 files" in caplog.text
+    assert "at most 1024 files" in caplog.text

@@ -111,7 +111,7 @@ def test_bodies_that_wait_to_be_read_have_a_bound() -> None:
         huge = [endless_read(bodies, MAX_UNREAD_BODIES_BYTES // 2) for _ in range(4)]
         await asyncio.sleep(0)
 
-        with pytest.raises(HttpError, match="wait to be read") as raised:
+        with pytest.raises(HttpError, match="waiting to be read") as raised:
             await bodies.read(question(QUICK_BODY_BYTES + 1), [])
         assert raised.value.status == 429
         assert raised.value.headers["Retry-After"]

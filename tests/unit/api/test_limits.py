@@ -515,7 +515,7 @@ def test_what_waits_for_a_slow_reader_is_bounded(
     def noting(answers: Answers, reply: Any) -> None:
         nonlocal longest
         put(answers, reply)
-        longest = max(longest, answers._came.qsize())
+        longest = max(longest, answers._replies.qsize())
 
     monkeypatch.setattr(Answers, "put", noting)
     stop = threading.Event()

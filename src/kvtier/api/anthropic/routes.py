@@ -72,6 +72,6 @@ class MessagePaths:
         found = await application.read(request, tenant, path, read, self._readers_for_vllm[path])
         if isinstance(found, PassedBody):
             return found
-        asked = application.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
+        asked = application.decoded_request(found) if isinstance(found, BodyAsks) else found
         assert isinstance(asked, GenerationRequest), "only Ollama's bodies can ask for a load alone"
         return asked

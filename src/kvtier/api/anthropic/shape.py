@@ -127,7 +127,7 @@ class MessageShape:
         message = self._message([self._block(block) for block in self._blocks.blocks], self._usage(usage))
         return _encode({**message, **self._applied_edits()})
 
-    def broken_off(self, reason: str | None) -> str:
+    def incomplete(self, reason: str | None) -> str:
         return "the engine stopped before the answer was complete"
 
     def _block(self, block: Block) -> dict[str, object]:

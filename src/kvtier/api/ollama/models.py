@@ -12,7 +12,7 @@ from kvtier.api.chat.conversation import can_call, can_think
 from kvtier.api.engines import KnownModel, ServedModel
 from kvtier.api.ollama.options import OLLAMA_NAMES
 from kvtier.api.service import Service
-from kvtier.api.vllm.engine import VllmFacts
+from kvtier.api.vllm.engine import VllmHello
 from kvtier.api.vllm.model import VllmModel
 from kvtier.engine.process.messages import Hello
 from kvtier.errors import EngineAway
@@ -34,25 +34,25 @@ def tags(service: Service) -> dict[str, object]:
 def running(service: Service) -> dict[str, object]:
     """The models whose engines have connected, with the memory that these engines use together."""
     own = [_process(model) for model in service.engines.models if model.hello is not None]
-    passed = [_process_of_vllm(model, model.facts) for model in service.vllm.models if model.facts is not None]
+    passed = [_process_of_vllm(model, model.hello) for model in service.vllm.models if model.hello is not None]
     return {"models": [*own, *passed]}
 
 
 def description_of_vllm(model: VllmModel) -> dict[str, object]:
     """What vLLM tells of a model, which is little. Raises `EngineAway` while none of its engines has connected."""
-    facts = model.facts
-    if facts is None:
+    hello = model.hello
+    if hello is None:
         raise EngineAway(f"the model {model.name} is starting")
     return {
-        "modelfile": f"# written by kvtier\nFROM {facts.root or model.name}\n",
+        "modelfile": f"# written by kvtier\nFROM {hello.root or model.name}\n",
         "parameters": "",
         "template": "",
         "details": _details(None),
         "model_info": {
             "general.architecture": "vllm",
-            **({} if facts.max_model_len is None else {"vllm.context_length": facts.max_model_len}),
+            **({} if hello.max_model_len is None else {"vllm.context_length": hello.max_model_len}),
         },
-        "modified_at": _time(facts.since),
+        "modified_at": _time(hello.since),
         "capabilities": ["completion"],
     }
 
@@ -98,18 +98,18 @@ def _tag(service: Service, model: ServedModel, name: str) -> dict[str, object]:
 
 
 def _tag_of_vllm(service: Service, model: VllmModel, name: str) -> dict[str, object]:
-    facts = model.facts
+    hello = model.hello
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(service.started_at if facts is None else facts.since),
+        "modified_at": _time(service.started_at if hello is None else hello.since),
         "size": 0,
         "digest": "",
         "details": _details(None),
     }
 
 
-def _process_of_vllm(model: VllmModel, facts: VllmFacts) -> dict[str, object]:
+def _process_of_vllm(model: VllmModel, hello: VllmHello) -> dict[str, object]:
     return {
         "name": model.name,
         "model": model.name,
@@ -118,7 +118,7 @@ def _process_of_vllm(model: VllmModel, facts: VllmFacts) -> dict[str, object]:
         "details": _details(None),
         "expires_at": datetime.now(UTC) + _STAYS,
         "size_vram": 0,
-        "context_length": facts.max_model_len or 0,
+        "context_length": hello.max_model_len or 0,
     }
 
 

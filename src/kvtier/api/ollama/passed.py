@@ -1,4 +1,4 @@
-"""Translates bodies of Ollama's API to vLLM's API, for models that vLLM runs. Fields without effect are refused."""
+"""Translates bodies of Ollama's API to vLLM's, for models that vLLM runs. Fields that would be ignored are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IMAGE_KINDS = {"/9j/": "jpeg", "iVBOR": "png", "R0lG": "gif", "UklG": "webp"}
 """Image types by the beginning of their base64."""
 
 _REFUSED = {
-    "suffix": "is not supported here: models that vLLM runs cannot fill in text",
+    "suffix": "is not supported here for models that run on vLLM",
     "template": "is not supported here: the model's own template is used, or none with raw",
     "context": "is not supported here: send the conversation to /api/chat",
     "shift": "is not supported here: an answer ends at the model's context length",

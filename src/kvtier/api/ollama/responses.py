@@ -139,7 +139,7 @@ class _OllamaShape(ABC):
         line.parted = usage.parted
         return _encode(self._ended(line, answer.completion, usage.prompt_tokens))
 
-    def broken_off(self, reason: str | None) -> str:
+    def incomplete(self, reason: str | None) -> str:
         return f"the engine stopped before the answer was complete ({reason})"
 
     def _line_of(self, part: AnswerPart | None) -> Line | None:

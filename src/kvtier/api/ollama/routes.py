@@ -109,7 +109,7 @@ class OllamaApplication(Application):
     def _asked(self, found: GenerationRequest | LoadModel | BodyAsks | BodyLoads) -> GenerationRequest | LoadModel:
         if isinstance(found, BodyLoads):
             return LoadModel(found.name, found.done_reason)
-        return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
+        return self.decoded_request(found) if isinstance(found, BodyAsks) else found
 
     async def _embed(self, request: Request) -> Response:
         passed, document, started_ns = await self._embedded(request, OLLAMA_EMBED)

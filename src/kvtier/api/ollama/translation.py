@@ -16,7 +16,7 @@ from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_TRANSLATED_BYTES
 from kvtier.api.ollama.passed import EMBEDDINGS_PATH
 from kvtier.api.ollama.responses import Line, Message, error_body, nanoseconds
-from kvtier.api.passing import PassedBody, asked
+from kvtier.api.passing import PassedBody, upstream_answer
 from kvtier.api.service import Service
 from kvtier.api.streaming import StreamedAnswer, while_connected
 from kvtier.api.vllm.model import UpstreamAnswer
@@ -58,13 +58,13 @@ class Translation:
     async def document(self) -> dict[str, Any]:
         """The whole answer, decoded, in vLLM's form."""
         request_id = self._request.state.id
-        async with asked(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
+        async with upstream_answer(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
             return await _document(answer)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         """First an empty chunk, once the beginning of the answer has arrived, then its lines."""
         request_id = self._request.state.id
-        async with asked(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
+        async with upstream_answer(self._service, self._tenant, self._passed, request_id, _HEADERS) as answer:
             if answer.status != _OK:
                 await _document(answer)
             yield b""

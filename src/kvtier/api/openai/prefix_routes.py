@@ -236,7 +236,7 @@ class PrefixPaths:
         name = body.short_text("key", MAX_MODEL_CHARACTERS)
         if name is None:
             return tenant
-        found = self._service.access.tenant_called(name)
+        found = self._service.access.tenant_named(name)
         if found is None:
             raise invalid("key", f"key must be the name of an API key of the deployment, not {shown(name)}")
         return found

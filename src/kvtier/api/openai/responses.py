@@ -91,7 +91,7 @@ class _OpenAiShape(ABC):
         """Further top-level fields of a whole response."""
         return {}
 
-    def broken_off(self, reason: str | None) -> str:
+    def incomplete(self, reason: str | None) -> str:
         return "the engine stopped before the answer was complete"
 
     def _event(self, choice: msgspec.Struct) -> bytes:

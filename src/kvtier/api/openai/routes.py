@@ -160,7 +160,7 @@ class OpenAiApplication(Application):
 
     def _asked(self, found: GenerationRequest | BodyAsks | BodyLoads) -> GenerationRequest:
         assert not isinstance(found, BodyLoads), "only Ollama's bodies can ask for a load alone"
-        return self.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
+        return self.decoded_request(found) if isinstance(found, BodyAsks) else found
 
     async def _refuse_embeddings(self, request: Request) -> Response:
         self.service.tenant(request)

@@ -1,6 +1,6 @@
-"""A deployment, as the page shows it: the HTTP server's own counts, its engines, and the cache servers. One event loop.
+"""The view of a deployment for the page: the HTTP server's counts, its engines and the cache servers. One event loop.
 
-Cache servers are asked by one thread, which starts with the first look.
+One thread asks the cache servers; it starts with the first reading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_WARNINGS = 100
 
 
 class DeploymentView:
-    """Over `service`, in its event loop."""
+    """The view of `service`; runs in its event loop."""
 
     kind = "deployment"
 
@@ -76,7 +76,7 @@ class DeploymentView:
         )
 
     async def warnings(self) -> list[ShownWarning]:
-        """Of every process of the deployment that answers, the newest first."""
+        """Warnings of all processes of the deployment that answer, newest first."""
         connections = self._service.engines.connections
         of_engines = await asyncio.gather(*(connection.warnings() for connection in connections))
         found = _shown("http", self._service.warnings.newest())
@@ -169,7 +169,7 @@ class DeploymentView:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _moved_by_caches(self, stats: Sequence[_Stats], *, has_engines: bool) -> dict[Move, float]:
-        """Engines count bytes in and out of a server's memory themselves, but for vLLM's."""
+        """kvtier's engines count the bytes of a server's memory themselves; engines of vLLM do not."""
         found: dict[Move, float] = {}
         for blocks, one in zip(self._moved_blocks, stats, strict=True):
             if one is not None:
@@ -208,7 +208,9 @@ def _device_tiers(connections: Sequence[EngineConnection], numbers: Sequence[Eng
 
 
 def _moved(connections: Sequence[EngineConnection], numbers: Sequence[EngineNumbers]) -> dict[Move, float]:
-    """What engines load comes to their devices; what tiers far away get came through the nearest, which has most."""
+    """Bytes moved by engines. A device gets all that its engine loads. For what it gives, the tier that stores most
+    counts: slower tiers get copies of the same blocks.
+    """
     moved: dict[Move, float] = {}
     for connection, one in zip(connections, numbers, strict=True):
         for (direction, tier), nbytes in one.moved.items():
@@ -241,10 +243,10 @@ def _engine_state(connection: EngineConnection, model: str, numbers: EngineNumbe
 
 
 def _vllm_state(engine: VllmEngine, model: str) -> EngineState:
-    if engine.facts is None:
+    if engine.hello is None:
         return EngineState(name=engine.name, model=model, kind="vllm", status="starting")
     status = "hung" if engine.is_hung else "ready"
-    return EngineState(name=engine.name, model=model, kind="vllm", status=status, since=engine.facts.since)
+    return EngineState(name=engine.name, model=model, kind="vllm", status=status, since=engine.hello.since)
 
 
 def _cache_state(cache: CacheReader, stats: _Stats) -> CacheState:

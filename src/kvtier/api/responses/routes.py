@@ -53,7 +53,7 @@ class ResponsePaths:
         found = await application.read(request, tenant, OPENAI_RESPONSE, read_response, self._read_for_vllm)
         if isinstance(found, PassedBody):
             return await Passing(self._service, request, tenant, found).response()
-        asked = application.asked_elsewhere(found) if isinstance(found, BodyAsks) else found
+        asked = application.decoded_request(found) if isinstance(found, BodyAsks) else found
         assert isinstance(asked, GenerationRequest), "only Ollama's bodies can ask for a load alone"
         request.state.id = response_id = new_id("resp").replace("-", "_")
         record = decode_record(asked.record)

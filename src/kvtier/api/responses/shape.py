@@ -194,7 +194,7 @@ class ResponseShape:
         self._blocks.finish()
         return {index: joined(pieces) for index, pieces in found.items()}
 
-    def broken_off(self, reason: str | None) -> str:
+    def incomplete(self, reason: str | None) -> str:
         return "the engine stopped before the answer was complete"
 
     # --- both ---------------------------------------------------------------------------------------------------------

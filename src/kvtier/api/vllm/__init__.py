@@ -1,1 +1,1 @@
-"""Engines of vLLM: their processes, which of them gets a request, and what a body asks of them."""
+"""Engines of vLLM: their state, the choice of an engine for a request, and the bodies that they get."""

@@ -1,7 +1,7 @@
-"""What a body asks of vLLM: which model, and what the HTTP server has to know of it. All else is vLLM's to understand.
+"""Reads from a body for vLLM what the HTTP server needs: the model, limits and salt. vLLM checks all the rest.
 
-Of a body only the outermost fields are looked at. It is passed on as it came, byte for byte, unless a salt has to go
-into it: then each field but that one has the bytes that it had.
+Only the outermost fields are decoded. A body is passed on byte for byte, unless a salt must be added: then all other
+fields keep their bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtier.api.vllm.prefix_keys import prefix_keys
 Fields = Mapping[str, msgspec.Raw]
 SaltOf = Callable[[str], str]
 ReadForVllm = Callable[[bytes, Sequence[ModelSnapshot], SaltOf | None], BodyPasses | BodyLoads | None]
-"""What a body asks of vLLM, given the models that are served, and what makes its salt; None if of no model of vLLM."""
+"""Reads a body, given the served models and the function that makes its salt; None if its model is not vLLM's."""
 
 SALTED_PATHS = frozenset(
     f"/v1/{name}"
@@ -36,10 +36,10 @@ SALTED_PATHS = frozenset(
         "rerank",
     )
 )
-"""Those whose bodies have a `cache_salt`."""
+"""Paths whose bodies have a `cache_salt`."""
 
 _WITHOUT_KV = re.compile(r"/v1/(?:messages/count_tokens|[a-z/]+/(?:render|derender))|/(?:de)?tokenize")
-"""Those that compute nothing, and so share nothing."""
+"""Paths that compute no KV, and so share none."""
 
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _MAX_N = 128
@@ -56,36 +56,36 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def read_fields(body: bytes) -> Fields:
-    """Raises a `HttpError` for what is no JSON object."""
+    """Raises `HttpError` if the body is not a JSON object."""
     try:
         return _fields.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise HttpError(400, f"the body is no JSON object: {error}", "invalid_json") from error
+        raise HttpError(400, f"the body is not a JSON object: {error}", "invalid_json") from error
     except RecursionError as error:
         raise HttpError(400, "the body is nested too deeply", "invalid_json") from error
 
 
 def find_vllm(models: Sequence[ModelSnapshot], name: str | None) -> str | None:
-    """The own name of the model that vLLM runs, and the body calls so; a body that names none means the only one."""
+    """The main name of vLLM's model with this name. Without a name: the deployment's only model, if vLLM runs it."""
     if name is None:
         return models[0].name if len(models) == 1 and models[0].is_vllm else None
     return next((model.name for model in models if model.is_vllm and name in model.names), None)
 
 
 def text_of(fields: Fields, name: str) -> str | None:
-    """A field that is text; None for every other."""
+    """The value of a field that is text, else None."""
     raw = bytes(fields.get(name, b""))
     if raw[:1] != b'"':
         return None
     try:
         found = _values.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"{name} is no valid text", "invalid_value", name) from error
+        raise HttpError(400, f"{name} is not valid text", "invalid_value", name) from error
     return found if isinstance(found, str) else None
 
 
 def model_in_form(body: bytes) -> str | None:
-    """The field `model` of a form: it stands before or behind the file that is sent with it."""
+    """The field `model` of a form, searched at both ends: it is before or after the file."""
     for part in (body[:_FORM_BYTES_AT_ENDS], body[-_FORM_BYTES_AT_ENDS:]):
         for found in itertools.islice(_FORM_MODEL.finditer(part), _MAX_FORM_FIELDS):
             head_end = part.find(_END_OF_FORM_HEAD, found.start(), found.start() + _FORM_HEAD_BYTES)
@@ -97,17 +97,17 @@ def model_in_form(body: bytes) -> str | None:
 
 
 def check_path(path: str, salt: str) -> None:
-    """Raises a `HttpError` for a path at which requests with this `salt` would share blocks with others."""
+    """Raises `HttpError` for a path where requests with this `salt` would share blocks with others."""
     if salt and path not in SALTED_PATHS and not _WITHOUT_KV.fullmatch(path):
-        sentence = f"{path} cannot keep the blocks of API keys apart: it is served to keys with share: true"
+        sentence = f"{path} cannot keep the blocks of API keys apart: only keys with share: true may use it"
         raise HttpError(403, sentence, "unsupported_with_salt")
 
 
 def pass_on(fields: Fields, model: str, path: str, salt_of: SaltOf | None, *, body: bytes | None = None) -> BodyPasses:
-    """A body for the model whose own name is `model`; `body` is what is sent if it is not as it came.
+    """A body for the model whose main name is `model`; `body` replaces the client's bytes if it is given.
 
-    `salt_of` makes of the body's own salt the one that is sent; None without keys: the body's own salt holds.
-    Raises a `HttpError` for a field that is not served, or over its limit.
+    `salt_of` makes the salt to send from the body's own; without keys it is None, and the body's own is sent.
+    Raises `HttpError` for a field that is not supported, or over its limit.
     """
     for name in _REFUSED_FIELDS:
         if bytes(fields.get(name, b"null")) != b"null":
@@ -142,12 +142,12 @@ def _own_salt(fields: Fields) -> str:
 
 
 def _digest(salt: str) -> str:
-    """vLLM's salts are short and have no special characters. No client can send one that is made so."""
+    """vLLM's salts are short, without special characters. Clients cannot forge a digest: their salts are digested."""
     return hashlib.sha256(salt.encode(errors="replace")).hexdigest()
 
 
 def _num_answers(fields: Fields) -> int:
-    """Raises a `HttpError` for more than are served."""
+    """The number of answers. Raises `HttpError` if a limit is exceeded."""
     num_messages = _num_items(fields, "messages")
     if num_messages > MAX_MESSAGES:
         raise HttpError(400, f"messages must not be more than {MAX_MESSAGES}, but is {num_messages}", "invalid_value")
@@ -167,11 +167,11 @@ def _whole(fields: Fields, name: str) -> int:
 
 
 def _num_items(fields: Fields, name: str) -> int:
-    """Of a list of texts, objects or lists; other values, also a list of token ids, count as none."""
+    """The length of a list of texts, objects or lists; 0 for other values, such as a list of token ids."""
     raw = bytes(fields.get(name, b""))
     if raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"[", b"{"):
         return 0
     try:
         return len(_items.decode(raw))
     except msgspec.DecodeError as error:
-        raise HttpError(400, f"the body is no JSON object: {error}", "invalid_json") from error
+        raise HttpError(400, f"the body is not a JSON object: {error}", "invalid_json") from error

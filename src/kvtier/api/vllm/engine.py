@@ -1,7 +1,7 @@
-"""One engine of vLLM, as the HTTP server sees it: whether it runs, whether it answers, and how busy it is.
+"""The HTTP server's view of one engine of vLLM: whether it runs and answers, and how busy it is.
 
-Everything runs in the server's event loop. A connection that is never used tells when the process ends; its page
-`/health` tells whether it answers.
+Runs in the server's event loop. An idle connection shows when the process ends; the path `/health` shows whether it
+answers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OK = 200
 
 
 @dataclass(frozen=True, slots=True)
-class VllmFacts:
-    """What a server of vLLM says of its model. `since` is when it was first seen, in seconds of the epoch."""
+class VllmHello:
+    """What a server of vLLM tells about its model. `since` is when it was first reached, in seconds of the epoch."""
 
     since: float
     max_model_len: int | None = None
@@ -34,30 +34,31 @@ class VllmFacts:
 
 
 class VllmEngine:
-    """`facts` are None while it is away. `is_hung` while it is there and does not say that it is well.
+    """`hello` is None while the engine is away. `is_hung` while it is connected but fails its health check.
 
-    `lost` and `hung` are set while it is away, or hung. `num_requests` are under way, `num_asked` all that it ever got;
-    whoever asks it counts them. `note_there` is called whenever it is there and was not, or did not answer, before.
+    The event `lost` is set while the engine is away, `hung` while it is hung. `num_requests` counts requests in flight,
+    `num_asked` all requests so far; the senders of requests update both. `note_up` is called whenever the engine
+    connects, or answers again.
     """
 
     def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.name = name
         self.socket_path = socket_path
-        self.facts: VllmFacts | None = None
+        self.hello: VllmHello | None = None
         self.is_hung = False
         self.num_requests = 0
         self.num_asked = 0
         self.num_starts = 0
         self.lost = asyncio.Event()
         self.hung = asyncio.Event()
-        self.note_there: Callable[[VllmEngine], None] = lambda engine: None
+        self.note_up: Callable[[VllmEngine], None] = lambda engine: None
         self._patience = patience
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
     @property
-    def is_there(self) -> bool:
-        return self.facts is not None and not self.is_hung
+    def is_up(self) -> bool:
+        return self.hello is not None and not self.is_hung
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"kvtier-watch-{self.name}")
@@ -69,29 +70,29 @@ class VllmEngine:
                 await self._task
 
     def suspect(self) -> None:
-        """A request to it failed: it counts as away until it says otherwise."""
+        """A request to the engine failed: it counts as away until it passes a health check."""
         self._lose()
         self._wake.set()
 
     async def is_well(self) -> bool:
-        """Whether it says so now."""
+        """Whether the engine passes a health check now."""
         try:
             status, _ = await self.get("/health", self._patience.hung_after_s)
         except (ExchangeError, TimeoutError):
             return False
         return status == _OK
 
-    async def get(self, page: str, timeout_s: float, max_bytes: int = MAX_TRANSLATED_BYTES) -> tuple[int, bytes]:
-        """A page as it is. Raises `ExchangeError`, also for one that is too large, and `TimeoutError`."""
+    async def get(self, path: str, timeout_s: float, max_bytes: int = MAX_TRANSLATED_BYTES) -> tuple[int, bytes]:
+        """Status and body of a GET. Raises `ExchangeError`, also if the body is too large, and `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
-            exchange = await Exchange.send(self.socket_path, "GET", page, ())
+            exchange = await Exchange.send(self.socket_path, "GET", path, ())
             try:
                 await exchange.head()
                 pieces: list[bytes] = []
                 while piece := await exchange.read():
                     pieces.append(piece)
                     if sum(map(len, pieces)) > max_bytes:
-                        raise ExchangeError("its answer is too large", was_sent=True)
+                        raise ExchangeError("the answer is too large", was_sent=True)
                 return exchange.status, b"".join(pieces)
             finally:
                 exchange.close()
@@ -115,18 +116,18 @@ class VllmEngine:
         return lifeline
 
     async def _watch(self, lifeline: _Lifeline) -> None:
-        """Until the connection is lost, or the engine is suspected, once it was there."""
+        """Check the engine's health until the connection is lost, or the engine is suspected after it was up."""
         while lifeline.is_open:
             self._wake.clear()
             is_well = await self.is_well()
-            if is_well and self.facts is None:
+            if is_well and self.hello is None:
                 await self._meet()
-            if self.facts is not None and self.is_hung == is_well:
+            if self.hello is not None and self.is_hung == is_well:
                 self._note_hung(not is_well)
-            wait_s = self._patience.ask_every_s if self.is_there else _RETRY_S
+            wait_s = self._patience.ask_every_s if self.is_up else _RETRY_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), wait_s)
-                if self.facts is None:
+                if self.hello is None:
                     return
 
     async def _meet(self) -> None:
@@ -136,33 +137,33 @@ class VllmEngine:
             found = json.loads(body)["data"][0]
             root = str(found.get("root") or "")
             max_model_len = int(found["max_model_len"])
-        self.facts = VllmFacts(time.time(), max_model_len, root)
+        self.hello = VllmHello(time.time(), max_model_len, root)
         self.lost.clear()
         self.num_starts += 1
-        logger.info("engine %s is there", self.name)
-        self.note_there(self)
+        logger.info("engine %s is connected", self.name)
+        self.note_up(self)
 
     def _note_hung(self, is_hung: bool) -> None:
         self.is_hung = is_hung
         if is_hung:
-            logger.error("engine %s is hung: it does not answer, with %d requests", self.name, self.num_requests)
+            logger.error("engine %s is hung: no answer, %d requests in flight", self.name, self.num_requests)
             self.hung.set()
         else:
             logger.info("engine %s answers again", self.name)
             self.hung.clear()
-            self.note_there(self)
+            self.note_up(self)
 
     def _lose(self) -> None:
-        if self.facts is not None:
-            logger.warning("engine %s is gone, with %d requests", self.name, self.num_requests)
-        self.facts = None
+        if self.hello is not None:
+            logger.warning("engine %s is gone, %d requests were in flight", self.name, self.num_requests)
+        self.hello = None
         self.is_hung = False
         self.hung.clear()
         self.lost.set()
 
 
 class _Lifeline(asyncio.Protocol):
-    """A connection that carries nothing: it ends when the server's process does."""
+    """A connection without traffic, which breaks when the server's process ends."""
 
     def __init__(self, wake: asyncio.Event) -> None:
         self._wake = wake

@@ -1,7 +1,7 @@
-"""One request to a server on a Unix socket, and its answer as it comes. One event loop.
+"""One request to a server on a Unix socket, and its answer while it arrives. One event loop.
 
-A connection serves one request: closing it tells the server that the answer is no longer wanted. No more of an answer
-is read than the caller takes, but for a little that is read ahead.
+Each connection serves one request: closing it tells the server that the answer is no longer wanted. An answer is read
+as fast as the caller takes it, with a small read-ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_FINAL_STATUS = 200
 
 
 class ExchangeError(Exception):
-    """No answer, or no whole one: no listener, a broken connection, or bytes that are not HTTP.
+    """No complete answer: no listener, a broken connection, or bytes that are not HTTP.
 
     `was_sent` says whether the server may have seen the request.
     """
@@ -32,7 +32,7 @@ class ExchangeError(Exception):
 
 
 class Exchange:
-    """`send` makes one. `status` and `headers` hold after `head`; names of headers are in lower case."""
+    """Made by `send`. `status` and `headers` are valid after `head`; header names are in lower case."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -43,14 +43,14 @@ class Exchange:
     async def send(
         cls, socket_path: str, method: str, target: str, headers: Headers, body: Sequence[bytes] = ()
     ) -> Exchange:
-        """Connect and send a request. Raises `ExchangeError`; also when this task is cancelled nothing stays open."""
+        """Connect and send a request. Raises `ExchangeError`; then, and if cancelled, no connection stays open."""
         exchange = cls()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await loop.create_unix_connection(lambda: exchange._protocol, socket_path)
         except (OSError, TimeoutError) as error:
-            raise ExchangeError(f"nobody listens: {error}", was_sent=False) from error
+            raise ExchangeError(f"cannot connect: {error}", was_sent=False) from error
         try:
             await exchange._protocol.write(_head(method, target, headers, body), *body)
         except BaseException:
@@ -59,15 +59,15 @@ class Exchange:
         return exchange
 
     async def head(self) -> None:
-        """Until the head of the answer has come. Raises `ExchangeError`."""
-        await self._protocol.head_came()
+        """Wait for the head of the answer. Raises `ExchangeError`."""
+        await self._protocol.wait_for_head()
 
     async def read(self) -> bytes:
-        """What has come of the body, at least one byte; empty at its end. Raises `ExchangeError` when it is cut off."""
+        """The next bytes of the body, at least one; empty at its end. Raises `ExchangeError` if the body is cut off."""
         return await self._protocol.read()
 
-    def break_off(self, sentence: str) -> None:
-        """Reads of what has not arrived raise `ExchangeError`; the connection is closed."""
+    def cut_off(self, sentence: str) -> None:
+        """Close the connection: reads beyond what has arrived raise `ExchangeError`."""
         self._protocol.fail(sentence)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _Protocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._may_write = asyncio.Event()
         self._may_write.set()
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._pieces: deque[bytes] = deque()
         self._num_unread = 0
         self._head_bytes = 0
@@ -103,14 +103,14 @@ class _Protocol(asyncio.Protocol):
     # --- for the exchange ---------------------------------------------------------------------------------------------
 
     async def write(self, *pieces: bytes) -> None:
-        """Each as the server takes them. A server that has answered already need not read the rest."""
+        """Write pieces as fast as the server takes them. If it has already answered, the rest is not sent."""
         for piece in pieces:
             await self._may_write.wait()
             if self._has_head or self._error is not None or self._transport is None:
                 return
             self._transport.write(piece)
 
-    async def head_came(self) -> None:
+    async def wait_for_head(self) -> None:
         while not self._has_head:
             await self._wait()
 
@@ -134,14 +134,14 @@ class _Protocol(asyncio.Protocol):
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        self._news.clear()
-        await self._news.wait()
+        self._arrived.clear()
+        await self._arrived.wait()
 
     def fail(self, sentence: str) -> None:
         if self._error is None and not self._is_complete:
             self._error = ExchangeError(sentence, was_sent=True)
         self._may_write.set()
-        self._news.set()
+        self._arrived.set()
         self.abort()
 
     # --- for the transport --------------------------------------------------------------------------------------------
@@ -157,15 +157,15 @@ class _Protocol(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(f"what it sent is no HTTP: {error}")
+            self.fail(f"the answer is not HTTP: {error}")
             return
         if not self._has_head and self._head_bytes > MAX_UPSTREAM_HEAD_BYTES:
-            self.fail("the head of its answer is too long")
+            self.fail("the head of the answer is too long")
         elif self._num_unread > MAX_UNSENT_BYTES and not self._is_paused and not self._is_complete:
             assert self._transport is not None
             self._is_paused = True
             self._transport.pause_reading()
-        self._news.set()
+        self._arrived.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -181,12 +181,12 @@ class _Protocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self._exchange.headers) >= MAX_HEADERS:
-            raise ValueError("the head of its answer has too many headers")
+            raise ValueError("the head of the answer has too many headers")
         self._exchange.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < _FIRST_FINAL_STATUS:  # the answer itself follows
+        if status < _FIRST_FINAL_STATUS:  # an informational response: the answer follows
             self._exchange.headers.clear()
             return
         self._exchange.status = status
@@ -199,4 +199,4 @@ class _Protocol(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._has_head:
             self._is_complete = True
-            self._news.set()
+            self._arrived.set()

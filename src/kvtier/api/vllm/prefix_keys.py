@@ -1,8 +1,8 @@
-"""Keys of the beginnings of a prompt: prompts that begin alike have their first keys in common.
+"""Keys of the beginnings of a prompt: prompts with a common beginning have their first keys in common.
 
-A key is a digest of everything before some byte of the request's prompt as it was sent, and of what changes the tokens
-in front of it: two prompts are compared without a tokenizer. It serves to find the engine that has seen most of a
-prompt, and for nothing else.
+A key is a digest of the first bytes of a request's prompt as the client sent it, and of the fields whose tokens come
+before it, so prompts are compared without a tokenizer. Keys only serve to find the engine that has seen most of a
+prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PrefixKey = int
 _FINE_BYTES = 256
 _FINE_UP_TO = 16 << 10
 _COARSE_BYTES = 4 << 10
-"""A long prompt has a key every 256 bytes first, and every 4 KiB behind its first 16 KiB."""
+"""A prompt has a key every 256 bytes in its first 16 KiB, and every 4 KiB after that."""
 
 _KEY_BYTES = 8
 _BEFORE = ("system", "instructions", "tools", "documents", "chat_template", "chat_template_kwargs", "lora_name")
@@ -29,7 +29,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def prefix_keys(fields: Mapping[str, msgspec.Raw], salt: str) -> list[PrefixKey]:
-    """Of a body's fields, the shortest beginning first; prompts with different `salt` have none in common."""
+    """Keys of a body's prompt, shortest beginning first. Prompts with different salts have no keys in common."""
     head = b"\0".join([salt.encode(errors="replace"), *(bytes(fields.get(name, b"")) for name in ("model", *_BEFORE))])
     for name in ("messages", "input", "prompt"):
         if name in fields:
@@ -38,7 +38,7 @@ def prefix_keys(fields: Mapping[str, msgspec.Raw], salt: str) -> list[PrefixKey]
 
 
 def _parts(name: str, raw: bytes) -> Sequence[bytes]:
-    """Messages one by one: the next turn of a chat has other bytes behind the last of them. Else all but the end."""
+    """The prompt's messages one by one, since the next turn adds others after them; else the prompt without its end."""
     if name != "prompt" and raw[:1] == b"[":
         items = _items.decode(raw)
         if len(items) <= MAX_MESSAGES:

@@ -1,7 +1,7 @@
-"""Which beginnings of prompts each engine has seen, as far as is known: bounded, and forgotten with the engine.
+"""The beginnings of prompts that each engine has seen: bounded, and forgotten when the engine restarts.
 
-The HTTP server notes where it sends prompts. It does not read the KV events of engines: a prefix that an engine has
-evicted counts until the record's bound drops it.
+The HTTP server notes where it sends prompts. It does not read the engines' KV events: a prefix that an engine has
+evicted counts until it drops out of the bounded record.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvtier.api.vllm.prefix_keys import PrefixKey
 
 
 class PrefixRecord:
-    """Keys by the name of the engine that has seen them. `most` is how many are kept of each."""
+    """Prefix keys by the name of the engine that has seen them; at most `most` are kept for each."""
 
     def __init__(self, most: int = MAX_REMEMBERED_PREFIXES) -> None:
         self._most = most
         self._of_engines: dict[str, OrderedDict[PrefixKey, None]] = {}
 
     def match(self, engine: str, keys: Sequence[PrefixKey]) -> int:
-        """How many of `keys`, the shortest beginning first, the engine has seen: up to the longest that it has."""
+        """How many of `keys`, which are ordered by length, the engine has seen, counted up to the longest known one."""
         seen = self._of_engines.get(engine)
         if not seen:
             return 0
@@ -29,7 +29,7 @@ class PrefixRecord:
 
     def note(self, engine: str, keys: Sequence[PrefixKey]) -> None:
         seen = self._of_engines.setdefault(engine, OrderedDict())
-        for key in reversed(keys):  # a beginning that many prompts have is forgotten last
+        for key in reversed(keys):  # short beginnings, which many prompts share, are forgotten last
             seen[key] = None
             seen.move_to_end(key)
         while len(seen) > self._most:

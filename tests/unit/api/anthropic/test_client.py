@@ -244,7 +244,7 @@ def test_errors_are_those_that_the_client_knows(
     for options in ({"api_key": "wrong"}, {"api_key": None, "auth_token": "wrong"}):
         with (
             anthropic.Anthropic(base_url=server.url, max_retries=0, **options) as other,  # type: ignore[arg-type]
-            pytest.raises(anthropic.AuthenticationError, match="not known here"),
+            pytest.raises(anthropic.AuthenticationError, match="the API key is unknown"),
         ):
             other.messages.create(model=MODEL, max_tokens=9, messages=messages)
 

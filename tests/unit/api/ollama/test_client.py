@@ -127,7 +127,9 @@ def test_errors_are_response_errors_with_their_status(client: ollama.Client) -> 
     with pytest.raises(ollama.ResponseError, match="think is not supported by tiny") as caught:
         client.generate(MODEL, "hi", think=True)
     assert caught.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="embeddings are not computed") as caught:
+    with pytest.raises(
+        ollama.ResponseError, match="embeddings are supported by models that run on vLLM only"
+    ) as caught:
         client.embed(MODEL, "hi")
     assert caught.value.status_code == 400
     with pytest.raises(ollama.ResponseError, match="cannot be pulled") as caught:

@@ -408,13 +408,13 @@ def test_embeddings_are_refused_with_a_sentence(http: httpx.Client, path: str) -
     reply = http.post(path, json={"model": MODEL, "input": "hi"})
 
     assert reply.status_code == 400
-    assert "embeddings are not computed here" in reply.text
+    assert "embeddings are supported by models that run on vLLM only" in reply.text
 
 
 def test_unknown_paths_and_methods_are_told_in_ollamas_shape(http: httpx.Client) -> None:
-    assert error_of(http.get("/api/nothing"), 404) == "there is no /api/nothing here"
+    assert error_of(http.get("/api/nothing"), 404) == "the path /api/nothing does not exist"
     reply = http.get("/api/generate")
-    assert error_of(reply, 405) == "/api/generate does not take GET"
+    assert error_of(reply, 405) == "/api/generate does not support GET"
     assert reply.headers["allow"] == "POST"
 
 

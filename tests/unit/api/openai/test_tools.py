@@ -289,7 +289,7 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
         accepted = client.post(CHAT, json=chat_body(tools=TOOLS, tool_choice="none"))
 
     assert refused.status_code == 400
-    assert "its chat template does not name them" in error_of(refused)["message"]
+    assert "its chat template does not use them" in error_of(refused)["message"]
     assert accepted.status_code == 200
 
 

@@ -175,7 +175,7 @@ def test_there_is_a_limit_to_names_and_to_texts(tmp_path: Path) -> None:
     book.add(record_of("one"), content_of())
     with pytest.raises(ConfigError, match="together are too large"):
         book.add(record_of("two"), content_of("x" * 300))
-    with pytest.raises(ValueError, match="at most 1024 documents"):
+    with pytest.raises(ValueError, match="more than 1024 documents"):
         PrefixText(["x"] * 1025)
     with pytest.raises(ValueError, match="needs documents"):
         PrefixText([""])

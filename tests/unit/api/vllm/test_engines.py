@@ -82,9 +82,9 @@ def test_no_request_fails_when_one_of_two_engines_is_killed(
         for engine in [*engines, *engines]:
             wait_until_asked([engine], 10)
             engine.kill()
-            wait_until(lambda: not all(one.is_there for one in server.service.vllm.engines))
+            wait_until(lambda: not all(one.is_up for one in server.service.vllm.engines))
             engine.start()
-            wait_until(lambda: all(one.is_there for one in server.service.vllm.engines))
+            wait_until(lambda: all(one.is_up for one in server.service.vllm.engines))
     finally:
         is_over.set()
 
@@ -99,7 +99,7 @@ def test_a_request_waits_for_an_engine_that_starts(
 ) -> None:
     for engine in engines:
         engine.kill()
-    wait_until(lambda: not any(one.is_there for one in server.service.vllm.engines))
+    wait_until(lambda: not any(one.is_up for one in server.service.vllm.engines))
     answer = pool.submit(ask, server, chat("held"))
     wait_until(lambda: server.service.num_requests == 1)
     engines[1].start()
@@ -113,7 +113,7 @@ def test_a_request_does_not_wait_for_ever(serve: Serve, engines: list[FakeVllm])
         model.hold_s = 0.2
     for engine in engines:
         engine.kill()
-    wait_until(lambda: not any(one.is_there for one in server.service.vllm.engines))
+    wait_until(lambda: not any(one.is_up for one in server.service.vllm.engines))
     response = ask(server, chat("held"))
 
     assert response.status_code == 503
@@ -156,7 +156,7 @@ def test_an_error_of_an_engine_that_dies_is_not_passed_on(server: Running, engin
 
     assert response.status_code == 200
     assert engine_of(engines, "second") == [engine.name for engine in engines]
-    wait_until(lambda: not next(one for one in server.service.vllm.engines if one.name == name).is_there)
+    wait_until(lambda: not next(one for one in server.service.vllm.engines if one.name == name).is_up)
     for number in range(4):
         assert ask(server, chat(f"third {number}")).status_code == 200
         assert engine_of(engines, f"third {number}") != [name]
@@ -191,7 +191,7 @@ def test_a_hung_engine_loses_what_it_has_not_begun(
         assert (ready.status_code, ready.json()["status"]) == (503, "hung")
     finally:
         engines[0].thaw()
-    wait_until(lambda: all(one.is_there for one in server.service.vllm.engines))
+    wait_until(lambda: all(one.is_up for one in server.service.vllm.engines))
 
 
 def test_an_answer_that_the_server_breaks_off_says_so(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_an_answer_that_the_server_breaks_off_says_so(tmp_path: Path) -> None:
             await exchange.head()
             answer = UpstreamAnswer(VllmEngine("vllm", path), exchange)
             assert await answer.read() == b"data: "
-            answer.break_off("the server stopped")
+            answer.cut_off("the server stopped")
             try:
                 return await answer.read()
             finally:

@@ -1,4 +1,4 @@
-// Questions to the server this page came from.
+// Requests to this page's server.
 
 let session = null;
 
@@ -21,7 +21,7 @@ export async function send(method, path, body) {
   return read(response);
 }
 
-// A request whose answer is a stream of server-sent events: each is told as it comes.
+// A request with a stream of server-sent events as its answer; each event is passed on as it arrives.
 export async function follow(path, body, tell) {
   const response = await request("POST", path, body);
   if (!response.ok) return read(response);
@@ -48,7 +48,7 @@ async function read(response) {
   const found = await response.json().catch(() => ({}));
   if (response.ok) return found;
   if (response.status === 401 && session !== null && session.needs_key) location.reload();
-  const error = new Error((found.error && (found.error.message || found.error)) || `the server says ${response.status}`);
+  const error = new Error((found.error && (found.error.message || found.error)) || `the server answered ${response.status}`);
   error.status = response.status;
   throw error;
 }

@@ -1,4 +1,4 @@
-// The page: which view is shown, and the stream of what changes.
+// The page: the choice of view, and the stream of events.
 
 import { get, openSession, send } from "./api.js";
 import { make, show } from "./dom.js";
@@ -11,7 +11,7 @@ const VIEWS = { overview: Overview, requests: Requests, prefixes: Prefixes, serv
 const MAX_REQUESTS = 1000;
 const MAX_MOVES = 300;
 
-// What came from the stream, for views that are opened later.
+// The last data from the stream, for views that are opened later.
 const live = { state: null, run: "", requests: [], moves: [] };
 const main = document.getElementById("main");
 const status = document.getElementById("status");
@@ -48,7 +48,7 @@ function takeState(state) {
   if (view !== null && view.update) view.update(state);
 }
 
-// The newest first. They may come late and twice; with a run of the server's log their numbers begin anew.
+// Newest first. Requests may arrive late or twice; after a restart of the server their numbers start again.
 function takeRequests({ run, requests, skipped = 0 }) {
   const before = run === live.run ? live.requests : [];
   const isAnew = run !== live.run;
@@ -77,16 +77,16 @@ function listen() {
   });
 }
 
-// What ended before the stream began, or while there was none.
+// Requests that ended before the stream began, or while it was interrupted.
 async function loadRequests() {
   try {
     takeRequests(await get("requests?limit=200"));
   } catch (error) {
-    if (error.status) notice(error); // without a status the server is gone, and so is the stream
+    if (error.status) notice(error); // without a status the server is gone; the stream reports that
   }
 }
 
-// After a log-out elsewhere, or a restart, the session is gone: then there is only a place to log in.
+// After a log-out elsewhere, or a restart, the session is gone: only the log-in form is shown.
 async function check() {
   try {
     const session = await openSession();

@@ -9,7 +9,7 @@ function colour(name) {
 }
 
 export class Chart {
-  // `series` are {label, kind}; `format` makes a label of a value; with `isStacked` each line lies on those before it.
+  // `series` are {label, kind}; `format` makes a label from a value; with `isStacked` each line is stacked on those before.
   constructor(title, { format, isStacked = false, x = "time", formatX = null }) {
     this.place = make("div", { class: "plot", role: "img", "aria-label": title });
     this.note = make("p", { class: "quiet" }, "");
@@ -54,7 +54,7 @@ export class Chart {
       points: { show: false },
       value: (_, value) => (value === null || value === undefined ? "–" : format(value)),
     }));
-    // Of lines that lie on each other the highest is drawn first.
+    // Stacked lines are drawn from the highest to the lowest.
     const order = isStacked ? [...lines.keys()].reverse() : [...lines.keys()];
     this.order = order;
     this.plot = new uPlot(

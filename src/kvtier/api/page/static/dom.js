@@ -1,4 +1,4 @@
-// Elements are made here, of names and text. Text from elsewhere becomes text nodes only: nothing is parsed as HTML.
+// Makes elements from names and text. Foreign text becomes text nodes only: nothing is parsed as HTML.
 
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);

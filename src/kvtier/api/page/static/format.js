@@ -1,4 +1,4 @@
-// Numbers as people read them. What is not known is a dash.
+// Formats numbers for people. An unknown value is a dash.
 
 const DASH = "–";
 
@@ -52,7 +52,7 @@ export function sum(counts) {
   return Object.values(counts || {}).reduce((total, one) => total + one, 0);
 }
 
-// Tiers from fast to slow; others behind them, by name.
+// Tiers from fast to slow; unknown ones after them, by name.
 const ORDER = ["device", "host", "server", "memory", "disk", "mooncake", "cluster", "objects"];
 
 export function inOrder(tiers) {

@@ -18,7 +18,7 @@ form.addEventListener("submit", async (event) => {
       return;
     }
     const found = await response.json().catch(() => ({}));
-    problem.textContent = (found.error && found.error.message) || `the server says ${response.status}`;
+    problem.textContent = (found.error && found.error.message) || `the server answered ${response.status}`;
   } catch {
     problem.textContent = "the server does not answer";
   }

@@ -1,4 +1,4 @@
-// The tiers as levels, what they bring, and what that saves.
+// The fill levels of tiers, their hits, and the savings.
 
 import { get } from "./api.js";
 import { Chart } from "./charts.js";
@@ -18,7 +18,7 @@ export class Overview {
     this.tiers = make("div");
     this.hits = new Chart("Cached share of prompt tokens, by tier", { format: (value) => `${Math.round(value)}%`, isStacked: true });
     this.moves = new Chart("Bytes per second, in and out of the tiers", { format: rate });
-    this.curve = new Chart("Hits that other memory sizes would have had, from live traffic",
+    this.curve = new Chart("Hits with other memory sizes, from live traffic",
       { format: (value) => `${Math.round(value * 100)}%`, x: "size", formatX: (value) => bytes(2 ** value) });
     this.curve.element.hidden = true;
     this.shares = make("div");
@@ -51,7 +51,7 @@ export class Overview {
       const { steps } = await get(`history?span=${this.span}`);
       this.showHistory(steps);
     } catch {
-      // the next time may do
+      // the next attempt may succeed
     }
   }
 
@@ -79,7 +79,7 @@ export class Overview {
     this.showCurve(state.curves);
   }
 
-  // Told again only when it changes: what is read aloud is read once.
+  // Changed only if the text differs, so that screen readers read it once.
   showAlarms(engines) {
     const sentences = engines.filter((one) => one.loading_off).map((one) => `${one.name} loads nothing from its tiers: ${one.loading_off}`);
     if (sentences.join("\n") === this.alarmed) return;
@@ -95,7 +95,7 @@ export class Overview {
       card("Cached, last hour", share(sum(tokens["1h"].cached), tokens["1h"].prompt), `of ${count(tokens["1h"].prompt)} prompt tokens`),
       kind === "deployment" && card("GPU time saved", seconds(saved.gpu_s), "by the measured speed, since the engines started"),
       saved.money !== null && card("Money saved", money(saved.money, saved.currency), "at the price that the file gives"),
-      underWay !== null && card("Requests under way", count(underWay), `${count(tokens.all.requests)} answered so far`));
+      underWay !== null && card("Requests in flight", count(underWay), `${count(tokens.all.requests)} answered so far`));
   }
 
   showTiers(tiers) {
@@ -134,7 +134,7 @@ export class Overview {
     const moves = this.live.moves.slice(-MAX_MOVES);
     const tiers = inOrder(new Set(moves.flatMap((one) => Object.keys(one.rates))));
     if (!tiers.length) {
-      this.moves.note.textContent = "Nothing was moved since this page was opened.";
+      this.moves.note.textContent = "Nothing has moved since this page was opened.";
       return;
     }
     const series = tiers.flatMap((tier) => [{ label: `${tier} in`, kind: `${kindOf(tier)}-in` }, { label: `${tier} out`, kind: kindOf(tier) }]);
@@ -155,7 +155,7 @@ export class Overview {
     const best = points[points.length - 1];
     this.curve.set([{ label: "hits", kind: "tier-memory" }],
       [points.map(([size]) => Math.log2(size)), points.map(([, part]) => part)],
-      `With ${bytes(best[0])}, ${share(best[1], 1)} of the tokens asked for would have been hits.`);
+      `With ${bytes(best[0])}, ${share(best[1], 1)} of the requested tokens would have been hits.`);
   }
 
   close() {

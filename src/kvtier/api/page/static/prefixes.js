@@ -1,4 +1,4 @@
-// What is cached, by namespace and name, and what can be done with it.
+// Cached blocks by namespace and prefix, and the actions on them.
 
 import { follow, get, mayChange, send } from "./api.js";
 import { ask, askText, bar, make, show, table } from "./dom.js";
@@ -26,7 +26,7 @@ export class Prefixes {
       const [{ namespaces, is_cut: spacesCut }, prefixes] = await Promise.all([get("namespaces"), this.prefixes()]);
       this.showTree(namespaces, prefixes);
       if (spacesCut || prefixes.is_cut) this.notice.textContent = [
-        prefixes.is_cut && `Only the first ${LIMIT} prefixes are shown, by their names.`,
+        prefixes.is_cut && `Only the first ${LIMIT} prefixes are shown, by name.`,
         spacesCut && "Only the largest namespaces are shown."].filter(Boolean).join(" ");
     } catch (error) {
       this.notice.textContent = error.message;
@@ -91,7 +91,7 @@ export class Prefixes {
         if (name !== null) this.change(`${path}/rename`, { name });
       }),
       button("Drop", async () => {
-        if (await ask(`Drop ${prefix.name}? Its blocks are computed again when they are asked for.`, "Drop")) this.change(`${path}/drop`);
+        if (await ask(`Drop ${prefix.name}? Its blocks will be computed again when needed.`, "Drop")) this.change(`${path}/drop`);
       }));
   }
 

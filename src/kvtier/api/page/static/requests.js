@@ -1,4 +1,4 @@
-// Requests as they come, and why one of them found no more in the cache.
+// The newest requests, and why a request found no more in the cache.
 
 import { get } from "./api.js";
 import { bar, make, row, show } from "./dom.js";
@@ -16,7 +16,7 @@ export class Requests {
     this.body = make("tbody");
     this.skipped = make("p", { class: "quiet", role: "status" });
     this.pause = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.togglePause() }, "Pause");
-    const filter = make("input", { type: "search", "aria-label": "Only models whose name has", placeholder: "model", oninput: () => {
+    const filter = make("input", { type: "search", "aria-label": "Only models whose name contains", placeholder: "model", oninput: () => {
       this.filter = filter.value.toLowerCase();
       this.showAll();
     } });
@@ -49,14 +49,14 @@ export class Requests {
     else this.skipped.textContent = "";
   }
 
-  // Others than before are known, and not only newer ones.
+  // Older requests may have changed, too: show all again.
   refresh() {
     if (!this.isPaused) this.showAll();
   }
 
   add(requests, skipped) {
     if (this.isPaused) return;
-    this.skipped.textContent = skipped ? `${count(skipped)} more requests ended than are shown.` : "";
+    this.skipped.textContent = skipped ? `${count(skipped)} more requests have ended that are not shown.` : "";
     this.body.prepend(...requests.filter((one) => this.matches(one)).map((one) => this.row(one)));
     while (this.body.childElementCount > MAX_ROWS) this.body.lastElementChild.remove();
   }
