@@ -18,9 +18,12 @@ NAMES = (
 )  # fmt: skip
 CASES = [Path(__file__).with_name(name) for name in NAMES]
 NUM_SHARES = 3
+LIMIT_S = 3600
+"""Several minutes of computing, which other programs can make much longer."""
 
 
 @pytest.mark.scaled
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("share", range(1, NUM_SHARES + 1))
 def test_triton_kernels_agree_with_their_twins(share: int, pytestconfig: pytest.Config) -> None:
     run_cases(CASES, share, NUM_SHARES, pytestconfig)
