@@ -227,10 +227,10 @@ def test_a_step_begins_before_the_last_layer_has_arrived(tmp_path: Path, has_gra
     num_early = 0
     submit = engine.runner.submit
 
-    def watched(step):  # type: ignore[no-untyped-def]
+    def watched(step, constrain):  # type: ignore[no-untyped-def]
         nonlocal num_early
         num_early += bool(step.arrivals)
-        return submit(step)
+        return submit(step, constrain)
 
     engine.runner.submit = watched  # type: ignore[method-assign]
     for _ in range(5):

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvtier import LLM, SamplingParams
 from kvtier.engine.client import EngineClient
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.device.runner import Runner, Submitted, TokenResult
+from kvtier.engine.device.runner import Constrain, Runner, Submitted, TokenResult
 from kvtier.engine.engine import Engine
 from kvtier.engine.process.hello import count_parameters, hello_of
 from kvtier.engine.schedule.step import Step
@@ -164,7 +164,7 @@ def test_what_a_failure_ends_is_counted_as_that(folder: Path) -> None:
         engine = llm.engine
         engine.add("one", tokens(1, 40), GREEDY)
         engine.step()
-        engine.runner.submit = lambda step: 1 / 0
+        engine.runner.submit = lambda step, constrain: 1 / 0
         with pytest.raises(ZeroDivisionError):
             engine.step()
         found = counted(engine)
@@ -243,8 +243,8 @@ def test_tokens_are_looked_at_before_a_third_long_step_is_handed_over(
     submit, wait = Runner.submit, Submitted.wait
     under_way: list[Submitted] = []
 
-    def submit_and_count(runner: Runner, step: Step) -> Submitted:
-        submitted = submit(runner, step)
+    def submit_and_count(runner: Runner, step: Step, constrain: Constrain | None) -> Submitted:
+        submitted = submit(runner, step, constrain)
         under_way.append(submitted)
         num_under_way.append(len(under_way))
         return submitted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -27,10 +26,9 @@ def run(deployment: DeploymentProcess, *arguments: str, status: int = 0) -> str:
     """A `kvtier` command, as the user of that deployment starts it: what it says. Others may run on this machine."""
     if arguments[0] in ("prefix", "pack") and arguments[1] != "inspect":
         arguments = (*arguments, "--deployment", "deploy.yml")
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(deployment.runtime_parent)}
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", *arguments],
-        env=environment,
+        env=deployment.user_environment,
         cwd=deployment.folder,
         capture_output=True,
         text=True,

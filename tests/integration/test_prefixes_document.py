@@ -49,9 +49,8 @@ def _run(deployment: DeploymentProcess, commands: str) -> str:
         ["bash", "-euo", "pipefail", "-c", here.replace("curl ", "curl --silent --fail --noproxy '*' ")],
         cwd=deployment.folder,
         env={
-            **os.environ,
+            **deployment.user_environment,
             "PATH": f"{deployment.folder / '.venv/bin'}:{os.environ['PATH']}",
-            "XDG_RUNTIME_DIR": str(deployment.runtime_parent),
         },
         capture_output=True,
         text=True,

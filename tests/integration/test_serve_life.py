@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -111,9 +110,10 @@ def test_explain_finds_the_cache_server_by_itself(start: _Start) -> None:
     with client_of(deployment) as client:
         response = client.post("/v1/completions", json=body_of(_DOCUMENT, 4))
     command = [sys.executable, "-m", "kvtier", "explain", response.headers["x-request-id"]]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(deployment.runtime_parent)}
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, env=deployment.user_environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
 
     assert done.returncode == 0, done.stderr
     assert f"request    {response.headers['x-request-id']}" in done.stdout

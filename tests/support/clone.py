@@ -45,6 +45,7 @@ def run_commands(commands: str, folder: Path) -> str:
                 "PATH": f"{folder / '.venv/bin'}:{os.environ['PATH']}",
                 "PYTHONPATH": "src",
                 "XDG_RUNTIME_DIR": runtime,
+                "TMPDIR": runtime,
                 "OMP_NUM_THREADS": "1",
                 "no_proxy": "*",
             },

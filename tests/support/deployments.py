@@ -111,6 +111,12 @@ class DeploymentProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def user_environment(self) -> dict[str, str]:
+        """The environment of a command that finds this deployment, and no other that runs on this machine."""
+        folder = str(self.runtime_parent)
+        return {**os.environ, "XDG_RUNTIME_DIR": folder, "TMPDIR": folder}
+
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -34,7 +34,7 @@ def test_a_trace_is_planned_and_drawn(tmp_path: Path, trace: str) -> None:
 
     assert status == 0, output
     assert "H200 hours a day" in output
-    assert "simulated over the same trace" in output
+    assert "simulated on the same trace" in output
     assert page.read_text().startswith("<!doctype html>")
 
 

@@ -35,7 +35,7 @@ class _Tier(WrappedTier):
         self.is_open.set()
         self.most_held = 100
         self.num_waiting = 0
-        self.asked: list[int] = []
+        self.asked_blocks: list[int] = []
         self.leases: list[Any] = []
 
     @property
@@ -45,7 +45,7 @@ class _Tier(WrappedTier):
     def match_lazily(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease:
         self.num_waiting += 1
         assert self.is_open.wait(10)
-        self.asked.append(len(hashes))
+        self.asked_blocks.append(len(hashes))
         if self.num_held >= self.most_held:
             return EmptyLease(MatchEnd.LIMIT)
         lease = self.match(hashes)
@@ -128,7 +128,7 @@ def test_the_block_of_the_last_token_is_not_asked_for(bench: Bench) -> None:
 
     bench.found(lookup)
 
-    assert bench.tier.asked == [2]
+    assert bench.tier.asked_blocks == [2]
     assert len(lookup.hashes) == 3
 
 
@@ -146,7 +146,7 @@ def test_only_what_the_engine_lacks_is_asked_for(bench: Bench) -> None:
 
     assert bench.found(lookup, first=3, asked_from=3) == 4
 
-    assert bench.tier.asked == [3]
+    assert bench.tier.asked_blocks == [3]
     assert lookup.end == 4
     leased = lookup.leased(3, 4)
     assert leased is not None
@@ -181,7 +181,7 @@ def test_a_lookup_that_waits_for_its_turn_can_be_cancelled(bench: Bench) -> None
 
     assert [bench.answer(lookup) for lookup in busy] == [0, 0]
     assert cancelled.is_idle
-    assert len(bench.tier.asked) == 2
+    assert len(bench.tier.asked_blocks) == 2
 
 
 def test_a_prompt_that_cannot_be_told_from_others_is_not_looked_for(bench: Bench) -> None:
@@ -193,7 +193,7 @@ def test_a_prompt_that_cannot_be_told_from_others_is_not_looked_for(bench: Bench
 
     assert bench.found(lookup) == 0
     assert not lookup.is_cachable
-    assert bench.tier.asked == []
+    assert bench.tier.asked_blocks == []
 
 
 def test_the_load_ends_at_once_where_computing_is_faster(bench: Bench) -> None:
@@ -219,7 +219,7 @@ def test_a_prompt_that_was_given_up_is_not_matched_and_holds_nothing(bench: Benc
 
     assert bench.found(bench.lookup(4, 5)) == 0
     until(lambda: bench.tier.num_held == 0)
-    assert sorted(bench.tier.asked) == [4, 4, 5]
+    assert sorted(bench.tier.asked_blocks) == [4, 4, 5]
 
 
 def test_a_prompt_beyond_the_limit_waits_while_others_load(bench: Bench) -> None:

@@ -43,7 +43,7 @@ def test_documents_are_found_beside_the_file_in_the_order_of_their_names(deploy:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (START + "warm: [{name: a/b, system: s}]", "name must have letters"),
+        (START + "warm: [{name: a/b, system: s}]", "name must have at most 128 letters"),
         (START + "warm: [{name: a}]", "documents must be given, or system"),
         (START + "warm: [{name: a, documents: [nothing.md]}]", "there is no file nothing.md"),
         (START + "warm: [{name: a, documents: ['no*.md']}]", "there is no file no*.md"),

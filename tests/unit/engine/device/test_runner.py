@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.device import chunk_graphs, decode_graphs, runner
 from kvtier.engine.device.decode_graphs import Forward
-from kvtier.engine.device.runner import Runner, Submitted
+from kvtier.engine.device.runner import Constrain, Runner, Submitted
 from kvtier.engine.engine import Engine
 from kvtier.engine.sampling_params import SamplingParams
 from kvtier.engine.schedule.request import Request
@@ -175,10 +175,10 @@ def launched_by_steps(engine: Engine, launches: Launches) -> list[tuple[Step, li
     steps = []
     submit = engine.runner.submit
 
-    def noted(step: Step) -> Submitted:
+    def noted(step: Step, constrain: Constrain | None) -> Submitted:
         launches.names.clear()
         with launches:
-            submitted = submit(step)
+            submitted = submit(step, constrain)
         steps.append((step, list(launches.names)))
         return submitted
 
