@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-from vllm import LLM
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvtier
 from kvtier.blocks.hashing import BlockHash
 from kvtier.plugins.vllm import events as events_module
-from kvtier.plugins.vllm.events import ServerEvents, server_events
+from kvtier.plugins.vllm.events import PageGroup, ServerEvents, blocks_between, server_events
+from kvtier.plugins.vllm.identity import BLOCK_TOKENS
 from kvtier.testing.servers import ServerProcess, cache_server
 from kvtier.wire.messages import LISTED_DISK, LISTED_MEMORY
 from tests.compat.vllm.engines import (
@@ -33,81 +31,22 @@ from tests.compat.vllm.engines import (
     tokens_of,
     wait_until,
 )
+from tests.compat.vllm.routers import Router, hears, two_routers
 
 _PROMPT = tokens_of(300)
 _PAGE_TOKENS = 32
 _NUM_PAGES = 9
 
 
-class Router:
-    """Hears an engine's events, and knows from them which blocks are where: `held` has hashes by medium."""
-
-    def __init__(self, folder: Path, name: str = "events") -> None:
-        self.endpoint = f"ipc://{folder}/{name}"
-        self.held: dict[str | None, set[bytes]] = {}
-        self.blocks: dict[str | None, dict[bytes, tuple[bytes | None, list[int]]]] = {}
-        self.stored: list[BlockStored] = []
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.connect(self.endpoint)
-        self._socket.subscribe(b"")
-
-    @property
-    def config(self) -> KVEventsConfig:
-        return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=self.endpoint)
-
-    def listen(self) -> None:
-        while self._socket.poll(0):
-            for event in self._decoder.decode(self._socket.recv_multipart()[-1]).events:
-                self._hear(event)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def _hear(self, event: Any) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.held, self.blocks = {}, {}
-            return
-        held = self.held.setdefault(event.medium, set())
-        if isinstance(event, BlockRemoved):
-            assert held >= set(event.block_hashes), "removed what was not there"
-            held -= set(event.block_hashes)
-            return
-        assert isinstance(event, BlockStored)
-        self.stored.append(event)
-        held |= set(event.block_hashes)
-        parent = event.parent_block_hash
-        for number, block_hash in enumerate(event.block_hashes):
-            tokens = event.token_ids[number * event.block_size : (number + 1) * event.block_size]
-            self.blocks.setdefault(event.medium, {})[block_hash] = (parent, tokens)
-            parent = block_hash
-
-
 @pytest.fixture
 def routers(tmp_path: Path) -> Iterator[tuple[Router, Router]]:
-    """One for each engine: what an engine leaves of its socket is in the way of the next."""
-    routers = Router(tmp_path), Router(tmp_path, "more-events")
-    yield routers
-    for router in routers:
-        router.close()
-    zmq.Context.instance().destroy(linger=0)  # the engines', which they leave open
+    with two_routers(tmp_path) as routers:
+        yield routers
 
 
 @pytest.fixture
 def router(routers: tuple[Router, Router]) -> Router:
     return routers[0]
-
-
-def _hears(llm: LLM, router: Router, is_so: Callable[[], bool], what: str) -> None:
-    """Events come with steps, so that the engine is asked something short until `is_so`."""
-
-    def is_heard() -> bool:
-        ask_one(llm, tokens_of(5, seed=99), max_tokens=1)
-        router.listen()
-        return is_so()
-
-    wait_until(is_heard, what)
 
 
 def test_saved_pages_are_published_as_vllms_own_and_again_by_an_engine_that_finds_them(
@@ -116,7 +55,7 @@ def test_saved_pages_are_published_as_vllms_own_and_again_by_an_engine_that_find
     router, other = routers
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
         ask_one(llm, _PROMPT, max_tokens=1)
-        _hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
+        hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
     own = router.blocks["GPU"]
     ours = dict(router.blocks["CPU"])
     described = {
@@ -131,7 +70,7 @@ def test_saved_pages_are_published_as_vllms_own_and_again_by_an_engine_that_find
 
     with engine(model_folder(), server.unix, kv_events_config=other.config) as llm:
         ask_one(llm, _PROMPT, max_tokens=1)
-        _hears(llm, other, lambda: len(other.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
+        hears(llm, other, lambda: len(other.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
 
     assert other.blocks["CPU"] == ours
 
@@ -142,11 +81,11 @@ def test_pages_that_go_to_disk_and_out_of_memory_are_told_so(tmp_path: Path, rou
     with cache_server(*options, folder=tmp_path, memory="2MiB") as server:
         with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
             ask_one(llm, _PROMPT, max_tokens=1)
-            _hears(llm, router, lambda: len(router.held.get("STORAGE", ())) == _NUM_PAGES, "pages on disk")
+            hears(llm, router, lambda: len(router.held.get("STORAGE", ())) == _NUM_PAGES, "pages on disk")
             first = set(router.held["STORAGE"])
             for number in range(4):
                 ask_one(llm, tokens_of(600, seed=10 + number), max_tokens=1)
-            _hears(llm, router, lambda: not first & router.held["CPU"], "pages out of memory")
+            hears(llm, router, lambda: not first & router.held["CPU"], "pages out of memory")
 
             assert first <= router.held["STORAGE"]
 
@@ -156,16 +95,16 @@ def test_pages_that_are_evicted_or_dropped_are_told_as_removed(tmp_path: Path, r
     with cache_server(folder=tmp_path, memory="2MiB") as server:
         with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
             ask_one(llm, _PROMPT, max_tokens=1)
-            _hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
+            hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
             first = set(router.held["CPU"])
             for number in range(4):
                 ask_one(llm, tokens_of(600, seed=10 + number), max_tokens=1)
-            _hears(llm, router, lambda: not first & router.held["CPU"], "pages evicted")
+            hears(llm, router, lambda: not first & router.held["CPU"], "pages evicted")
             assert router.held["CPU"]
             (known,) = namespaces_at(server.unix)
             with kvtier.connect(server.unix, layout=layout_of(known), namespace=known.namespace) as client:
                 client.drop()
-            _hears(llm, router, lambda: not router.held["CPU"], "pages dropped")
+            hears(llm, router, lambda: not router.held["CPU"], "pages dropped")
 
 
 @pytest.mark.nightly
@@ -174,17 +113,17 @@ def test_when_vllm_says_that_all_is_cleared_what_the_server_has_is_told_again(
 ) -> None:
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
         ask_one(llm, _PROMPT, max_tokens=1)
-        _hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
+        hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory")
         forget_prefixes(llm)
-        _hears(llm, router, lambda: "GPU" not in router.held, "all cleared")
-        _hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory, again")
+        hears(llm, router, lambda: "GPU" not in router.held, "all cleared")
+        hears(llm, router, lambda: len(router.held.get("CPU", ())) == _NUM_PAGES, "pages in memory, again")
 
 
 @pytest.mark.nightly
 def test_answers_are_published_too(server: ServerProcess, router: Router) -> None:
     with engine(model_folder(), server.unix, kv_events_config=router.config) as llm:
         answer = ask_one(llm, _PROMPT, max_tokens=100)
-        _hears(llm, router, lambda: len(router.held.get("CPU", ())) == 12, "pages in memory")
+        hears(llm, router, lambda: len(router.held.get("CPU", ())) == 12, "pages in memory")
     known = [token for _, tokens in router.blocks["CPU"].values() for token in tokens]
 
     assert sorted(known) == sorted((_PROMPT + answer.tokens)[: 12 * _PAGE_TOKENS])
@@ -209,6 +148,13 @@ class _Client:
         return [self.flags] * len(hashes)
 
 
+def _events(client: Any, page_tokens: int) -> ServerEvents:
+    """The events of an engine with one group."""
+    blocks_of = functools.partial(blocks_between, page_tokens, BLOCK_TOKENS)
+    group = PageGroup(page_tokens, {"block_size": page_tokens, "group_idx": 0}, blocks_of)
+    return ServerEvents(client, [group], hash_tokens=page_tokens, block_tokens=BLOCK_TOKENS)
+
+
 def _told(pages: Sequence[bytes]) -> list[Any]:
     """As events name them."""
     return [maybe_convert_block_hash(page) for page in pages]
@@ -222,7 +168,7 @@ def _request(**named: object) -> Any:
 @pytest.mark.parametrize(("page_tokens", "num_pages"), [(8, 12), (16, 6), (32, 3)])
 def test_pages_of_any_size_are_told_of(page_tokens: int, num_pages: int) -> None:
     client: Any = _Client()
-    events = ServerEvents(client, page_tokens, "full_attention")
+    events = _events(client, page_tokens)
     pages = [bytes([number]) * 32 for number in range(num_pages)]
     heard: list[Any] = []
 
@@ -245,7 +191,7 @@ def test_pages_of_any_size_are_told_of(page_tokens: int, num_pages: int) -> None
 
 def test_a_page_whose_blocks_are_saved_one_by_one_is_told_of_when_it_is_whole() -> None:
     client: Any = _Client()
-    events = ServerEvents(client, _PAGE_TOKENS, None)
+    events = _events(client, _PAGE_TOKENS)
     pages = [bytes([number]) * 32 for number in range(3)]
     hashes: list[BlockHash] = []
     for number in range(6):
@@ -267,7 +213,7 @@ def test_notes_that_are_too_many_are_dropped_with_one_line(
     client.look = lambda hashes: is_open.wait(60) and look(hashes)
     logger = logging.getLogger("events under test")
     monkeypatch.setattr(events_module, "logger", logger)  # vLLM's are set up anew by the first engine
-    events = ServerEvents(client, _PAGE_TOKENS, None)
+    events = _events(client, _PAGE_TOKENS)
     pages = [bytes([number]) * 32 for number in range(3)]
     hashes = [BlockHash(bytes([9, number]) * 16) for number in range(6)]
     with caplog.at_level(logging.WARNING, logger.name):

@@ -127,6 +127,14 @@ def kind_of(spec: Any) -> str | None:
     return str(kv_cache_interface.get_kv_cache_spec_kind(spec).value)
 
 
+def window_of(spec: Any) -> int | None:
+    """The sliding window of this kind of KV cache in events; None without one, or in releases that do not name it."""
+    if not hasattr(kv_cache_interface, "get_kv_cache_spec_sliding_window"):
+        return None
+    found = kv_cache_interface.get_kv_cache_spec_sliding_window(spec)
+    return None if found is None else int(found)
+
+
 HANDS_OVER_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 """vLLM reports each request's pages by group, and which of them have complete states."""
 
@@ -145,4 +153,5 @@ __all__ = [
     "known_arguments",
     "made_with_known",
     "rows_of",
+    "window_of",
 ]

@@ -112,10 +112,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         logger.info("kvtier caches through %s (kvtier explain REQUEST_ID --server %s)", *[client.address] * 2)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         logger.info("kvtier keeps %s", identity.description)
-        if identity.block_groups.is_one_full:
-            events = server_events(vllm_config, self._config, client, identity)
-            return SchedulerSide(client, identity, settings, chunk_tokens, algorithm, events)
-        return GroupSchedulerSide(client, identity, settings, chunk_tokens, algorithm)
+        events = server_events(vllm_config, self._config, client, identity)
+        side = SchedulerSide if identity.block_groups.is_one_full else GroupSchedulerSide
+        return side(client, identity, settings, chunk_tokens, algorithm, events)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.client.client import CacheClient
+from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.identity import Identity
 from kvtier.plugins.vllm.pins import Pins
 from kvtier.plugins.vllm.plan import Save
@@ -44,8 +45,9 @@ class GroupSchedulerSide(SchedulerSide):
         settings: ConnectorSettings,
         chunk_tokens: int,
         hash_algorithm: str,
+        events: ServerEvents | None = None,
     ) -> None:
-        super().__init__(client, identity, settings, chunk_tokens, hash_algorithm)
+        super().__init__(client, identity, settings, chunk_tokens, hash_algorithm, events)
         self._groups = identity.block_groups
         self._handed_over = [group.is_handed_over for group in identity.groups]
         self._pins = Pins()
