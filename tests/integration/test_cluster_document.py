@@ -96,6 +96,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
                 "PATH": f"{programs}:{os.environ['PATH']}",
                 "PYTHONPATH": str(Path(kvtier.__file__).parents[1]),
                 "XDG_RUNTIME_DIR": runtime,
+                "TMPDIR": runtime,
                 "OMP_NUM_THREADS": "1",
                 "no_proxy": "*",
             }

@@ -124,7 +124,7 @@ def test_a_start_ends_with_the_documents_of_the_file_in_the_cache(tmp_path: Path
         answer = ask_about_it(deployment)
         assert sum(cached(answer).values()) > 0.9 * answer["usage"]["prompt_tokens"]
         deployment.wait_for_part("http").send_signal(signal.SIGKILL)
-        deployment.wait_for_log(r"cached already")
+        deployment.wait_for_log(r"already cached")
 
 
 def test_a_pack_brings_a_prefix_to_another_deployment(deployment: DeploymentProcess, tmp_path: Path) -> None:
