@@ -129,6 +129,7 @@ class Catalog:
             self._disk,
             cluster,
             lambda: self.blocks.num_altered,
+            self._max_pinned_units if keeps_stored else None,
         )
 
     # --- clients and namespaces ------------------------------------------------------------------------------------

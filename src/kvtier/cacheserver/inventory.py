@@ -35,7 +35,9 @@ class Inventory:
         disk: Disk,
         cluster: SharedCluster,
         num_altered: Callable[[], int],
+        max_pinned_units: int | None,
     ) -> None:
+        """`max_pinned_units` is the limit for pins in memory of clients without a quota; None if memory has no pins."""
         self._lock = lock
         self._pool = pool
         self._namespaces = namespaces
@@ -44,6 +46,7 @@ class Inventory:
         self._disk = disk
         self._cluster = cluster
         self._num_altered = num_altered
+        self._max_pinned_units = max_pinned_units
 
     def list_blocks(self, space: MemorySpace, first: int, count: int) -> tuple[list[BlockHash], bytes, bool]:
         """At most `count` hashes of a namespace from position `first`, their LISTED_ flags, and whether it ends there.
@@ -81,6 +84,7 @@ class Inventory:
                 "reservations": sum(len(client.reservations) for client in clients),
                 "evicted_blocks": pool.num_evicted,
                 "altered_blocks": self._num_altered(),
+                **self._pinnable(self._tenants.owner),
             }
         levels["blocks"] = sum(len(space.index) for space in spaces)  # without the lock: there may be very many
         return levels
@@ -94,6 +98,7 @@ class Inventory:
                 "used_bytes": memory.used * SLOT_ALIGN_BYTES,
                 "quota_bytes": memory.quota * SLOT_ALIGN_BYTES,
                 "pinned_bytes": memory.pinned * SLOT_ALIGN_BYTES,
+                **self._pinnable(tenant),
                 "retained_bytes": self._pool.retained_units(memory) * SLOT_ALIGN_BYTES,
                 "held_bytes": sum(client.held_units for client in clients) * SLOT_ALIGN_BYTES,
                 "disk_used_bytes": disk.used * SLOT_ALIGN_BYTES,
@@ -102,6 +107,15 @@ class Inventory:
                 "leases": sum(len(client.leases) for client in clients),
                 "reservations": sum(len(client.reservations) for client in clients),
             }
+
+    def _pinnable(self, tenant: Tenant) -> dict[str, float]:
+        """What may be pinned in memory besides what is; nothing if blocks leave memory for the disk anyway."""
+        if self._max_pinned_units is None:
+            return {}
+        share = tenant.memory
+        most = self._max_pinned_units if share.max_pinned is None else share.max_pinned
+        now = share.pinned if self._tenants.has_several else self._pool.pinned_units
+        return {"pinnable_bytes": max(0, most - now) * SLOT_ALIGN_BYTES}
 
     def tenant_levels(self) -> dict[str, dict[str, float]]:
         """The levels of each tenant by name, if there are several; the owner's name is empty."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from kvtier.api.prefixes.record import NAME_IN_WORDS, is_name
+from kvtier.api.prefixes.record import NAME_IN_WORDS, PrefixText, is_name
 from kvtier.blocks.hashing import split_hashes
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.cli.running_deployment import Document, Running, deployment_options, path_of
@@ -122,7 +122,7 @@ def import_pack(
         add: Callable[[], object] | None = None
         if running is not None and served is not None:
             called = _checked(header.name if name is None else name)
-            add = partial(running.post, path_of(called, "add"), _addition(reader, served["model"], pin=pin))
+            add = partial(running.post, path_of(called, "add"), _addition(reader, file, served["model"], pin=pin))
         with _opened(reach, known) as client, _bar(header.num_blocks, header.name) as advance:
             count = import_blocks(client, reader, advance, add)
         absent = f"{count} of {header.num_blocks} blocks were absent"
@@ -184,7 +184,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _addition(reader: PackReader, model: str, *, pin: bool) -> Document:
+def _addition(reader: PackReader, file: Path, model: str, *, pin: bool) -> Document:
     header = reader.header
     return {
         "model": model,
@@ -192,9 +192,17 @@ def _addition(reader: PackReader, model: str, *, pin: bool) -> Document:
         "root": header.root,
         "hashes": b"".join(reader.hashes).hex(),
         "tokens": header.tokens,
-        "text": msgspec.json.decode(reader.text) if reader.text else None,
+        "text": _text_of(reader, file) if reader.text else None,
         "pin": pin,
     }
+
+
+def _text_of(reader: PackReader, file: Path) -> PrefixText:
+    """Raises `ConfigError` for a text that `pack export` has not written."""
+    try:
+        return msgspec.json.decode(reader.text, type=PrefixText)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{printable(str(file))} is damaged: its text cannot be read: {error}") from error
 
 
 def _with_server(reach: Reach, address: str) -> Reach:
@@ -226,14 +234,22 @@ def _read(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Any]:
-    """A file that gets its name once it is complete; an incomplete one is removed."""
+    """A file that gets its name once it is complete; an incomplete one is removed. A pipe or device is written to."""
     if str(path) == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    if path.exists() and not path.is_file():
+        with path.open("wb", buffering=0) as file:
+            yield file
+        return
     beside = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+        try:
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{printable(str(path))} cannot be written: {error.strerror}") from error
+        with open(fd, "wb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())
         os.replace(beside, path)

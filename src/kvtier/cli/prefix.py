@@ -13,7 +13,7 @@ from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
 
 _LIMIT = 1000
-_HEADS = ("name", "model", "tokens", "blocks", "in memory", "on disk", "pinned", "hits", "last used", "expires")
+_HEADS = ("name", "model", "key", "tokens", "blocks", "in memory", "on disk", "pinned", "hits", "last used", "expires")
 
 
 @click.group("prefix", short_help="Inspect and manage prefixes with names.")
@@ -80,6 +80,7 @@ def _row(one: Document) -> tuple[str, ...]:
     return (
         printable(one["name"] or "(all)"),
         printable(str(one["model"]), 40),
+        printable(str(one.get("key") or "-"), 40),
         str(one["tokens"]),
         str(one["blocks"]),
         format_size(tiers["server"]) if "server" in tiers else "-",

@@ -81,22 +81,26 @@ class Running:
                 if response.status != 200:
                     raise ConfigError(_sentence(_document(response)))
                 yield response
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ConfigError(f"{self.url} does not answer: {reason}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # an odd port or IPv6 address
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
             raise ConfigError(f"{printable(self.url)} is not a URL such as http://127.0.0.1:8080")
         if parts.scheme == "http":
-            return http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+            return http.client.HTTPConnection(host, port or 80, timeout=_TIMEOUT_S)
         context = ssl.create_default_context()
         if self.certificate is not None:  # the deployment's own file names it, so it is trusted, whatever its host
             context = ssl.create_default_context(cafile=str(self.certificate))
             context.check_hostname = False
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        return http.client.HTTPSConnection(parts.hostname, parts.port or 443, timeout=_TIMEOUT_S, context=context)
+        return http.client.HTTPSConnection(host, port or 443, timeout=_TIMEOUT_S, context=context)
 
 
 def running_of(file: Path) -> Running:
@@ -112,8 +116,11 @@ def running_of(file: Path) -> Running:
 
 def running_at(url: str, api_key_file: Path | None) -> Running:
     """One that may be on another host. Raises `ConfigError` for a key that cannot be read."""
-    key = read_token(api_key_file)
-    return Running(url.rstrip("/"), None if key is None else key.decode(errors="replace"))
+    given = read_token(api_key_file)
+    key = None if given is None else given.decode("ascii", errors="replace")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{api_key_file} holds no API key: it must be one line of ASCII")
+    return Running(url.rstrip("/"), key)
 
 
 def the_running() -> Running:

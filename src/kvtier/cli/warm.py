@@ -19,6 +19,7 @@ from kvtier.cli.running_deployment import (
 )
 from kvtier.durations import parse_duration
 from kvtier.errors import ConfigError
+from kvtier.observe.printable import printable
 from kvtier.sizes import format_size
 
 _MAX_TEXT_BYTES = 64 << 20
@@ -72,9 +73,9 @@ def warm(
         }
         prefix = _follow(running.events(PREFIXES, body), name)
         kept = _where(prefix.get("bytes_by_tier"))
-        click.echo(
-            f"{name}: {prefix.get('tokens')} tokens of {prefix.get('model')} in {prefix.get('blocks')} blocks{kept}"
-        )
+        owner = f", for chats of the API key {printable(str(prefix['key']), 40)}" if prefix.get("key") else ""
+        blocks = f"{prefix.get('blocks')} blocks{owner}{kept}"
+        click.echo(f"{name}: {prefix.get('tokens')} tokens of {prefix.get('model')} in {blocks}")
 
 
 def _split(files: tuple[Path, ...], url: str | None, api_key_file: Path | None) -> tuple[Running, tuple[Path, ...]]:
@@ -91,7 +92,7 @@ def _split(files: tuple[Path, ...], url: str | None, api_key_file: Path | None) 
 def _follow(events: Iterator[Document], name: str) -> Document:
     """Show the progress. Raises `ConfigError` if it fails."""
     prefix: Document | None = None
-    with click.progressbar(length=1, label=name, show_eta=True, width=30) as bar:
+    with click.progressbar(length=1, label=printable(name, 40), show_eta=True, width=30) as bar:
         for event in events:
             if "prefix" in event:
                 prefix = event["prefix"]

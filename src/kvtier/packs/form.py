@@ -87,7 +87,8 @@ class PackHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not 0 < self.block_bytes <= MAX_BLOCK_BYTES or not 0 <= self.text_bytes <= MAX_TEXT_BYTES:
             raise ValueError("the size of a block, or of the text, is out of range")
         most = max(1, _MAX_SECTION_BYTES // self.block_bytes)
-        if not 0 < self.section_blocks <= most or not 0 < self.tokens < 1 << 40:
+        full_tokens = self.num_blocks * self.block_tokens
+        if not 0 < self.section_blocks <= most or not full_tokens <= self.tokens < full_tokens + self.block_tokens:
             raise ValueError("the size of a section, or the number of tokens, is out of range")
 
     @property

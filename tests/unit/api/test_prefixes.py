@@ -11,10 +11,14 @@ import httpx
 import msgspec
 import pytest
 
-from kvtier.api.config import ApiKey
+from kvtier.api.config import ApiKey, CacheAddress
+from kvtier.api.prefixes.cache import PrefixCache, Room
 from kvtier.api.prefixes.warming import Pace
 from kvtier.blocks.hashing import block_hashes, salted_root, split_hashes
+from kvtier.cacheserver.config import CacheServerConfig
+from kvtier.cacheserver.server import CacheServer
 from kvtier.engine.process.messages import ChatPrompt
+from kvtier.transport.address import TcpAddress
 from tests.support.fake_engine import Running, held, http_client, running, wait_until
 from tests.support.openai_asking import CHAT, chat_body, error_of
 from tests.support.storing_engine import BLOCK_TOKENS, StoringEngine, fields_of, storing_engine, tokens_of
@@ -25,6 +29,7 @@ KEYS = (
     ApiKey(name="root", key="key-root", admin=True, share=True),
     ApiKey(name="ann", key="key-ann", share=True),
     ApiKey(name="bob", key="key-bob"),
+    ApiKey(name="eve", key="key-eve", metrics=True),
 )
 
 
@@ -274,6 +279,46 @@ def test_a_cache_that_would_have_to_evict_asks_for_force(tmp_path: Path) -> None
             assert huge["code"] == "cache_full"
 
 
+def test_a_pin_without_room_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """The cache pins half of its 128 blocks; the document has 50."""
+    with (
+        storing_engine(tmp_path, memory=128 * 4096, disk=None) as below,
+        running("openai", below.config()) as server,
+        http_client(server) as client,
+    ):
+        assert "prefix" in warm(client, name="one", pin=True)[-1]
+        assert "prefix" in warm(client, name="same", pin=True)[-1]
+        computed = list(below.computed)
+        other = " ".join(f"other{number}" for number in range(200))
+        refused = warm(client, name="two", documents=[other], pin=True)[-1]["error"]
+        assert refused["code"] == "cannot_pin"
+        assert "takes 200KiB, but the cache may pin only 56KiB more" in refused["message"]
+        assert below.computed == computed
+        client.post(f"{PREFIXES}/same/unpin").raise_for_status()
+        replaced = warm(client, name="one", documents=[other], pin=True)[-1]["prefix"]
+        assert (replaced["is_pinned"], replaced["blocks"]) == (True, 50)
+
+
+def test_a_tenant_of_the_cache_server_has_the_room_of_its_quota(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(
+        '[ann]\ntoken = "a token of the tenant"\nmemory = "1MiB"\n[bob]\ntoken = "another token of 16"\n'
+    )
+    config = CacheServerConfig(
+        memory_bytes=8 << 20, tcp=TcpAddress("127.0.0.1", 0), token=b"the owner's", tenants_file=tenants
+    )
+    server = CacheServer(config)
+    try:
+        ann, bob = (
+            PrefixCache(CacheAddress(address=f"tcp://127.0.0.1:{server.tcp_port}", token=token)).room()
+            for token in (b"a token of the tenant", b"another token of 16")
+        )
+    finally:
+        server.close()
+    assert ann == Room("memory", free_bytes=1 << 20, usable_bytes=1 << 20, pinnable_bytes=1 << 19)
+    assert bob.free_bytes > 8 << 20
+
+
 def test_an_engine_that_stores_nothing_is_told_of(
     server: Running, below: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,9 +369,15 @@ def test_keys_see_their_own_and_only_an_admin_changes(below: StoringEngine) -> N
             warm(root, name="shared")
             warm(root, name="of-bob", key="bob")
         names = {}
-        for key in ("key-root", "key-ann", "key-bob"):
+        for key in ("key-root", "key-ann", "key-bob", "key-eve"):
             with http_client(server, key=key) as client:
                 names[key] = [one["name"] for one in client.get(PREFIXES).json()["prefixes"]]
                 status = client.post(CHAT, json=chat_body("Who?", prefix="of-bob")).status_code
-                assert status == (404 if key == "key-ann" else 200)
-    assert names == {"key-root": ["of-bob", "shared", None], "key-ann": ["shared"], "key-bob": ["of-bob"]}
+                assert status == (404 if key in ("key-ann", "key-eve") else 200)
+                assert client.get(f"{PREFIXES}/of-bob").status_code == (200 if key == "key-root" else 403)
+    assert names == {
+        "key-root": ["of-bob", "shared", None],
+        "key-ann": ["shared"],
+        "key-bob": ["of-bob"],
+        "key-eve": ["of-bob", "shared"],  # it reads data about all keys
+    }

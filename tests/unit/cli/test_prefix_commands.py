@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from kvtier.api.config import ApiKey
 from kvtier.cli.main import main
+from kvtier.packs.form import PackReader, PackWriter
 from tests.support.fake_engine import Running, running
 from tests.support.storing_engine import StoringEngine, storing_engine
 
@@ -51,9 +55,9 @@ def test_a_prefix_from_its_documents_to_its_end(server: Running, tmp_path: Path)
     file = ("--deployment", "@deploy.yml")
     warmed = warm(tmp_path, "--system", str(tmp_path / "system.txt"), "--pin", "--ttl", "7d")
     assert warmed.exit_code == 0, warmed.output
-    assert "rules: 64 tokens of tiny in 16 blocks: 64KiB in server" in warmed.output
+    assert "rules: 64 tokens of tiny in 16 blocks, for chats of the API key root: 64KiB in server" in warmed.output
     listed = run(tmp_path, "prefix", "ls", *file).output
-    assert "rules  tiny   64" in listed
+    assert "rules  tiny   root  64" in listed
     assert "yes" in listed
     assert '"is_cut":false' in run(tmp_path, "prefix", "ls", "--json", *file).output
     assert "rules is no longer pinned" in run(tmp_path, "prefix", "unpin", "rules", *file).output
@@ -72,7 +76,13 @@ def test_a_url_and_a_key_file_find_it_too(server: Running, tmp_path: Path) -> No
     refused = run(tmp_path, "prefix", "pin", "rules", "--url", server.url, "--api-key-file", "@other")
     assert "it needs admin: true" in refused.output
     assert "an API key is required" in run(tmp_path, "prefix", "ls", "--url", server.url).output
-    assert "is not a URL" in run(tmp_path, "prefix", "ls", "--url", "nonsense").output
+    for url in ("nonsense", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1", "ftp://127.0.0.1"):
+        assert "is not a URL" in run(tmp_path, "prefix", "ls", "--url", url).output
+    assert "does not answer" in run(tmp_path, "prefix", "ls", "--url", f"http://{'a' * 300}").output
+    for key in ("key\nroot", "ключ"):
+        (tmp_path / "odd").write_text(key)
+        odd = run(tmp_path, "prefix", "ls", "--url", server.url, "--api-key-file", "@odd")
+        assert odd.output.endswith("odd holds no API key: it must be one line of ASCII\n")
     assert "does not answer" in run(tmp_path, "prefix", "ls", "--url", "http://127.0.0.1:1").output
 
 
@@ -122,6 +132,46 @@ def test_a_pack_is_written_and_read_again(
     assert below.client.stats()["pinned_bytes"] == 15 * 4096
     again = run(tmp_path, "pack", "import", "@rules.kvpack", "--server", below.address, *options)
     assert "without a name: 0 of 15 blocks were absent" in again.output
+
+
+def test_a_pack_is_written_into_a_pipe_and_no_file_takes_its_place(server: Running, tmp_path: Path) -> None:
+    assert warm(tmp_path).exit_code == 0
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), name="reader")
+    reader.start()
+    exported = run(tmp_path, "pack", "export", "rules", "@pipe", "--deployment", "@deploy.yml")
+    reader.join()
+    assert exported.exit_code == 0, exported.output
+    assert pipe.is_fifo()
+    (tmp_path / "rules.kvpack").write_bytes(read[0])
+    assert "whole      yes" in run(tmp_path, "pack", "inspect", "@rules.kvpack", "--verify").output
+    missing = run(tmp_path, "pack", "export", "rules", "@none/rules.kvpack", "--deployment", "@deploy.yml")
+    assert missing.output.endswith("none/rules.kvpack cannot be written: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    "text", [b"no JSON", b"[" * 100_000, b"\xff", b'{"documents": ["a"], "more": 1}', b'{"documents": []}']
+)
+def test_a_pack_with_an_odd_text_is_refused_in_one_sentence(
+    server: Running, below: StoringEngine, tmp_path: Path, text: bytes
+) -> None:
+    file = ("--deployment", "@deploy.yml")
+    assert warm(tmp_path).exit_code == 0
+    assert run(tmp_path, "pack", "export", "rules", "@rules.kvpack", *file).exit_code == 0
+    with (tmp_path / "rules.kvpack").open("rb", buffering=0) as source, (tmp_path / "odd.kvpack").open("wb") as odd:
+        reader = PackReader(source, "rules")
+        writer = PackWriter(odd, msgspec.structs.replace(reader.header, text_bytes=len(text)), reader.hashes, text)
+        for section in reader.sections():
+            writer.write(section.data)
+        writer.finish()
+    below.client.drop()
+    refused = run(tmp_path, "pack", "import", "@odd.kvpack", "--name", "odd", *file)
+    assert refused.exit_code == 1
+    assert refused.exception is None or isinstance(refused.exception, SystemExit)
+    assert "odd.kvpack is damaged: its text cannot be read" in refused.output
+    assert below.client.stats()["blocks"] == 0
 
 
 def test_a_pack_that_does_not_fit_or_is_damaged_is_refused(

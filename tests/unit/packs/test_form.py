@@ -182,6 +182,9 @@ def test_who_has_no_key_cannot_change_a_signed_pack() -> None:
         {"root": ""},
         {"name": "n" * 300},
         {"unknown": 1},
+        {"tokens": 7 * 16 - 1},
+        {"tokens": 8 * 16},
+        {"tokens": (1 << 40) - 1},
     ],
 )
 def test_an_impossible_header_is_refused_before_memory_is_taken(fields: dict[str, object]) -> None:

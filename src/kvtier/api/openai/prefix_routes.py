@@ -202,6 +202,11 @@ class PrefixPaths:
                 "root", "no API key of this deployment has the salt of this prefix: its blocks would never be hit"
             )
         num_blocks = len(joined) // HASH_BYTES
+        full_tokens = num_blocks * model.hello.block_tokens
+        tokens = body.whole("tokens") if body.has("tokens") else full_tokens
+        if tokens is None or not full_tokens <= tokens < full_tokens + model.hello.block_tokens:
+            most = full_tokens + model.hello.block_tokens - 1
+            raise body.wrong("tokens", f"a whole number from {full_tokens} to {most}, for {num_blocks} blocks")
         try:
             content = PrefixContent(joined, None if text is None else _read_text(text))
             record = PrefixRecord(
@@ -211,7 +216,7 @@ class PrefixPaths:
                 root=root.hex(),
                 first=joined[:HASH_BYTES].hex(),
                 key=owner.name,
-                tokens=max(body.whole("tokens") or 0, num_blocks * model.hello.block_tokens),
+                tokens=tokens,
                 blocks=num_blocks,
                 file=new_file(),
                 has_text=text is not None,

@@ -23,6 +23,8 @@ from kvtier.wire.messages import LISTED_CACHED, LISTED_DISK, LISTED_MEMORY, LIST
 _TIMEOUT_S = 30.0
 MEMORY, DISK = "server", "disk"
 """Names of tiers, as in a request's usage."""
+_UNKNOWN_BYTES = 1 << 62
+"""The room of a tenant without a quota, which shares what other tenants leave: warming shows whether there is any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free."""
+    """Room in a cache's slowest tier, where blocks stay longest: free bytes, and those that can be made free.
+
+    `pinnable_bytes` may be pinned in memory besides what is; None if pins have no limit there.
+    """
 
     level: str
     free_bytes: int
     usable_bytes: int
+    pinnable_bytes: int | None = None
 
 
 class NothingCached(TierRefused):
@@ -67,9 +73,19 @@ class PrefixCache:
 
     def place(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Placed:
         """Raises `TierError` while the server does not answer."""
+        return self.places([(namespace, hashes)])[0]
+
+    def places(self, prefixes: Sequence[tuple[Namespace, Sequence[BlockHash]]]) -> list[Placed]:
+        """Where several prefixes are, over one connection. Raises `TierError` while the server does not answer."""
         with self._connect() as client:
-            flags = client.presence(namespace, hashes)
-            slot_bytes = self._slot_bytes(client, namespace)
+            found = [client.presence(namespace, hashes) for namespace, hashes in prefixes]
+            known = client.namespaces()
+        return [
+            self._placed(flags, _find(known, namespace)) for (namespace, _), flags in zip(prefixes, found, strict=True)
+        ]
+
+    def _placed(self, flags: Sequence[int], known: KnownNamespace | None) -> Placed:
+        slot_bytes = 0 if known is None else slot_bytes_of(known.block_bytes)
         in_memory = sum(1 for each in flags if each & LISTED_MEMORY)
         on_disk = sum(1 for each in flags if each & LISTED_DISK)
         cached = [bool(each & LISTED_CACHED) for each in flags]
@@ -83,14 +99,17 @@ class PrefixCache:
         )
 
     def room(self) -> Room:
-        """Room on the disk, or in memory without a disk."""
+        """Room on the disk, or in memory without a disk; a tenant of the server has the room of its quotas."""
         with self._connect() as client:
             stats = client.stats()
+        pinnable = _whole(stats, "pinnable_bytes") if "pinnable_bytes" in stats else None
+        if "tenant" in stats:
+            return _tenants_room(stats, pinnable)
         if stats.get("disk_up"):
             space = _whole(stats, "disk_file_space_bytes")
-            return Room("disk", space - _whole(stats, "disk_used_bytes"), space)
+            return Room("disk", space - _whole(stats, "disk_used_bytes"), space, pinnable)
         memory = _whole(stats, "memory_bytes")
-        return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"))
+        return Room("memory", _whole(stats, "free_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         """Pin or unpin blocks. Raises `TierRefused` if not all may be pinned; then none is."""
@@ -142,9 +161,14 @@ class PrefixCache:
             timeout_s=_TIMEOUT_S,
         )
 
-    def _slot_bytes(self, client: CacheClient, namespace: Namespace) -> int:
-        known = _find(client.namespaces(), namespace)
-        return 0 if known is None else slot_bytes_of(known.block_bytes)
+
+def _tenants_room(stats: dict[str, object], pinnable: int | None) -> Room:
+    disk, memory = _whole(stats, "disk_quota_bytes"), _whole(stats, "quota_bytes")
+    if not memory:
+        return Room("memory", _UNKNOWN_BYTES, _UNKNOWN_BYTES, pinnable)
+    if disk:
+        return Room("disk", disk - _whole(stats, "disk_used_bytes"), disk, pinnable)
+    return Room("memory", memory - _whole(stats, "used_bytes"), memory - _whole(stats, "pinned_bytes"), pinnable)
 
 
 def _find(known: Sequence[KnownNamespace], namespace: Namespace) -> KnownNamespace | None:

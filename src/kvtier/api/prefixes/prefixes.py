@@ -41,6 +41,7 @@ _LOOK_EVERY_S = 10.0
 _SAVE_EVERY_S = 30.0
 _LISTED_S = 2.0
 """Maximum age of the values in a listing."""
+_PLACED_AT_ONCE = 64
 _STORED_S = 60.0
 _STORED_LOOK_S = 0.05
 _TRIES = 3
@@ -49,6 +50,7 @@ _TRIES = 3
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix as clients see it; without a name, all cached blocks of a namespace.
 
+    `key` is the name of the API key whose chats begin with the prefix.
     `pinned_blocks` is the cache's count, or None while the cache does not answer. `is_pinned`: the name has a pin, and
     the cache keeps all of its blocks for it, as far as that is known.
     """
@@ -56,6 +58,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     model: str
     namespace: str
+    key: str
     tokens: int
     blocks: int
     bytes: int
@@ -110,7 +113,7 @@ class Prefixes:
         self._warming = asyncio.Lock()
         self._changing = asyncio.Lock()
         """Held for each change of a name and its pins, which waits for a cache server in between."""
-        self._placed: dict[tuple[str, str], tuple[float, Placed]] = {}
+        self._placed: dict[str, tuple[float, Placed]] = {}
         self._listed: tuple[float, list[tuple[str, KnownNamespace]]] = (0.0, [])
         self._is_noted = False
         self._warnings = LogLimit(logger)
@@ -133,9 +136,13 @@ class Prefixes:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     async def listed(self, tenant: Tenant, limit: int) -> tuple[list[Prefix], bool]:
-        """Prefixes that `tenant` may see, and for an admin the blocks of each namespace; and whether there are more."""
-        found = [record for record in self._book if self._may_see(record, tenant)]
-        shown = [await self.shown(record) for record in found[:limit]]
+        """Prefixes that `tenant` may list, and for an admin the blocks of each namespace; and whether there are more.
+
+        Keys that read data about all keys list the prefixes of all keys, too, but use only their own.
+        """
+        found = [record for record in self._book if tenant.reads_metrics or self._may_see(record, tenant)]
+        placed = await self._place(found[:limit])
+        shown = [_shown(record, placed.get(record.file)) for record in found[:limit]]
         if not tenant.is_admin:
             return shown, len(found) > limit
         others = await self._namespaces()
@@ -145,21 +152,7 @@ class Prefixes:
         ) > limit
 
     async def shown(self, record: PrefixRecord) -> Prefix:
-        placed = await self._place(record)
-        return Prefix(
-            name=record.name,
-            model=record.model,
-            namespace=record.namespace,
-            tokens=record.tokens,
-            blocks=record.blocks,
-            bytes=0 if placed is None else placed.num_cached * placed.slot_bytes,
-            bytes_by_tier={} if placed is None else placed.bytes_by_tier,
-            last_used=record.last_used,
-            hits=record.hits,
-            is_pinned=record.is_pinned and (placed is None or placed.num_pinned == record.blocks),
-            pinned_blocks=None if placed is None else placed.num_pinned,
-            expires_at=record.expires_at,
-        )
+        return _shown(record, (await self._place([record])).get(record.file))
 
     def served(self) -> list[dict[str, str]]:
         """The cache server of each running model that has one, and the namespace that its engines use."""
@@ -335,13 +328,17 @@ class Prefixes:
         return placed
 
     async def _check_room(self, order: WarmOrder, cache: PrefixCache, placed: Placed, num_blocks: int) -> None:
-        """Raises `HttpError` if the prefix can never fit, or, unless forced, if it would evict blocks of requests."""
+        """Raises `HttpError` if the prefix or its pin can never fit, or, unless forced, if it would evict blocks of
+        requests.
+        """
         slot_bytes = placed.slot_bytes or self._slot_bytes(order.model)
         needed, whole = (num_blocks - placed.num_cached) * slot_bytes, num_blocks * slot_bytes
-        if not needed:
+        if not needed and not order.pin:
             return
         room = await self._ask(cache.room)
-        if whole > room.usable_bytes:
+        if order.pin and room.pinnable_bytes is not None:
+            self._check_pins(order, whole - placed.num_pinned * slot_bytes, room.pinnable_bytes, slot_bytes)
+        if needed and whole > room.usable_bytes:
             sentence = f"{order.name} needs {format_size(whole)}, the cache has {format_size(room.usable_bytes)}"
             raise HttpError(507, sentence, "cache_full")
         if needed > room.free_bytes and not order.force:
@@ -353,6 +350,16 @@ class Prefixes:
                 "would_evict",
                 "force",
             )
+
+    def _check_pins(self, order: WarmOrder, needed: int, pinnable: int, slot_bytes: int) -> None:
+        """Raises `HttpError` if the prefix cannot be pinned, even once another of the same name is unpinned."""
+        before = self._book.get(order.name)
+        if before is not None and before.is_pinned:
+            pinnable += before.blocks * slot_bytes
+        if needed > pinnable:
+            sizes = f"{format_size(needed)}, but the cache may pin only {format_size(pinnable)} more"
+            sentence = f"to pin {order.name} takes {sizes}: unpin another prefix, or warm it without a pin"
+            raise HttpError(507, sentence, "cannot_pin", "pin")
 
     def _slot_bytes(self, model: ServedModel) -> int:
         hello = model.hello
@@ -391,23 +398,41 @@ class Prefixes:
         """An admin sees all prefixes; other tenants see those of their own salt."""
         return tenant.is_admin or record.root == salted_root(record.namespace_bytes, salt_of(tenant, "")).hex()
 
-    async def _place(self, record: PrefixRecord) -> Placed | None:
-        """Where the prefix's blocks are; None without a cache server that answers."""
-        cache = self._caches.get(record.model)
-        key, now = (record.namespace, record.file), time.monotonic()
-        known = self._placed.get(key)
-        if known is not None and now - known[0] < _LISTED_S:
-            return known[1]
-        content = await self._in_book(lambda: self._book.content(record))
-        if cache is None or content is None:
-            return None
-        with contextlib.suppress(KvtierError):
-            placed = await self._in_thread(lambda: cache.place(record.namespace_bytes, content.hashes))
-            if len(self._placed) > 2 * len(self._book):
-                self._placed.clear()
-            self._placed[key] = (now, placed)
-            return placed
-        return None
+    async def _place(self, records: Sequence[PrefixRecord]) -> dict[str, Placed]:
+        """Where the prefixes' blocks are, by file; without those whose cache server does not answer."""
+        now = time.monotonic()
+        found: dict[str, Placed] = {}
+        unknown: dict[PrefixCache, list[PrefixRecord]] = {}
+        for record in records:
+            known = self._placed.get(record.file)
+            if known is not None and now - known[0] < _LISTED_S:
+                found[record.file] = known[1]
+            elif (cache := self._caches.get(record.model)) is not None:
+                unknown.setdefault(cache, []).append(record)
+        for cache, some in unknown.items():
+            with contextlib.suppress(KvtierError):
+                for first in range(0, len(some), _PLACED_AT_ONCE):
+                    found |= await self._ask_for_places(cache, some[first : first + _PLACED_AT_ONCE])
+        return found
+
+    async def _ask_for_places(self, cache: PrefixCache, records: Sequence[PrefixRecord]) -> dict[str, Placed]:
+        """Raises `KvtierError` if the cache does not answer."""
+
+        def hashes() -> list[tuple[str, Namespace, list[BlockHash]]]:
+            contents = ((record, self._book.content(record)) for record in records)  # one text in memory at a time
+            return [
+                (record.file, record.namespace_bytes, content.hashes)
+                for record, content in contents
+                if content is not None
+            ]
+
+        asked = await self._in_book(hashes)
+        placed = await self._in_thread(lambda: cache.places([(namespace, own) for _, namespace, own in asked]))
+        found = {file: one for (file, _, _), one in zip(asked, placed, strict=True)}
+        if len(self._placed) > 2 * len(self._book):
+            self._placed.clear()
+        self._placed |= {file: (time.monotonic(), one) for file, one in found.items()}
+        return found
 
     async def _namespaces(self) -> list[tuple[str, KnownNamespace]]:
         """The namespaces in the models' caches, each with the model that uses it now, or its own name."""
@@ -495,6 +520,24 @@ class Prefixes:
             raise HttpError(409, str(error), "prefix_refused") from error
 
 
+def _shown(record: PrefixRecord, placed: Placed | None) -> Prefix:
+    return Prefix(
+        name=record.name,
+        model=record.model,
+        namespace=record.namespace,
+        key=record.key,
+        tokens=record.tokens,
+        blocks=record.blocks,
+        bytes=0 if placed is None else placed.num_cached * placed.slot_bytes,
+        bytes_by_tier={} if placed is None else placed.bytes_by_tier,
+        last_used=record.last_used,
+        hits=record.hits,
+        is_pinned=record.is_pinned and (placed is None or placed.num_pinned == record.blocks),
+        pinned_blocks=None if placed is None else placed.num_pinned,
+        expires_at=record.expires_at,
+    )
+
+
 def _whole_namespace(model: str, known: KnownNamespace) -> Prefix:
     slot_bytes = slot_bytes_of(known.block_bytes) if known.block_bytes else 0
     tiers = {MEMORY: known.blocks * slot_bytes, DISK: known.disk_blocks * slot_bytes}
@@ -503,6 +546,7 @@ def _whole_namespace(model: str, known: KnownNamespace) -> Prefix:
         name=None,
         model=model,
         namespace=known.digest,
+        key="",
         tokens=num_blocks * known.block_tokens,
         blocks=num_blocks,
         bytes=num_blocks * slot_bytes,

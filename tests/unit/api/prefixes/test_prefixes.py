@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.api.access import Access
 from kvtier.api.config import CacheAddress
 from kvtier.api.engines import Engines
 from kvtier.api.http_error import HttpError
@@ -30,11 +31,18 @@ class FakeCache(PrefixCache):
         self.pinned: set[BlockHash] = set()
         self.error: KvtierError | None = None
         self.on_drop: Callable[[], None] = lambda: None
+        self.num_asked: list[int] = []
 
-    def place(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Placed:
-        return Placed(
-            len(hashes), sum(map(self.pinned.__contains__, hashes)), 10, {"server": 10 * len(hashes)}, len(hashes)
-        )
+    def places(self, prefixes: Sequence[tuple[Namespace, Sequence[BlockHash]]]) -> list[Placed]:
+        self.num_asked.append(len(prefixes))
+        if self.error is not None:
+            raise self.error
+        return [
+            Placed(
+                len(hashes), sum(map(self.pinned.__contains__, hashes)), 10, {"server": 10 * len(hashes)}, len(hashes)
+            )
+            for _, hashes in prefixes
+        ]
 
     def pin(self, namespace: Namespace, hashes: Sequence[BlockHash], *, keep: bool) -> int:
         if self.error is not None:
@@ -163,5 +171,38 @@ def test_what_one_of_two_prefixes_has_alone_is_unpinned_with_it(tmp_path: Path) 
         two = await kept.add("two", is_pinned=True)
         await kept.prefixes.pin(two, keep=False)
         assert kept.cache.pinned  # both have the same blocks
+
+    with_prefixes(tmp_path, act)
+
+
+def test_many_prefixes_are_listed_with_a_few_questions_to_the_cache(tmp_path: Path) -> None:
+    admin = Access([]).tenant_named("")
+    assert admin is not None
+
+    async def act(kept: Kept) -> None:
+        for number in range(100):
+            await kept.add(f"prefix-{number:03d}", first=f"{number:02x}" * 32)
+        kept.cache.num_asked.clear()
+        listed, is_cut = await kept.prefixes.listed(admin, 90)
+        assert ([one.name for one in listed], is_cut) == ([f"prefix-{number:03d}" for number in range(90)], True)
+        assert all(one.bytes == 10 * one.blocks for one in listed)
+        assert len(kept.cache.num_asked) <= 2
+
+    with_prefixes(tmp_path, act)
+
+
+def test_prefixes_of_a_cache_that_is_away_are_listed_after_one_question(tmp_path: Path) -> None:
+    admin = Access([]).tenant_named("")
+    assert admin is not None
+
+    async def act(kept: Kept) -> None:
+        for number in range(100):
+            await kept.add(f"prefix-{number:03d}", first=f"{number:02x}" * 32)
+        kept.prefixes._placed.clear()
+        kept.cache.num_asked.clear()
+        kept.cache.error = TierUnavailable("it is away")
+        listed, _ = await kept.prefixes.listed(admin, 90)
+        assert [one.pinned_blocks for one in listed] == [None] * 90
+        assert len(kept.cache.num_asked) == 1
 
     with_prefixes(tmp_path, act)

@@ -73,7 +73,7 @@ export class Prefixes {
       const kept = prefix.is_pinned ? (prefix.expires_at ? `pinned until ${new Date(prefix.expires_at * 1000).toLocaleString()}` : "pinned")
         : prefix.pinned_blocks ? `${count(prefix.pinned_blocks)} of ${count(prefix.blocks)} blocks pinned` : "no";
       return [
-        prefix.name === null ? make("em", {}, "everything") : prefix.name, count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
+        prefix.name === null ? make("em", {}, "everything") : [prefix.name, prefix.key && make("small", {}, ` of ${prefix.key}`)], count(prefix.tokens), count(prefix.blocks), bytes(prefix.bytes),
         [bar(text || "in no tier", parts), make("small", {}, text)], prefix.name === null ? "–" : ago(prefix.last_used), count(prefix.hits), prefix.name === null ? "–" : kept,
         prefix.name !== null && mayChange() ? this.buttons(prefix) : "",
       ];
