@@ -38,7 +38,7 @@ NO_COMPILER := @echo "the C client is not built or tested: there is no C and C++
 .PHONY: install demo test test-sample test-all test-clients test-vllm test-vllm-whole test-vllm-releases test-nightly
 .PHONY: hit-rates test-benchmarks test-browser test-clients-http test-clients-http-whole test-mooncake test-cluster-tls
 .PHONY: test-objects clients check
-.PHONY: soak peers bench bench-vllm lock audit clean
+.PHONY: soak peers bench bench-page bench-vllm lock audit clean
 
 # kvtier in .venv, with all requirements of the demo, the tests and the documents.
 install: $(STAMP)
@@ -169,6 +169,15 @@ bench: peers
 	$(BIN)/python -m benchmarks.vineyard.test_shared_memory --quick
 	$(MAKE) --no-print-directory clients
 	$(if $(HAS_COMPILER),$(BIN)/python -m benchmarks.clients.test_c_client --quick)
+
+# Record what the page costs, and the speed of warmed prefixes and of packs: on a machine that does nothing else. Takes
+# 5 GiB of memory and 11 GiB in KVTIER_BENCH_FOLDER (or in /tmp), and a chromium for the page's loads.
+bench-page: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --group browser
+	-$(BIN)/python -m benchmarks.serving.test_page --json benchmarks/results/cpu_test_page.json
+	-$(BIN)/python -m benchmarks.prefixes.test_warm --json benchmarks/results/cpu_test_warm.json
+	-$(BIN)/python -m benchmarks.prefixes.test_pack --repeats 3 --json benchmarks/results/cpu_test_pack.json
+	$(BIN)/python scripts/figures.py
 
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm.test_ttft

@@ -40,7 +40,7 @@ async def _stream(port: int, body: bytes, is_connected: asyncio.Event, start: as
     return first_at, int(usage["completion_tokens"])
 
 
-async def _round(port: int, load: Load, prompts: list[list[int]]) -> Round:
+async def one_round(port: int, load: Load, prompts: list[list[int]]) -> Round:
     start = asyncio.Event()
     connected = [asyncio.Event() for _ in prompts]
     bodies = [
@@ -74,7 +74,7 @@ async def _round(port: int, load: Load, prompts: list[list[int]]) -> Round:
 
 
 async def run(port: int, load: Load) -> list[Round]:
-    return [await _round(port, load, load.prompts(number)) for number in range(load.num_rounds + 1)][1:]
+    return [await one_round(port, load, load.prompts(number)) for number in range(load.num_rounds + 1)][1:]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 An update is all that one tick takes, in the HTTP server and in the cache server together: ask, compute, encode. A load
 is what a chromium takes from its first request until it shows the tiers, or the tree of prefixes; without one it is
-left out. The streams run against deployments with a page that a reader follows, and without one; they take turns.
+left out. The streams run against two deployments, with a page that a reader follows and without one, which take turns.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import msgspec
 
 from benchmarks.harness import Result, console, finish, make_parser, print_table
 from benchmarks.model_configs import MODEL_CONFIGS, SMALL_SHAPE
+from benchmarks.serving.http_side import one_round
 from benchmarks.serving.page_load import measure_load
 from benchmarks.serving.rounds import Load, Round
 from benchmarks.serving.word_tokenizer import save_word_tokenizer
@@ -44,7 +44,16 @@ from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.cacheserver.server import CacheServer
 from kvtier.transport.address import UnixAddress
 
-_BARS = {"update_ms": "<= 5", "load_ms": "<= 1000", "prefixes_load_ms": "<= 1000", "page_on_over_off": ">= 0.99"}
+_BARS = {
+    "update_ms": "<= 5",
+    "load_ms": "<= 1000",
+    "prefixes_load_ms": "<= 1000",
+    "page_on_over_off": ">= 0.99",
+    "page_cpu_share": "<= 0.01",
+}
+_TURNS, _QUICK_TURNS = (3, 8), (1, 2)
+"""Sittings, and pairs of rounds in each."""
+_PROCESS = re.compile(r"^\S+ (?:http|cache) +\| starting, process (\d+)$", re.MULTILINE)
 _NUM_BLOCKS = 100_000
 _QUICK_BLOCKS = 10_000
 _REQUESTS_PER_TICK = 34
@@ -64,9 +73,10 @@ def main() -> int:
     repeats = arguments.repeats or (20 if arguments.quick else 100)
     rows, figures = measure_updates(num_blocks, repeats)
     if not arguments.without_streams:
-        more, on_over_off = measure_streams(arguments.streams, num_turns=2 if arguments.quick else 4)
+        num_sittings, num_pairs = _QUICK_TURNS if arguments.quick else _TURNS
+        more, of_streams = measure_streams(arguments.streams, num_sittings, num_pairs)
         rows += more
-        figures["page_on_over_off"] = on_over_off
+        figures |= of_streams
     print_table("the page", rows)
     bars = {name: bar for name, bar in _BARS.items() if name in figures}
     settings = {"num_blocks": num_blocks, "repeats": repeats, "streams": arguments.streams}
@@ -155,25 +165,97 @@ def _end_request(service: Service) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def measure_streams(num_streams: int, num_turns: int) -> tuple[list[dict[str, object]], float]:
-    """The medians of both sides, which take turns, each time in new processes."""
-    rounds: dict[bool, list[Round]] = {True: [], False: []}
+def measure_streams(
+    num_streams: int, num_sittings: int, num_pairs: int
+) -> tuple[list[dict[str, object]], dict[str, float]]:
+    """Rounds in pairs, one with the page and one without, each sitting in new processes.
+
+    The figure is the median over all pairs, whose rounds are next to each other in time. The page also costs CPU time
+    in the HTTP server and the cache server, which does not depend on what else the machine does.
+    """
+    pairs: list[tuple[_Turn, _Turn]] = []
     with tempfile.TemporaryDirectory(prefix="kv-page-") as scratch:
         load = _load(Path(scratch), num_streams)
-        for turn in range(num_turns):
-            for has_page in (True, False) if turn % 2 else (False, True):
-                console.print(f"turn {turn + 1} of {num_turns}: page {'on' if has_page else 'off'}")
-                with _serving(load, Path(scratch), has_page=has_page) as port:
-                    rounds[has_page] += _side(port, msgspec.structs.replace(load, seed=turn))
+        for sitting in range(num_sittings):
+            with contextlib.ExitStack() as stack:
+                sides = [stack.enter_context(_serving(load, Path(scratch), has_page=each)) for each in (True, False)]
+                pairs += asyncio.run(_take_turns(sides, load, sitting, num_pairs))
+            console.print(f"sitting {sitting + 1} of {num_sittings}: {_shares(pairs[-num_pairs:])}")
     rows: list[dict[str, object]] = [
         {
-            "what": f"{num_streams} streams, page {'on, one reader' if has_page else 'off'}",
-            "tokens_per_s": round(_median(found), 1),
-            "rounds_tokens_per_s": " ".join(f"{one.tokens_per_s:.0f}" for one in found),
+            "what": f"{num_streams} streams, page {'on, one reader' if turn.has_page else 'off'}",
+            "tokens_per_s": round(statistics.median(pair[side].round.tokens_per_s for pair in pairs), 1),
+            "rounds_tokens_per_s": " ".join(f"{pair[side].round.tokens_per_s:.0f}" for pair in pairs),
         }
-        for has_page, found in rounds.items()
+        for side, turn in enumerate(pairs[0])
     ]
-    return rows, _median(rounds[True]) / _median(rounds[False])
+    rows.append({"what": "on over off, all pairs", "ratios": _shares(pairs)})
+    return rows, {
+        "page_on_over_off": statistics.median(_ratio(pair) for pair in pairs),
+        "page_cpu_share": statistics.median(on.cpu_share - off.cpu_share for on, off in pairs),
+    }
+
+
+class _Turn(msgspec.Struct, frozen=True):
+    """A round, and the CPU seconds of its deployment's HTTP server and cache server meanwhile."""
+
+    has_page: bool
+    round: Round
+    cpu_s: float
+
+    @property
+    def cpu_share(self) -> float:
+        """Of one core."""
+        return self.cpu_s / self.round.seconds
+
+
+def _ratio(pair: tuple[_Turn, _Turn]) -> float:
+    on, off = pair
+    return on.round.tokens_per_s / off.round.tokens_per_s
+
+
+def _shares(pairs: list[tuple[_Turn, _Turn]]) -> str:
+    """The ratios in order: their spread shows how quiet the machine was."""
+    return " ".join(f"{each:.3f}" for each in sorted(map(_ratio, pairs)))
+
+
+class _Side:
+    """A running deployment, with a page or without one."""
+
+    def __init__(self, port: int, log: Path, *, has_page: bool) -> None:
+        self.has_page = has_page
+        self._port = port
+        self._processes = _PROCESS.findall(log.read_text())
+        assert len(self._processes) == 2, "the log names the HTTP server and the cache server"
+
+    async def take_turn(self, load: Load, number: int) -> _Turn:
+        async with _reading(self._port) if self.has_page else contextlib.nullcontext():
+            before_s = self._cpu_s()
+            found = await one_round(self._port, load, load.prompts(number))
+            return _Turn(self.has_page, found, self._cpu_s() - before_s)
+
+    def _cpu_s(self) -> float:
+        ticks = 0
+        for process in self._processes:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def _take_turns(sides: list[_Side], load: Load, sitting: int, num_pairs: int) -> list[tuple[_Turn, _Turn]]:
+    load = msgspec.structs.replace(load, seed=sitting)
+    for side in sides:
+        await side.take_turn(load, 0)
+    found = []
+    for number in range(1, num_pairs + 1):
+        on, off = sides
+        if number % 2:
+            first = await on.take_turn(load, number)
+            found.append((first, await off.take_turn(load, number)))
+        else:
+            last = await off.take_turn(load, number)
+            found.append((await on.take_turn(load, number), last))
+    return found
 
 
 def _load(scratch: Path, num_streams: int) -> Load:
@@ -189,15 +271,16 @@ def _load(scratch: Path, num_streams: int) -> Load:
         num_streams=num_streams,
         input_tokens=64,
         output_tokens=128,
-        num_rounds=4,
+        num_rounds=1,
     )
 
 
 @contextlib.contextmanager
-def _serving(load: Load, scratch: Path, *, has_page: bool) -> Iterator[int]:
+def _serving(load: Load, scratch: Path, *, has_page: bool) -> Iterator[_Side]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    file = scratch / "deploy.yml"
+    name = "on" if has_page else "off"
+    file, log_file = scratch / f"{name}.yml", scratch / f"{name}.log"
     document = {
         "models": [{**load.engine, "name": "model", "kv_cache_space": "512MiB"}],
         "cache": {"memory": "256MiB"},
@@ -205,44 +288,30 @@ def _serving(load: Load, scratch: Path, *, has_page: bool) -> Iterator[int]:
         "page": {"enabled": has_page},
     }
     file.write_text(json.dumps(document))  # JSON is YAML
-    url = f"http://127.0.0.1:{port}"
-    with (scratch / "log").open("w") as log, Deployment(file, url=url, log=log):
-        with _reading(url) if has_page else contextlib.nullcontext():
-            yield port
+    with log_file.open("w") as log, Deployment(file, url=f"http://127.0.0.1:{port}", log=log):
+        yield _Side(port, log_file, has_page=has_page)
 
 
-@contextlib.contextmanager
-def _reading(url: str) -> Iterator[None]:
-    """Somebody has the page open."""
-    is_over = threading.Event()
+@contextlib.asynccontextmanager
+async def _reading(port: int) -> AsyncIterator[None]:
+    """A browser has the page open. Raises `RuntimeError` if the server has no such stream."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    writer.write(b"GET /kvtier/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise RuntimeError(f"the page's stream cannot be read: {status.decode(errors='replace').strip()}")
 
-    def read() -> None:
-        with httpx.stream("GET", f"{url}/kvtier/v1/events", timeout=60) as response:
-            for _ in response.iter_bytes():
-                if is_over.is_set():
-                    return
+    async def read() -> None:
+        while await reader.read(1 << 16):
+            pass
 
-    reader = threading.Thread(target=read, name="kvtier-bench-reader", daemon=True)
-    reader.start()
+    task = asyncio.create_task(read())
     try:
         yield
     finally:
-        is_over.set()
-        reader.join()
-
-
-def _side(port: int, load: Load) -> list[Round]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.serving.http_side", str(port)],
-        input=msgspec.json.encode(load),
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return msgspec.json.decode(done.stdout, type=list[Round])
-
-
-def _median(rounds: list[Round]) -> float:
-    return float(statistics.median(one.tokens_per_s for one in rounds))
+        task.cancel()
+        await asyncio.wait({task})
+        writer.close()
 
 
 if __name__ == "__main__":
