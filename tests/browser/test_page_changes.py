@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +124,89 @@ def test_a_request_that_the_stream_tells_first_hides_none_that_came_before(brows
             rows = page.locator("table.requests tbody tr")
             expect(rows).to_have_count(2)
             expect(rows.first.get_by_role("button")).to_have_attribute("aria-label", f"Explain {later}")
+
+
+@pytest.mark.parametrize("view", ["overview", "requests"])
+def test_an_hour_of_events_leaves_a_page_as_large_as_half_an_hour(
+    browser: Browser, config: ApiConfig, view: str
+) -> None:
+    """A thousand requests a minute, in two streams: what the second one leaves behind is what the first one left."""
+    with running("openai", config) as server, opened(browser, "about:blank") as page:
+        state = httpx.get(f"{server.url}/kvtier/v1/state", timeout=LIMIT_S).json()
+        halves = [_half_an_hour(state, start) for start in (0, _TICKS)]
+        page.route("**/kvtier/v1/events", lambda route: _next_half(route, halves))
+        page.route("**/kvtier/v1/requests?*", lambda route: route.fulfill(json={"run": "run", "requests": []}))
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        sizes = []
+        page.goto(f"{server.url}/#{view}")
+        for last in (_TICKS, 2 * _TICKS):
+            newest = f"Explain {_request_id((last + 1) * _REQUESTS_PER_TICK)}"
+            of_view = {
+                "overview": page.get_by_role("cell", name=f"{last:,}", exact=True),
+                "requests": page.get_by_role("button", name=newest, exact=True),
+            }
+            expect(of_view[view].first).to_be_visible()
+            session.send("HeapProfiler.collectGarbage")
+            found = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+            sizes.append((found["JSHeapUsedSize"], found["Nodes"]))
+        (half_heap, half_nodes), (whole_heap, whole_nodes) = sizes
+        assert whole_nodes - half_nodes < _TICKS
+        assert whole_heap - half_heap < _TICKS * _REQUESTS_PER_TICK * _BYTES_OF_REQUEST / 10
+
+
+_TICKS = 900
+"""Of two seconds each."""
+_REQUESTS_PER_TICK = 34
+_BYTES_OF_REQUEST = 300
+"""Less than a request takes in a browser that keeps it."""
+
+
+def _half_an_hour(state: dict[str, object], start: int) -> str:
+    events = []
+    for tick in range(start + 1, start + _TICKS + 1):
+        first = tick * _REQUESTS_PER_TICK
+        requests = [_request(number) for number in range(first + _REQUESTS_PER_TICK, first, -1)]
+        told = {"run": "run", "requests": requests, "skipped": 0}
+        events.append(f"event: requests\ndata: {json.dumps(told)}\n\n")
+        tiers = [_tier(name, tick) for name in ("device", "memory", "disk")]
+        shown = {**state, "at": 1e9 + 2.0 * tick, "tiers": tiers}
+        events.append(f"event: state\ndata: {json.dumps(shown)}\n\n")
+    return "".join(["retry: 1000\n\n", *events])
+
+
+def _request(number: int) -> dict[str, object]:
+    return {
+        "number": number,
+        "request_id": _request_id(number),
+        "at": 1e9 + number,
+        "model": MODEL,
+        "key": "",
+        "prompt_tokens": 8000,
+        "output_tokens": 200,
+        "cached_tokens": {"device": 1000, "server": 4000, "disk": number % 100},
+        "ttft_s": 0.1,
+        "finish_reason": "stop",
+        "ended_at_tokens": 7000,
+        "reason": "never stored",
+        "tier": "server",
+        "detail": "",
+    }
+
+
+def _request_id(number: int) -> str:
+    return f"cmpl-{number:024d}"
+
+
+def _tier(name: str, tick: int) -> dict[str, object]:
+    sizes = {"room_bytes": 1 << 30, "used_bytes": tick << 10, "pinned_bytes": 0, "leased_bytes": 0, "blocks": tick}
+    rates = {"in_bytes_per_s": 1e6 * (tick % 7), "out_bytes_per_s": 1e6 * (tick % 5)}
+    return {"name": name, "owner": "engine-0", "is_up": True, **sizes, **rates}
+
+
+def _next_half(route: Route, halves: list[str]) -> None:
+    """The next stream, which ends with its half; after the last one the server does not answer."""
+    if halves:
+        route.fulfill(body=halves.pop(0), content_type="text/event-stream")
+    else:
+        route.abort()
