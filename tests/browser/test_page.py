@@ -138,6 +138,8 @@ def test_the_overview_shows_tiers_hits_and_savings(deployment: DeploymentProcess
         tiers = page.get_by_role("table", name="What is in which tier")
         for tier in ("device", "memory", "disk"):
             expect(tiers.get_by_role("cell", name=tier, exact=True).first).to_be_visible()
+        device = tiers.get_by_role("row").filter(has=page.get_by_role("cell", name="device", exact=True))
+        expect(device.locator("td[data-label=Used]")).to_contain_text("MiB")
         expect(page.locator(".card", has_text="GPU time saved").locator(".value")).not_to_have_text("–")
         expect(page.locator(".card", has_text="Money saved").locator(".value")).to_contain_text("$")
         expect(page.locator(".card", has_text="last 5 minutes").locator(".value")).to_contain_text("%")

@@ -115,7 +115,7 @@ def test_tokens_and_ends_are_counted(folder: Path) -> None:
     assert found["preemptions_total"] == 0
     assert found["steps_total"] >= 5 + 3
     assert (found["running_requests"], found["waiting_requests"]) == (0, 0)
-    assert (found["used_blocks"], found["blocks"]) == (0, 64)
+    assert (found["used_blocks"], found["held_blocks"], found["blocks"]) == (0, 6, 64)
 
 
 def test_tokens_from_tiers_are_counted_by_tier(folder: Path) -> None:

@@ -251,6 +251,8 @@ class FakeEngine:
         self.partings: dict[str, Parting] = {}
         self.loading_off = ""
         self.canary_checks: dict[str, int] = {}
+        self.levels: dict[str, int] = {}
+        """Gauges by name, such as `held_blocks`."""
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._is_awake = threading.Event()
@@ -373,6 +375,12 @@ class FakeEngine:
             MetricFamily("kvtier_tier_stored_bytes", "counter", "Stored.", stored),
             MetricFamily("kvtier_engine_steps", "counter", "Steps.", steps),
             MetricFamily("kvtier_engine_canary_checks", "counter", "Checks.", checks),
+            *(
+                MetricFamily(
+                    f"kvtier_engine_{name}", "gauge", "Now.", [Sample(f"kvtier_engine_{name}", {}, float(now))]
+                )
+                for name, now in self.levels.items()
+            ),
         ]
 
     def _note(self) -> None:

@@ -436,6 +436,7 @@ class Engine:
         counts.running_requests = len(scheduler.running)
         counts.waiting_requests = len(scheduler.waiting)
         counts.used_blocks = counts.num_blocks - scheduler.blocks.num_free_blocks
+        counts.held_blocks = scheduler.blocks.num_held_blocks
 
     def _note_end(self, request: Request) -> None:
         """The request is over. If it never got its turn, none of its tokens count."""

@@ -43,6 +43,7 @@ ENGINE_PREEMPTIONS = "kvtier_engine_preemptions"
 ENGINE_RUNNING_REQUESTS = "kvtier_engine_running_requests"
 ENGINE_WAITING_REQUESTS = "kvtier_engine_waiting_requests"
 ENGINE_USED_BLOCKS = "kvtier_engine_used_blocks"
+ENGINE_HELD_BLOCKS = "kvtier_engine_held_blocks"
 ENGINE_BLOCKS = "kvtier_engine_blocks"
 ENGINE_CANARY_CHECKS = "kvtier_engine_canary_checks"
 ENGINE_LOADING_OFF = "kvtier_engine_loading_off"
@@ -201,6 +202,8 @@ class EngineCounts:
     running_requests: int = 0
     waiting_requests: int = 0
     used_blocks: int = 0
+    held_blocks: int = 0
+    """In use, or kept for later prompts."""
     num_blocks: int = 0
     canary_checks: dict[str, int] = field(default_factory=dict)
     """By result."""
@@ -254,6 +257,9 @@ class _EngineCollector(Collector):
             ENGINE_WAITING_REQUESTS, "Answers waiting to be computed.", value=counts.waiting_requests
         )
         yield GaugeMetricFamily(ENGINE_USED_BLOCKS, "KV blocks in use.", value=counts.used_blocks)
+        yield GaugeMetricFamily(
+            ENGINE_HELD_BLOCKS, "KV blocks in use, or kept for later prompts.", value=counts.held_blocks
+        )
         yield GaugeMetricFamily(ENGINE_BLOCKS, "KV blocks in total.", value=counts.num_blocks)
         checks = CounterMetricFamily(
             ENGINE_CANARY_CHECKS, "Runs of loaded blocks that the canary computed again, by result.", labels=["result"]

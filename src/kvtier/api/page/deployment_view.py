@@ -190,18 +190,20 @@ def _shown(source: str, warnings: Sequence[LoggedWarning]) -> list[ShownWarning]
 
 
 def _device_tiers(connections: Sequence[EngineConnection], numbers: Sequence[EngineNumbers]) -> list[TierLevel]:
+    """The devices' own caches. What requests use at the moment counts as leased."""
     found = []
     for connection, one in zip(connections, numbers, strict=True):
         hello = connection.hello
         if hello is not None:
-            share = one.used_blocks / one.num_blocks if one.num_blocks else 0.0
+            block_bytes = hello.kv_bytes / one.num_blocks if one.num_blocks else 0.0
             found.append(
                 TierLevel(
                     name="device",
                     owner=connection.name,
                     room_bytes=hello.kv_bytes,
-                    used_bytes=round(hello.kv_bytes * share),
-                    blocks=round(one.used_blocks),
+                    used_bytes=round(block_bytes * one.held_blocks),
+                    leased_bytes=round(block_bytes * one.used_blocks),
+                    blocks=round(one.held_blocks),
                 )
             )
     return found

@@ -13,6 +13,7 @@ _SUMS = {
     metrics.ENGINE_RUNNING_REQUESTS: "running",
     metrics.ENGINE_WAITING_REQUESTS: "waiting",
     metrics.ENGINE_USED_BLOCKS: "used_blocks",
+    metrics.ENGINE_HELD_BLOCKS: "held_blocks",
     metrics.ENGINE_BLOCKS: "num_blocks",
 }
 _CANARY_CHECKS = f"{metrics.ENGINE_CANARY_CHECKS}_total"
@@ -27,6 +28,7 @@ class EngineNumbers:
     running: float = 0.0
     waiting: float = 0.0
     used_blocks: float = 0.0
+    held_blocks: float = 0.0
     num_blocks: float = 0.0
     canary_checks: dict[str, int] = field(default_factory=dict)
     moved: dict[tuple[str, str], float] = field(default_factory=dict)

@@ -33,6 +33,11 @@ class BlockManager(Protocol):
         """Unreferenced blocks; some of them may be cached."""
         ...
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that are referenced or cached: the others are empty."""
+        ...
+
     def extend(self, request: Request, *, partially: bool = True) -> bool:
         """Give `request` the cached blocks of its next tokens, and count those as computed. At least one token is left.
 

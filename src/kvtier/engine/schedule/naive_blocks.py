@@ -28,6 +28,10 @@ class NaiveBlocks:
     def num_free_blocks(self) -> int:
         return len(self._free_ids)
 
+    @property
+    def num_held_blocks(self) -> int:
+        return self.num_blocks - len(self._free_ids)
+
     def extend(self, request: Request, *, partially: bool = True) -> bool:
         return True
 

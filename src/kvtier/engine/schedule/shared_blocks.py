@@ -34,6 +34,10 @@ class SharedBlocks:
     def num_free_blocks(self) -> int:
         return self.num_blocks - self._pool.referenced_units
 
+    @property
+    def num_held_blocks(self) -> int:
+        return self.num_blocks - self._pool.free_units
+
     def extend(self, request: Request, *, partially: bool = True) -> bool:
         """Only at a block boundary: within a block, the request owns the block, or has all that it needs."""
         awaited = self._awaited.get(request)

@@ -109,6 +109,18 @@ def test_the_state_has_the_engines_and_their_levels(server: Running) -> None:
     assert state["saved"]["currency"] == "$"  # type: ignore[index]
 
 
+def test_a_device_has_what_its_engine_keeps_and_what_requests_use_is_leased(
+    server: Running, engine: FakeEngine
+) -> None:
+    engine.levels = {"blocks": 64, "used_blocks": 16, "held_blocks": 48}
+
+    def level() -> tuple[object, ...]:
+        [device] = get(server, "state")["tiers"]  # type: ignore[misc]
+        return device["used_bytes"], device["leased_bytes"], device["blocks"]
+
+    wait_until(lambda: level() == (3 << 20, 1 << 20, 48))
+
+
 def test_an_engine_says_what_its_canary_has_found(tmp_path: Path) -> None:
     with fake_engine(tmp_path) as engine, running("openai", config_of(engine, page=PageConfig())) as server:
         engine.canary_checks = {"sound": 3, "wrong": 1}
