@@ -115,8 +115,15 @@ WAYS: list[Alter] = [
 def test_every_kind_of_wrong_block_is_found(
     model: Path, server: ServerProcess, dtype: str, ways: list[Alter], num_tokens: int
 ) -> None:
+    find_all(model, server, dtype, ways, num_tokens)
+
+
+def find_all(
+    model: Path, server: ServerProcess, dtype: str, ways: list[Alter], num_tokens: int, **more: object
+) -> None:
+    """A prompt for each way, one block of which is altered: each is found, and by one check alone."""
     prompts = [prompt_of(seed, num_tokens) for seed in range(len(ways))]
-    settings = {"dtype": dtype, "salt": f"ways {num_tokens}"}
+    settings = {"dtype": dtype, "salt": f"ways {num_tokens}", **more}
     with open_checked(model, server.unix, **settings) as producer:
         compute(producer, prompts)
         for number, (prompt, alter) in enumerate(zip(prompts, ways, strict=True)):
@@ -242,9 +249,11 @@ def test_a_serving_engine_checks_by_itself_once_it_is_idle(model: Path, server: 
         assert not llm.engine.loading_off
 
 
-def _sound(model: Path, server: ServerProcess, dtype: str, chunks: tuple[int, int], batch: int, seed: int) -> int:
+def check_sound(
+    model: Path, server: ServerProcess, dtype: str, chunks: tuple[int, int], batch: int, seed: int, **more: object
+) -> int:
     """Checks of blocks that an engine computed otherwise than the one that checks them. None may find anything."""
-    settings = {"dtype": dtype, "salt": f"sound {seed}"}
+    settings = {"dtype": dtype, "salt": f"sound {seed}", **more}
     prompts = [prompt_of(1000 * seed + number, 60 + 37 * number % 240) for number in range(12)]
     with open_checked(model, server.unix, max_num_batched_tokens=chunks[0], **settings) as producer:
         long_answers = SamplingParams(temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True)
@@ -272,7 +281,7 @@ def _num_blocks(llm: LLM, prompts: list[list[int]]) -> int:
 def test_sound_blocks_are_never_found_wrong(
     model: Path, server: ServerProcess, dtype: str, chunks: tuple[int, int], batch: int
 ) -> None:
-    assert _sound(model, server, dtype, chunks, batch, seed=1) > 100
+    assert check_sound(model, server, dtype, chunks, batch, seed=1) > 100
 
 
 @pytest.mark.soak
@@ -288,7 +297,9 @@ def test_thousands_of_sound_blocks_are_never_found_wrong(
     num_blocks = 0
     for _ in range(3):
         chunks = (chance.choice((17, 64, 8192)), chance.choice((16, 100, 8192)))
-        num_blocks += _sound(tmp_path, server, dtype, chunks, chance.choice((1, 4, 12)), seed=chance.randrange(10**6))
+        num_blocks += check_sound(
+            tmp_path, server, dtype, chunks, chance.choice((1, 4, 12)), seed=chance.randrange(10**6)
+        )
     assert num_blocks > 300
 
 
