@@ -176,7 +176,7 @@ bench-page: $(STAMP)
 	-$(BIN)/python -m pip install --quiet --group browser
 	-$(BIN)/python -m benchmarks.serving.test_page --json benchmarks/results/cpu_test_page.json
 	-$(BIN)/python -m benchmarks.prefixes.test_warm --json benchmarks/results/cpu_test_warm.json
-	-$(BIN)/python -m benchmarks.prefixes.test_pack --repeats 3 --json benchmarks/results/cpu_test_pack.json
+	-$(BIN)/python -m benchmarks.prefixes.test_pack --repeats 2 --json benchmarks/results/cpu_test_pack.json
 	$(BIN)/python scripts/figures.py
 
 bench-vllm: $(VLLM_STAMP)

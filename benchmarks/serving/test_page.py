@@ -51,7 +51,7 @@ _BARS = {
     "page_on_over_off": ">= 0.99",
     "page_cpu_share": "<= 0.01",
 }
-_TURNS, _QUICK_TURNS = (3, 8), (1, 2)
+_TURNS, _QUICK_TURNS = (3, 5), (1, 2)
 """Sittings, and pairs of rounds in each."""
 _PROCESS = re.compile(r"^\S+ (?:http|cache) +\| starting, process (\d+)$", re.MULTILINE)
 _NUM_BLOCKS = 100_000
