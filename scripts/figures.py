@@ -218,6 +218,22 @@ _BY_RESULT = [
         },
     ),
     (
+        "The client of such a cluster, on a newer version and another machine, two busy cores, without valkey-glide",
+        "cpu_valkey_client",
+        {
+            "client_cpu_s_per_gb_put": "put, CPU seconds per GB",
+            "client_cpu_s_per_gb_get": "get, CPU seconds per GB",
+            "client_cpu_s_per_gb": "the larger of both",
+            "client_cpu_s_per_gb_summed_put": "put through bare sockets with checksums, CPU seconds per GB",
+            "client_cpu_s_per_gb_summed_get": "get through bare sockets with checksums, CPU seconds per GB",
+            "client_cpu_s_per_gb_bare_put": "put through bare sockets without checksums, CPU seconds per GB",
+            "client_cpu_s_per_gb_bare_get": "get through bare sockets without checksums, CPU seconds per GB",
+            "client_cpu_over_bare": "CPU time over that of bare sockets with checksums, worse of both",
+            "dead_shard_match_ms": "match with a dead node, ms",
+            "prefix_hits_of_ideal": "prefix hits of a cluster that is too small, of the ideal",
+        },
+    ),
+    (
         "A prompt that another host has computed, through two cache servers and a Valkey cluster, two busy cores",
         "cpu_two_hosts",
         {

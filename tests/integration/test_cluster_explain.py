@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -276,6 +277,30 @@ def test_the_list_is_bounded_and_the_latest_stay(cluster: ValkeyCluster) -> None
 
     assert [each.namespace for each in known] == names[: -MAX_LISTED - 1 : -1]
     assert known[0].name == "again"
+
+
+def test_descriptions_that_are_large_in_sum_are_read_up_to_a_bound(cluster: ValkeyCluster) -> None:
+    """The latest are found; the others cost neither memory nor time."""
+    text = '{"a":"' + "a" * (60 << 10) + '"}'
+    with contextlib.closing(open_cluster(config_of(cluster))) as opened:
+        assert opened.wait_until_known(CALL_S)
+        described_ones = DescribedNamespaces(opened, ttl_s=3600.0)
+        names = [Namespace(bytes([number]) * 32) for number in range(32)]
+        for namespace in names:
+            described_ones.describe(namespace, "n", 16, text, CALL_S)
+        for node in cluster.primaries:
+            cluster.call(node, b"CONFIG", b"RESETSTAT")
+        known = described_ones.known(CALL_S)
+
+    assert [each.namespace for each in known] == names[:-9:-1]
+    assert sum(num_gets(cluster, node) for node in cluster.primaries) <= 1 + 16
+
+
+def num_gets(cluster: ValkeyCluster, node: ValkeyNode) -> int:
+    text = cluster.call(node, b"INFO", b"commandstats")
+    assert isinstance(text, bytes)
+    found = re.search(rb"cmdstat_get:calls=(\d+)", text)
+    return 0 if found is None else int(found[1])
 
 
 # --- hostile contents ------------------------------------------------------------------------------------------------

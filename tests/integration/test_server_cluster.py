@@ -20,7 +20,7 @@ from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.observe.metrics import TierMetrics
 from kvtier.plugins.embedded_server import EmbeddedCluster, EmbeddedServer
-from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.config import ClusterConfig, ClusterUse
 from kvtier.stores.valkey.slots import slot_of
 from kvtier.testing.servers import cache_server
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, empty_buffers, payloads
@@ -267,7 +267,9 @@ def test_the_metrics_and_the_description_of_a_server_name_its_cluster(cluster: V
 def test_a_server_that_is_started_on_demand_sits_above_the_cluster_that_it_is_told(cluster: ValkeyCluster) -> None:
     hashes = chain(80, 6)
     nodes = tuple(f"tcp://{seed}" for seed in cluster.seeds)
-    server = EmbeddedServer(8 << 20, cluster=EmbeddedCluster(nodes, cluster_flags(cluster)), unused_s=1.0)
+    config = ClusterConfig(valkey=nodes, segment=SEGMENT, timeout_s=CALL_S)
+    below = EmbeddedCluster(cluster_flags(cluster), ClusterUse.of(config, "commit", None))
+    server = EmbeddedServer(8 << 20, cluster=below, unused_s=1.0)
     with other_host(cluster) as other, contextlib.closing(server):
         other.offer(hashes, payloads(hashes))
         server.ensure()

@@ -14,16 +14,13 @@ from kvtier.cacheserver.tenants import DEFAULT_RETAINED_SHARE, MIN_TOKEN_BYTES
 from kvtier.errors import ConfigError
 from kvtier.memory.machine import machine_memory_bytes
 from kvtier.sizes import format_size
-from kvtier.stores.valkey.config import ClusterConfig
+from kvtier.stores.valkey.config import ClusterConfig, StoreOn
 from kvtier.transport.address import TcpAddress, UnixAddress
 from kvtier.wire.cipher import check_secret
 
 DEFAULT_MAX_RETENTION_S = 24 * 3600.0
 _MIN_DISK_WRITES_PER_DAY = 1 << 20
 _MAX_DISK_WRITES_PER_DAY = 1 << 60
-DEFAULT_CLUSTER_TIMEOUT_S = 0.15
-"""Shorter than the 0.25 s that an engine waits for its cache server: a cluster that hangs must not look like a
-cache server that hangs."""
 
 
 class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +73,7 @@ class CacheServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     touches_memory: bool = False
     key_file: Path | None = None
     cluster: ClusterConfig | None = None
-    shares_on: Literal["commit", "reuse", "worth"] = "commit"
+    shares_on: StoreOn = "commit"
     eviction: Eviction = "adaptive"
     share_bytes_per_s: int | None = None
 

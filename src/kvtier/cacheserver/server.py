@@ -10,6 +10,8 @@ import ssl
 import threading
 import time
 
+import msgspec
+
 from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.cacheserver.catalog import Catalog
 from kvtier.cacheserver.cluster_below import NO_CLUSTER, ClusterBelow, SharedCluster
@@ -33,6 +35,7 @@ from kvtier.observe.recent_warnings import RecentWarnings
 from kvtier.sizes import format_size
 from kvtier.stores.cipher import sealing_files
 from kvtier.stores.files import Files
+from kvtier.stores.valkey.config import ClusterUse
 from kvtier.transport.listening import UnixListener, listen_tcp
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import encode_frame
@@ -233,8 +236,15 @@ class CacheServer:
                 "tcp": f"tcp://{config.tcp.host}:{self.tcp_port}" if config.tcp else None,
                 "folder": str(config.folder) if config.folder else None,
                 "cluster": list(config.cluster.valkey) if config.cluster else None,
+                "cluster_use": self._describe_cluster(),
             }
         return described
+
+    def _describe_cluster(self) -> dict[str, object] | None:
+        config = self._config
+        if config.cluster is None:
+            return None
+        return msgspec.structs.asdict(ClusterUse.of(config.cluster, config.shares_on, config.share_bytes_per_s))
 
     def _count_up(self, asker: Tenant) -> dict[str, object]:
         """The statistics that `asker` may see: all, or a tenant's own."""

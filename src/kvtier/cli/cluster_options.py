@@ -6,15 +6,20 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import msgspec
 
-from kvtier.cacheserver.config import DEFAULT_CLUSTER_TIMEOUT_S
 from kvtier.cli.size_parameter import SizeParameter
 from kvtier.errors import ConfigError
-from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TTL_S, ClusterConfig
+from kvtier.stores.valkey.config import (
+    DEFAULT_BELOW_SERVER_TIMEOUT_S,
+    DEFAULT_SEGMENT,
+    DEFAULT_TTL_S,
+    ClusterConfig,
+    StoreOn,
+)
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _ASKED_TIMEOUT_S = 10.0
@@ -60,7 +65,7 @@ _OPTIONS = (
     click.option(
         "--cluster-timeout",
         type=float,
-        default=DEFAULT_CLUSTER_TIMEOUT_S,
+        default=DEFAULT_BELOW_SERVER_TIMEOUT_S,
         show_default=True,
         help="Seconds that a match waits for the cluster; must be less than the clients' time-out.",
     ),
@@ -127,7 +132,7 @@ class ClusterOptions(AskedClusterOptions):
     cluster_compute_once: bool
     cluster_ttl: float
     cluster_timeout: float
-    cluster_store_on: Literal["commit", "reuse", "worth"]
+    cluster_store_on: StoreOn
     cluster_write_rate: int | None
 
     def config(self) -> ClusterConfig | None:

@@ -30,6 +30,7 @@ from kvtier.errors import ConfigError, KvtierError, TierRefused, TierTimeout, Ti
 from kvtier.plugins.runtime_folder import remove_dead, server_folder, try_lock
 from kvtier.sizes import format_size
 from kvtier.stores.folder import take_folder
+from kvtier.stores.valkey.config import ClusterUse
 from kvtier.transport.address import UnixAddress
 from kvtier.transport.listening import peer_process
 from kvtier.wire import messages as wire
@@ -73,10 +74,10 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedCluster:
-    """A Valkey cluster below the server: some of its `nodes`, and `options` of the command that name it."""
+    """A Valkey cluster below the server: the command's `options` that name it, and what they mean."""
 
-    nodes: tuple[str, ...]
     options: tuple[str, ...]
+    use: ClusterUse
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -84,12 +85,18 @@ class _Settings(msgspec.Struct, frozen=True):
 
     memory_bytes: int
     file_space_bytes: int | None
-    cluster: tuple[str, ...] | None = None
+    cluster_use: ClusterUse | None = None
 
-    def __str__(self) -> str:
+    def beside(self, wanted: _Settings) -> str:
+        """What they are, and how the cluster is used in another way than `wanted`."""
         disk = "no disk" if self.file_space_bytes is None else f"disk {format_size(self.file_space_bytes)}"
-        cluster = "" if self.cluster is None else f", above the cluster {self.cluster[0]}"
-        return f"memory {format_size(self.memory_bytes)} and {disk}{cluster}"
+        text = f"memory {format_size(self.memory_bytes)} and {disk}"
+        if self.cluster_use is None:
+            return text if wanted.cluster_use is None else f"{text}, without a cluster"
+        text += f", above the cluster {self.cluster_use.valkey[0]}"
+        if wanted.cluster_use is None or not (differences := self.cluster_use.differences(wanted.cluster_use)):
+            return text
+        return f"{text} with {', '.join(differences)}"
 
 
 class _Use(msgspec.Struct):
@@ -128,8 +135,8 @@ class EmbeddedServer:
         self._disk = disk
         self._cluster = cluster
         self._page = page
-        nodes = None if cluster is None else cluster.nodes
-        self._settings = _Settings(memory // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES, disk, nodes)
+        use = None if cluster is None else cluster.use
+        self._settings = _Settings(memory // SLOT_ALIGN_BYTES * SLOT_ALIGN_BYTES, disk, use)
         self._unused_s = unused_s
         self._start_timeout_s = start_timeout_s
         identity = ["memory", name, str(memory)] if self._folder is None else ["folder", str(self._folder)]
@@ -302,7 +309,7 @@ class EmbeddedServer:
             self._end_other()
         elif not is_patient:
             raise ConfigError(
-                f"the embedded cache server of {self._folder} is in use with {found}: "
+                f"the embedded cache server of {self._folder} is in use with {found.beside(self._settings)}: "
                 "give the same settings or another folder, or stop the engines that use it"
             )
         return None

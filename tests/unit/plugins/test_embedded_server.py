@@ -23,6 +23,7 @@ from kvtier.client.client import CacheClient
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.plugins.embedded_server import EmbeddedCluster, EmbeddedServer
 from kvtier.plugins.runtime_folder import server_folder, try_lock
+from kvtier.stores.valkey.config import ClusterConfig, ClusterUse
 from kvtier.testing.servers import cache_server
 from tests.support.actors import chain, is_stopped, open_client, payloads, read_all, stays, wait_until
 from tests.support.waiting import LIMIT_S
@@ -349,6 +350,39 @@ def test_other_settings_for_a_folder_in_use_are_refused_in_a_sentence(tmp_path: 
             )
 
 
+def cluster_with(**settings: object) -> EmbeddedCluster:
+    """A cluster whose nodes do not answer."""
+    config = ClusterConfig(valkey=("tcp://127.0.0.1:1",), **{"timeout_s": 0.5, **settings})  # type: ignore[arg-type]
+    options = ["--cluster", config.valkey[0], "--cluster-segment", str(config.segment)]
+    options += ["--cluster-ttl", str(config.ttl_s), "--cluster-timeout", str(config.timeout_s)]
+    return EmbeddedCluster(tuple(options), ClusterUse.of(config, "commit", None))
+
+
+def test_another_use_of_the_cluster_for_a_folder_in_use_is_refused_and_named(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with embedded(folder, cluster=cluster_with()), embedded(folder, cluster=cluster_with()):
+        for other, named in (
+            (cluster_with(segment=64), ", above the cluster tcp://127.0.0.1:1 with segment 128 and not 64"),
+            (
+                cluster_with(ttl_s=60.0, timeout_s=0.25),
+                ", above the cluster tcp://127.0.0.1:1 with ttl_s 604800.0 and not 60.0, timeout_s 0.5 and not 0.25",
+            ),
+            (None, ", above the cluster tcp://127.0.0.1:1"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                wanted(folder, cluster=other).ensure()
+
+            assert str(caught.value) == (
+                f"the embedded cache server of {folder} is in use with memory 8MiB and disk 64MiB{named}: "
+                "give the same settings or another folder, or stop the engines that use it"
+            )
+
+
+def test_a_cluster_for_a_folder_in_use_without_one_is_refused_and_named(tmp_path: Path) -> None:
+    with embedded(tmp_path / "data"), pytest.raises(ConfigError, match="disk 64MiB, without a cluster: give the same"):
+        wanted(tmp_path / "data", cluster=cluster_with()).ensure()
+
+
 def test_other_settings_replace_a_server_that_nobody_uses_any_more(runtime: Path, tmp_path: Path) -> None:
     with embedded(tmp_path / "data") as address:
         set_blocks(address)
@@ -476,10 +510,6 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_processes_that_say_different_things_of_a_cluster_share_no_server() -> None:
-    nodes = ("tcp://127.0.0.1:7000",)
-    options = [("--cluster", nodes[0]), ("--cluster", nodes[0], "--cluster-segment", "64")]
-    addresses = [
-        EmbeddedServer(8 << 20, cluster=EmbeddedCluster(nodes, each)).address for each in (*options, options[0])
-    ]
+    addresses = [EmbeddedServer(8 << 20, cluster=cluster_with(segment=segment)).address for segment in (128, 64, 128)]
 
     assert addresses[0] == addresses[2] != addresses[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.cacheserver.config import DEFAULT_CLUSTER_TIMEOUT_S, CacheServerConfig
+from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.file.named_file import read_secret, require_file
 from kvtier.deploy.file.native import (
     CacheSection,
@@ -23,7 +23,7 @@ from kvtier.sizes import format_size
 from kvtier.stores.folder import MIN_FILE_BYTES
 from kvtier.stores.mooncake.config import MooncakeConfig
 from kvtier.stores.objects.config import ObjectsConfig
-from kvtier.stores.valkey.config import DEFAULT_TIMEOUT_S, ClusterConfig
+from kvtier.stores.valkey.config import DEFAULT_BELOW_SERVER_TIMEOUT_S, DEFAULT_TIMEOUT_S, ClusterConfig
 from kvtier.transport.address import TcpAddress, parse_host_port
 
 
@@ -127,7 +127,7 @@ def _plan_cluster(cluster: ClusterSection | None, place: Location, origin: Origi
         return None
     if cluster.below == "engine" and (cluster.store_on != "commit" or cluster.write_rate is not None):
         raise origin.wrong(place, "store_on and write_rate are for a cluster below a server: leave out below")
-    timeout_s = DEFAULT_CLUSTER_TIMEOUT_S if cluster.below == "server" else DEFAULT_TIMEOUT_S
+    timeout_s = DEFAULT_BELOW_SERVER_TIMEOUT_S if cluster.below == "server" else DEFAULT_TIMEOUT_S
     password = read_secret(origin, place, "password_file", cluster.password_file)
     require_file(origin, place, "ca_file", cluster.ca_file)
     try:

@@ -14,7 +14,14 @@ from kvtier.blocks.layout import KvLayout
 from kvtier.errors import ConfigError
 from kvtier.plugins.embedded_server import EmbeddedCluster, EmbeddedServer
 from kvtier.sizes import format_size, parse_size
-from kvtier.stores.valkey.config import DEFAULT_SEGMENT, DEFAULT_TIMEOUT_S, DEFAULT_TTL_S, ClusterConfig
+from kvtier.stores.valkey.config import (
+    DEFAULT_BELOW_SERVER_TIMEOUT_S,
+    DEFAULT_SEGMENT,
+    DEFAULT_TTL_S,
+    ClusterConfig,
+    ClusterUse,
+    StoreOn,
+)
 from kvtier.transport.address import parse_address, parse_host_port
 
 _DEFAULT_MEMORY = "4GiB"
@@ -37,23 +44,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     compute_once: bool = True
     plaintext: bool = False
     timeout_s: float | None = None
-    store_on: Literal["commit", "reuse", "worth"] = "commit"
+    store_on: StoreOn = "commit"
     write_rate: str | int | None = None
 
     def __post_init__(self) -> None:
-        password = None if self.password_file is None else "it is read by the server"
-        ClusterConfig(
-            valkey=self.valkey,
-            user=self.user,
-            password=password,
-            ca_file=self.ca_file,
-            ttl_s=self.ttl,
-            segment=self.segment,
-            plaintext=self.plaintext,
-            timeout_s=DEFAULT_TIMEOUT_S if self.timeout_s is None else self.timeout_s,
-        )
-        if self.write_rate is not None:
-            parse_size(self.write_rate)
+        self._use()
 
     def embedded(self) -> EmbeddedCluster:
         options = ["--cluster", ",".join(self.valkey), "--cluster-ttl", str(self.ttl)]
@@ -73,7 +68,22 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             options += ["--cluster-store-on", self.store_on]
         if self.write_rate is not None:
             options += ["--cluster-write-rate", str(parse_size(self.write_rate))]
-        return EmbeddedCluster(self.valkey, tuple(options))
+        return EmbeddedCluster(tuple(options), self._use())
+
+    def _use(self) -> ClusterUse:
+        """Raises `ConfigError`."""
+        config = ClusterConfig(
+            valkey=self.valkey,
+            user=self.user,
+            password=None if self.password_file is None else "it is read by the server",
+            ca_file=None if self.ca_file is None else str(Path(self.ca_file).expanduser().resolve()),
+            ttl_s=self.ttl,
+            segment=self.segment,
+            timeout_s=DEFAULT_BELOW_SERVER_TIMEOUT_S if self.timeout_s is None else self.timeout_s,
+            plaintext=self.plaintext,
+            compute_once=self.compute_once,
+        )
+        return ClusterUse.of(config, self.store_on, None if self.write_rate is None else parse_size(self.write_rate))
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

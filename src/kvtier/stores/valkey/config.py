@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -16,10 +17,16 @@ from kvtier.stores.valkey.node import Access, NodeAddress, is_loopback
 DEFAULT_TTL_S = 7 * 86400.0
 DEFAULT_SEGMENT = 128
 DEFAULT_TIMEOUT_S = 1.0
+DEFAULT_BELOW_SERVER_TIMEOUT_S = 0.15
+"""Shorter than the 0.25 s that an engine waits for its cache server: a cluster that hangs must not look like a
+cache server that hangs."""
 _MIN_TTL_S, _MAX_TTL_S = 60.0, 10 * 365 * 86400.0
 _MAX_SEGMENT = 1 << 16
 _MAX_SEEDS = 64
 _MAX_TIMEOUT_S = 600.0
+
+
+StoreOn: TypeAlias = Literal["commit", "reuse", "worth"]
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +86,45 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return Access(self.user, self.password, tls, self.plaintext)
 
 
+class ClusterUse(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cache server uses its cluster, as its description shows it: everything but the password."""
+
+    valkey: tuple[str, ...]
+    user: str | None
+    ca_file: str | None
+    ttl_s: float
+    segment: int
+    timeout_s: float
+    plaintext: bool
+    compute_once: bool
+    store_on: StoreOn
+    write_bytes_per_s: int | None
+
+    @classmethod
+    def of(cls, config: ClusterConfig, store_on: StoreOn, write_bytes_per_s: int | None) -> ClusterUse:
+        return cls(
+            valkey=config.valkey,
+            user=config.user,
+            ca_file=config.ca_file,
+            ttl_s=config.ttl_s,
+            segment=config.segment,
+            timeout_s=config.timeout_s,
+            plaintext=config.plaintext,
+            compute_once=config.compute_once,
+            store_on=store_on,
+            write_bytes_per_s=write_bytes_per_s,
+        )
+
+    def differences(self, other: ClusterUse) -> list[str]:
+        """Each setting in which `other` differs, such as "segment 128 and not 64"."""
+        mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        return [
+            f"{name} {_shown(value)} and not {_shown(others[name])}"
+            for name, value in mine.items()
+            if value != others[name]
+        ]
+
+
 def open_cluster(config: ClusterConfig) -> Cluster:
     """It need not answer now. Raises `ConfigError` for a `ca_file` that cannot be read."""
     return Cluster(config.seeds, config.access())
@@ -95,6 +141,10 @@ def blocks_in(
     return ClusterBlocks(
         cluster, namespace, block_bytes, ttl_s=config.ttl_s, segment_blocks=config.segment, on_loss=on_loss
     )
+
+
+def _shown(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value)
 
 
 def _parse_node(text: str) -> NodeAddress:

@@ -28,8 +28,9 @@ from kvtier.stores.valkey.slots import slot_of
 MAX_LISTED = 128
 _MAX_FIELDS_CHARS = 64 << 10
 _MAX_VALUE_BYTES = 96 << 10
-_MAX_READ_CHARS = 512 << 10
-"""Of all that is read at once."""
+_MAX_READ_BYTES = 512 << 10
+"""Of all descriptions that are read at once."""
+_READ_KEYS = 8
 _MAX_NAME_CHARS = 256
 _MAX_BLOCK_TOKENS = 1 << 20
 _MAX_DUE = 1024
@@ -105,15 +106,18 @@ class DescribedNamespaces:
     def known(self, timeout_s: float) -> list[DescribedNamespace]:
         """Those that hosts have described, the latest first. Some are left out if nodes do not answer in time."""
         deadline = time.monotonic() + timeout_s
-        listed = self._listed(deadline)
-        texts = self._get([_fields_key(namespace) for namespace in listed], deadline)
-        found = []
-        num_left = _MAX_READ_CHARS
-        for namespace, text in zip(listed, texts, strict=True):
-            described = None if text is None else _read(namespace, text)
-            num_left -= 0 if described is None or text is None else len(text)
-            if described is not None and num_left >= 0:
-                found.append(described)
+        listed = list(self._listed(deadline))
+        found: list[DescribedNamespace] = []
+        num_left = _MAX_READ_BYTES
+        for first in range(0, len(listed), _READ_KEYS):
+            some = listed[first : first + _READ_KEYS]
+            texts = self._get([_fields_key(namespace) for namespace in some], deadline)
+            for namespace, text in zip(some, texts, strict=True):
+                num_left -= len(text or b"")
+                if num_left < 0:
+                    return found
+                if text is not None and (described := _read(namespace, text)) is not None:
+                    found.append(described)
         return found
 
     # --- the list --------------------------------------------------------------------------------------------------
