@@ -189,17 +189,20 @@ def _opened_glide(cluster: ValkeyCluster, stack: contextlib.ExitStack) -> GlideP
 
 
 def measure_dead_shard(cluster: ValkeyCluster, num_blocks: int) -> float:
-    """Milliseconds that a match takes beside a dead node, once that is known."""
+    """Milliseconds that a match takes once the node of the prompt's last blocks is dead and that is known."""
     hashes = block_hashes(NAMESPACE, range(num_blocks * 16), 16)
     with opened(cluster, LAYOUT, NAMESPACE, timeout_s=1.0) as tier:
         tier.match(hashes).release()
-        cluster.primaries[1].kill()
+        _, slots = tier.keys_of(hashes)
+        cluster.owner_of(slots[-1]).kill()
         tier.match(hashes).release()
         times = []
         for _ in range(5):
             started_at = time.perf_counter()
-            tier.match(hashes).release()
-            times.append(time.perf_counter() - started_at)
+            with tier.match(hashes) as lease:
+                times.append(time.perf_counter() - started_at)
+                if lease.num_blocks == num_blocks:
+                    raise AssertionError("the dead node had no block of the prompt")
     return 1000 * sorted(times)[2]
 
 

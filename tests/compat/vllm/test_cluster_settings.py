@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,29 @@ def test_engines_that_say_different_things_of_a_cluster_share_no_server(more: di
     assert address_of() == address_of()
     assert address_of(**more) == address_of(**more)
     assert address_of(**more) != address_of()
+
+
+def test_engines_with_the_same_settings_share_the_server_of_a_folder(tmp_path: Path) -> None:
+    """The server describes all of them as they were given."""
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    settings = ClusterSettings(
+        valkey=("tcp://127.0.0.1:1",),  # no node answers
+        user="kvtier",
+        password_file=str(password),
+        ttl=3600,
+        segment=64,
+        compute_once=False,
+        plaintext=True,
+        timeout_s=0.3,
+        store_on="worth",
+        write_rate="1MiB",
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            server = EmbeddedServer(8 << 20, tmp_path / "data", 64 << 20, cluster=settings.embedded(), unused_s=1.0)
+            stack.callback(server.close)
+            server.ensure()
 
 
 def test_how_blocks_are_written_is_told_to_the_server() -> None:
