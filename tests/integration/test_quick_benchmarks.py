@@ -67,6 +67,7 @@ QUICK = (
 _EXACT = {"planning.live_curve"}
 """Their bars do not depend on how fast the machine is: they are met, also here."""
 _ZEROMQ = "remote_kv_cache.baseline.test_zmq_transfer"
+_WITHOUT_PEER = "cluster.test_valkey"
 _ELSEWHERE = {
     "remote_kv_cache.baseline.test_gpu_hit": "needs a GPU",
     "vllm.test_overhead": "needs vLLM's environment",
@@ -75,8 +76,8 @@ _ELSEWHERE = {
 }
 
 
-def _run(module: str, target: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", str(target)]
+def _run(module: str, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", str(target), *more]
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
 
 
@@ -88,14 +89,15 @@ def test_every_benchmark_with_a_quick_size_is_run_here() -> None:
             parts = path.relative_to(_ROOT / "benchmarks").with_suffix("").parts
             found.add(".".join(part for part in parts if part != "__main__"))
 
-    assert found == {*QUICK, _ZEROMQ, *_ELSEWHERE}
+    assert found == {*QUICK, _ZEROMQ, _WITHOUT_PEER, *_ELSEWHERE}
 
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(_LIMIT_S + 60)
-@pytest.mark.parametrize("module", QUICK)
+@pytest.mark.parametrize("module", [*QUICK, _WITHOUT_PEER])
 def test_a_quick_run_ends_with_a_result(module: str, tmp_path: Path) -> None:
-    done = _run(module, tmp_path / "result.json")
+    more = ("--alone",) if module == _WITHOUT_PEER else ()
+    done = _run(module, tmp_path / "result.json", *more)
 
     assert done.returncode in ((0,) if module in _EXACT else (0, 1)), done.stderr[-4000:]
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
