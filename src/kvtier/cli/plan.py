@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import click
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.cli.connection_options import Reach, connection_options
 from kvtier.cli.size_parameter import SizeParameter
 from kvtier.errors import ConfigError, KvtierError
@@ -40,6 +42,11 @@ _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
 @click.option("--memory", type=SizeParameter(), help="What there is now, for a trace.")
 @click.option("--disk", type=SizeParameter(), help="What there is now, for a trace.")
 @click.option(
+    "--eviction",
+    type=click.Choice(get_args(Eviction)),
+    help="What the deployment runs, for a trace: the advice is for that.  [default: adaptive]",
+)
+@click.option(
     "--simulate/--no-simulate", "simulates", default=True, help="Replay a trace through the adaptive policy, too."
 )
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
@@ -55,6 +62,7 @@ def plan_command(
     block_tokens: int | None,
     memory: int | None,
     disk: int | None,
+    eviction: Eviction | None,
     simulates: bool,
     page: Path | None,
     picture: Path | None,
@@ -68,7 +76,11 @@ def plan_command(
     try:
         costs = Costs(shape_of(shape, kv_dtype), GPUS[gpu.lower()], float(disk_speed), prefill_speed)
         if trace is None:
-            plan = _plan_of_server(reach, costs, memory, disk)
+            if memory is not None or disk is not None or eviction is not None:
+                raise ConfigError(
+                    "a server reports its own sizes and policy: --memory, --disk and --eviction are for a trace"
+                )
+            plan = _plan_of_server(reach, costs)
         else:
             if reach.server is not None:
                 raise ConfigError("give a trace or --server, not both")
@@ -80,6 +92,7 @@ def plan_command(
                 memory_bytes=memory,
                 disk_bytes=disk,
                 simulate=_told_replay if simulates else None,
+                eviction=eviction or "adaptive",
             )
         click.echo("\n".join(lines_of(plan)))
         if page is not None:
@@ -111,9 +124,7 @@ def _read(trace: Path) -> list[TracedRequest]:
     return requests
 
 
-def _plan_of_server(reach: Reach, costs: Costs, memory: int | None, disk: int | None) -> Plan:
-    if memory is not None or disk is not None:
-        raise ConfigError("a server reports its own sizes: --memory and --disk are for a trace")
+def _plan_of_server(reach: Reach, costs: Costs) -> Plan:
     with reach.connect(_TIMEOUT_S) as client:
         curve = read_curve(client.miss_curve())
     return plan_live(curve, costs, name=reach.address)

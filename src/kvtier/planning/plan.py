@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtier.blocks.eviction import Eviction
 from kvtier.errors import ConfigError
 from kvtier.planning.reuse import Use, block_tokens_of, num_distinct, uses_of
 from kvtier.simulate.costs import USED_SHARE, Costs
@@ -44,17 +45,19 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """One size. `adaptive` is the effect under the adaptive policy, if that was simulated."""
+    """One size. `adaptive` is the effect under the adaptive policy, if that was simulated; `runs` is the policy to
+    advise on."""
 
     memory_bytes: int
     disk_bytes: int
     lru: Effect
     adaptive: Effect | None = None
+    runs: Eviction = "adaptive"
 
     @property
     def effect(self) -> Effect:
         """The effect on which advice is based."""
-        return self.lru if self.adaptive is None else self.adaptive
+        return self.lru if self.adaptive is None or self.runs == "lru" else self.adaptive
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,11 @@ def plan_trace(
     memory_bytes: int | None = None,
     disk_bytes: int | None = None,
     simulate: Simulate | None = None,
+    eviction: Eviction = "adaptive",
 ) -> Plan:
     """Make a plan from a trace. `memory_bytes` and `disk_bytes` are the current sizes, from which the advice starts.
+
+    The advice is for a deployment that runs `eviction`; what the other policy does is shown beside it.
 
     Raises `ConfigError` for a trace without blocks.
     """
@@ -97,9 +103,9 @@ def plan_trace(
         lru = replay.effect(memory, disk)
         memory_blocks, disk_blocks = memory // replay.block_bytes, disk // replay.block_bytes
         if simulate is None or not memory_blocks:
-            return PlanPoint(memory, disk, lru)
+            return PlanPoint(memory, disk, lru, runs=eviction)
         settings = TierSettings(memory_blocks, disk_blocks)
-        return PlanPoint(memory, disk, lru, replay.of(simulate(requests, settings, costs, block_tokens)))
+        return PlanPoint(memory, disk, lru, replay.of(simulate(requests, settings, costs, block_tokens)), eviction)
 
     by_memory = [point(size, 0) for size in sizes_for(all_bytes, memory_bytes)]
     now = point(memory_bytes or 0, disk_bytes or 0)
@@ -110,7 +116,7 @@ def plan_trace(
         f"{block_tokens}; all distinct blocks take {format_size(all_bytes)} "
         f"({format_size(costs.shape.kv_bytes)} per token)",
         _cost_note(costs),
-        _policy_note(by_memory, by_disk),
+        _policy_note(by_memory, by_disk, eviction),
     ]
     if replay.seconds < _SHORT_S:
         notes.append(f"the trace covers only {format_duration(replay.seconds)}: hours a day assume traffic like this")
@@ -227,7 +233,7 @@ def _cost_note(costs: Costs) -> str:
     )
 
 
-def _policy_note(by_memory: Sequence[PlanPoint], by_disk: Sequence[PlanPoint]) -> str:
+def _policy_note(by_memory: Sequence[PlanPoint], by_disk: Sequence[PlanPoint], eviction: Eviction) -> str:
     gains = [
         (100 * (point.adaptive.hit_share - point.lru.hit_share), point)
         for point in (*by_memory, *by_disk)
@@ -236,8 +242,9 @@ def _policy_note(by_memory: Sequence[PlanPoint], by_disk: Sequence[PlanPoint]) -
     if not gains:
         return LRU_NOTE
     best, worst = max(gains, key=lambda pair: pair[0]), min(gains, key=lambda pair: pair[0])
+    policy = "LRU; the adaptive policy was" if eviction == "lru" else "the adaptive policy,"
     return (
-        f"the advice is for the adaptive policy, simulated on the same trace: it differs from LRU by "
+        f"the advice is for {policy} simulated on the same trace: it differs from LRU by "
         f"{worst[0]:+.1f} (at {_sizes_of(worst[1])}) to {best[0]:+.1f} points (at {_sizes_of(best[1])}); "
         f"LRU is exact"
     )

@@ -45,6 +45,14 @@ def test_without_a_simulation_the_plan_says_so(trace: str) -> None:
     assert "was not simulated" in output
 
 
+def test_the_advice_is_for_the_policy_that_is_given(trace: str) -> None:
+    for eviction, sentence in (("lru", "the advice is for LRU"), ("adaptive", "the advice is for the adaptive policy")):
+        status, output = run(trace, "--model", "qwen2.5-7b", "--eviction", eviction)
+
+        assert status == 0, output
+        assert sentence in " ".join(output.split())
+
+
 @pytest.mark.slow
 def test_a_plan_is_drawn_as_a_picture(tmp_path: Path, trace: str) -> None:
     """In a process of its own: matplotlib keeps files of fonts open."""
@@ -74,6 +82,7 @@ def test_a_picture_without_matplotlib_is_one_sentence(
         (["{trace}", "--model", "qwen2.5-7b", "--html", "/nowhere/plan.html"], "/nowhere"),
         (["{trace}", "--model", "qwen2.5-7b", "--kv-dtype", "int3"], "KV dtype"),
         (["--model", "qwen2.5-7b", "--memory", "1GiB", "--server", "unix:/x"], "for a trace"),
+        (["--model", "qwen2.5-7b", "--eviction", "lru", "--server", "unix:/x"], "for a trace"),
         (["--model", "qwen2.5-7b", "--server", "unix:/nowhere/none.sock"], "none.sock"),
     ],
 )

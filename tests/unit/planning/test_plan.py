@@ -167,6 +167,14 @@ def test_ours_is_simulated_with_its_disk_and_advice_goes_by_it() -> None:
     assert point.effect is point.adaptive
 
 
+def test_a_deployment_with_lru_gets_advice_for_lru_beside_what_the_other_policy_would_do() -> None:
+    plan = planned(simulate=half, eviction="lru")
+
+    assert plan.advice == planned().advice != planned(simulate=half).advice
+    assert {point.adaptive.hit_share for point in plan.by_memory if point.adaptive is not None} == {0.5}
+    assert "the advice is for LRU; the adaptive policy was simulated on the same trace" in plan.notes[-1]
+
+
 def test_a_trace_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to plan"):
         plan_trace([TracedRequest(0, 10, 1, ())], COSTS, name="empty")
