@@ -159,7 +159,7 @@ class Clairvoyant:
         self._uses: dict[int, deque[int]] = {}
         time = 0
         for request in requests:
-            for block in reversed(request.hashes):
+            for block in request.hashes:  # so that of two with the same next request the later one leaves first
                 self._uses.setdefault(block, deque()).append(time)
                 time += 1
         self._next: dict[int, int] = {}
