@@ -5,6 +5,7 @@
 LRU and ours, the adaptive policy, run in the real pool; S3-FIFO, ARC and a clairvoyant cache are plain ones
 (`baselines`). Hits are the leading resident blocks of 512 tokens, at most the prompt's tokens, over all prompt tokens.
 Beside the recorded traces there are some that are made up here (`synthetic`); `--quick` has those alone, shorter ones.
+One more (`held_out`) was not used for any choice of the policy.
 `agentic_N` is ours on the agents' trace with N blocks, `lru_off` the largest difference between our LRU and what
 another program measured on the same trace. Ends with status 1 when a figure misses its bar. No figure depends on how
 fast or busy the machine is.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.eviction.baselines import Arc, Clairvoyant, S3Fifo, hit_rate
+from benchmarks.eviction.held_out import held_out_trace
 from benchmarks.eviction.synthetic import synthetic_traces
 from benchmarks.harness import Result, console, finish, make_parser, print_table, read_options
 from kvtier.blocks.eviction import Eviction, eviction_policy
@@ -27,6 +29,7 @@ SIZES = [500 << power for power in range(8)]
 QUICK_SIZES = [250, 500, 1000]
 QUICK_REQUESTS = 300
 MADE_UP = "made"
+HELD_OUT = "held_out"
 TRACES = {
     "agentic": "agentic_100.jsonl.gz",
     "mooncake_conversation": "mooncake_conversation_trace.jsonl",
@@ -62,11 +65,11 @@ POLICIES: dict[str, Callable[[Requests, int], float]] = {
 def main() -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="where recorded traces are")
-    parser.add_argument("--trace", action="append", choices=(*TRACES, MADE_UP), help="only this one")
+    parser.add_argument("--trace", action="append", choices=(*TRACES, MADE_UP, HELD_OUT), help="only this one")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     options, arguments = read_options(parser, ())
     sizes = arguments.sizes or (QUICK_SIZES if options.quick else SIZES)
-    names = arguments.trace or ((MADE_UP,) if options.quick else (*TRACES, MADE_UP))
+    names = arguments.trace or ((MADE_UP,) if options.quick else (*TRACES, MADE_UP, HELD_OUT))
     tables: Tables = {}
     result = Result("eviction", {"sizes": sizes, "traces": list(names)})
     for name in names:
@@ -81,6 +84,8 @@ def main() -> int:
 
 
 def _traces(name: str, folder: Path, *, is_quick: bool) -> dict[str, list[TracedRequest]]:
+    if name == HELD_OUT:
+        return {name: held_out_trace()}
     if name != MADE_UP:
         return {name: by_arrival(read_traces(folder / TRACES[name]))}
     return synthetic_traces(QUICK_REQUESTS) if is_quick else synthetic_traces()
@@ -95,6 +100,9 @@ def _rows(trace: str, rates: dict[str, list[float]], sizes: Sequence[int]) -> li
 
 def _figures(tables: Tables, sizes: Sequence[int]) -> dict[str, float]:
     figures = {"worst_below_lru": _worst_below("LRU", tables.values())}
+    if HELD_OUT in tables:
+        figures["held_out_below_lru"] = _worst_below("LRU", [tables[HELD_OUT]])
+        figures["held_out_below_arc"] = _worst_below("ARC", [tables[HELD_OUT]])
     recorded = [table for name, table in tables.items() if name.startswith("mooncake")]
     if recorded:
         figures["worst_below_arc_mooncake"] = _worst_below("ARC", recorded)

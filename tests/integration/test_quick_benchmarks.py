@@ -24,6 +24,7 @@ QUICK = (
     "cluster.test_two_hosts",
     "objects.test_segments",
     "eviction",
+    "eviction.cost",
     "eviction.served",
     "offloading_KV_cache.baseline.test_copies",
     "offloading_KV_cache.baseline.test_prefills",

@@ -15,23 +15,28 @@ a match can reach: no match can reach blocks behind a gap.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from kvtier.blocks.duel import Duel
 from kvtier.blocks.hashing import BlockHash
-from kvtier.blocks.reuse_model import NUM_CLASSES, ReuseModel, class_of
+from kvtier.blocks.reuse_model import FIRST_S, NUM_BUCKETS, NUM_CLASSES, ReuseModel, class_of
 from kvtier.blocks.run import Run, Scoped
 from kvtier.blocks.share import Share
 
 _RUN = operator.attrgetter("run")
 _POPS_OF_ONE = 16
-"""Blocks that leave one run before candidates are compared again."""
+_POPS_SHARE = 256
+"""So many blocks, or one part in this many of the pool, leave one run before candidates are compared again."""
 _NUM_SAMPLED = 16
+_NUM_ADDED = 4
+_NUM_KEPT = 8
+"""So many of the best candidates meet so many new ones in the next comparison, if it follows at once."""
 _CAPACITY_WINDOW = 8
 """In capacities: blocks placed before the capacity is taken to have shrunk."""
 _REST_S = 30.0
@@ -48,8 +53,8 @@ class RunBlock(Protocol):
     """The policy's view of a block; see `pool.Block`."""
 
     hash: BlockHash
-    is_pinned: bool
-    is_retained: bool
+    kept: int
+    """Not zero while the block is pinned or retained."""
     num_refs: int
     run: Run[RunBlock] | None
 
@@ -58,6 +63,9 @@ class RunBlock(Protocol):
 
 
 _Block = TypeVar("_Block", bound=RunBlock)
+_Candidate: TypeAlias = tuple[float, float, int, Run[_Block]]
+"""A run's worth, its last use, and a number that no other candidate has, so that candidates can be sorted."""
+_frexp = math.frexp
 
 
 class AdaptivePolicy(Generic[_Block]):
@@ -79,6 +87,9 @@ class AdaptivePolicy(Generic[_Block]):
         self._peak = 0
         self._num_placed = 0
         self._seed = 1
+        self._best: list[_Candidate[_Block]] = []
+        self._compared_at = -math.inf
+        self._num_compared = 0
         self._victim: Run[_Block] | None = None
         self._weighed_for: Run[_Block] | None = None
         self._num_left = 0
@@ -128,7 +139,7 @@ class AdaptivePolicy(Generic[_Block]):
         while first < num_blocks:
             old = blocks[first].run
             end = first + 1
-            if not first and len(set(map(_RUN, blocks))) == 1:
+            if not first and list(map(_RUN, blocks)).count(old) == num_blocks:
                 end = num_blocks
             while end < num_blocks and blocks[end].run is old:
                 end += 1
@@ -141,7 +152,11 @@ class AdaptivePolicy(Generic[_Block]):
         self._remove(block.run, 1)  # type: ignore[arg-type]
 
     def remove_all(self, blocks: Sequence[_Block]) -> None:
-        for run, count in Counter(map(_RUN, blocks)).items():
+        runs = list(map(_RUN, blocks))
+        if runs and runs.count(runs[0]) == len(runs):  # most prompts: faster than counting by run
+            self._remove(runs[0], len(runs))
+            return
+        for run, count in Counter(runs).items():
             self._remove(run, count)
 
     def _remove(self, run: Run[_Block] | None, count: int) -> None:
@@ -199,8 +214,9 @@ class AdaptivePolicy(Generic[_Block]):
             run.used_at = used_at
             self._list(run)
             made.append((run, of_lru))
-        for block in blocks:
-            block.run = run  # type: ignore[assignment]
+        if run is not old:
+            for block in blocks:
+                block.run = run  # type: ignore[assignment]
         run.blocks.extend(blocks)
         run.num_live += len(blocks)
         run.size += len(blocks)
@@ -233,7 +249,7 @@ class AdaptivePolicy(Generic[_Block]):
             found = self._choose(newcomer)
             if found is None:
                 return []
-            run, self._num_left = found, _POPS_OF_ONE
+            run, self._num_left = found, max(_POPS_OF_ONE, self._capacity // _POPS_SHARE)
             self._victim, self._weighed_for = run, newcomer
         popped = self._pop(run, min(count, self._num_left))
         self._num_left -= len(popped)
@@ -277,27 +293,51 @@ class AdaptivePolicy(Generic[_Block]):
         return self._num_live
 
     def _choose(self, newcomer: Run[_Block] | None) -> Run[_Block] | None:
-        oldest = [next(iter(runs)) for runs in self._classes if runs]
-        if not oldest:
+        if not self._runs:
             return None
         if self._duel.lru_rules:
-            return min(oldest, key=_used_at)
+            return min((next(iter(runs)) for runs in self._classes if runs), key=_used_at)
         now = self._clock()
-        runs, seed = self._runs, self._seed
-        for _ in range(_NUM_SAMPLED):
-            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-            oldest.append(runs[(seed >> 8) % len(runs)])
-        self._seed = seed
-        worth_of = self._model.worth
-        found, worth = oldest[0], math.inf
-        for run in oldest:
-            its_worth = worth_of(run.gap_class, now - run.used_at)  # type: ignore[operator]
-            if its_worth < worth or (its_worth == worth and _used_at(run) < _used_at(found)):
-                found, worth = run, its_worth
+        worth, _, _, found = self._compare(now)
         if newcomer is not None and self._declines and self._is_declined(newcomer, worth, now):
             newcomer.is_declined = True
             return None
         return found
+
+    def _compare(self, now: float) -> _Candidate[_Block]:
+        """The candidate of least worth; of several, the oldest.
+
+        Evictions for one prompt compare again and again. Meanwhile worths stay the same and no runs are added: the best
+        candidates of the last comparison stay, too, and only a few new ones are sampled.
+        """
+        best, runs = self._best, self._runs
+        if best and 0 <= now - self._compared_at < _ONE_USE_S:
+            num_sampled = _NUM_ADDED
+            added: list[Run[_Block]] = []
+            while best and best[0][3].place is None:
+                gone = best.pop(0)[3]
+                added += itertools.islice(self._classes[gone.gap_class], 1)
+        else:
+            num_sampled = _NUM_SAMPLED
+            self._compared_at = now
+            best.clear()
+            added = [next(iter(of_class)) for of_class in self._classes if of_class]
+        seed, num_runs = self._seed, len(runs)
+        for _ in range(num_sampled):
+            seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
+            added.append(runs[(seed >> 8) % num_runs])
+        self._seed = seed
+        worths_of = self._model.worths_of
+        for run in added:
+            used_at: float = run.used_at  # type: ignore[assignment]
+            bucket = _frexp((now - used_at) / FIRST_S)[1]  # inlined from `bucket_of`: called for every candidate
+            worths = worths_of(run.gap_class)
+            worth = worths[bucket if 0 <= bucket < NUM_BUCKETS else 0 if bucket < 0 else NUM_BUCKETS - 1]
+            self._num_compared += 1
+            best.append((worth, used_at, self._num_compared, run))
+        best.sort()
+        del best[_NUM_KEPT:]
+        return best[0]
 
     def _is_declined(self, newcomer: Run[_Block], worth: float, now: float) -> bool:
         if not newcomer.is_reachable and now - self._declined_at < _REST_S:
@@ -314,12 +354,17 @@ class AdaptivePolicy(Generic[_Block]):
     def _pop(self, run: Run[_Block], count: int) -> list[_Block]:
         """Take at most `count` blocks from the end of a run that has some."""
         blocks = run.blocks
-        popped: list[_Block] = []
         num_wanted = min(count, run.num_live)
-        while len(popped) < num_wanted:
-            block = blocks.pop()
-            if block.run is run and not block.num_refs and not block.is_pinned and not block.is_retained:
-                popped.append(block)
+        if len(blocks) == run.num_live:
+            popped = blocks[-num_wanted:]
+            popped.reverse()
+            del blocks[-num_wanted:]
+        else:
+            popped = []
+            while len(popped) < num_wanted:
+                block = blocks.pop()
+                if block.run is run and not block.num_refs and not block.kept:
+                    popped.append(block)
         self._num_live -= num_wanted
         run.num_live -= num_wanted
         run.size -= num_wanted
@@ -341,6 +386,7 @@ class AdaptivePolicy(Generic[_Block]):
     # --- the runs that have blocks ---------------------------------------------------------------------------------
 
     def _list(self, run: Run[_Block]) -> None:
+        self._best.clear()
         run.place = len(self._runs)
         self._runs.append(run)
         self._classes[run.gap_class][run] = None
@@ -366,7 +412,7 @@ def _after(run: Run[_Block], now: float) -> Run[_Block]:
 
 
 def _is_listed(block: RunBlock) -> bool:
-    return not block.num_refs and not block.is_pinned and not block.is_retained
+    return not block.num_refs and not block.kept
 
 
 def _used_at(run: Run[_Block]) -> float:

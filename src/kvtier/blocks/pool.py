@@ -202,7 +202,7 @@ class BlockPool:
                 break
             if not block.num_refs:
                 num_fresh += 1
-                if not block.is_pinned:
+                if not block.kept & _PINNED:
                     wanted_again.append(block)
             block.num_refs += 1
         if wanted_again:
@@ -364,20 +364,22 @@ class BlockPool:
         """Return one reference of each block. Returns the blocks that may be evicted now, in the order of `blocks`."""
         ready = BlockState.READY
         freed: list[Block] = []
+        num_units = 0
         for block in reversed(blocks):
             num_refs = block.num_refs - 1
             assert num_refs >= 0, "a reference was returned twice"
             block.num_refs = num_refs
             if num_refs:
                 continue
-            self.referenced_units -= block.size
+            num_units += block.size
             if block.state is ready:
-                if not block.is_pinned:
+                if not block.kept & _PINNED:
                     freed.append(block)
                 continue
             if block.state is BlockState.PENDING or block.state is BlockState.LOADING:
                 self._forget(block)
             self._give_back(block)
+        self.referenced_units -= num_units
         freed.reverse()
         return freed
 
@@ -539,7 +541,7 @@ class BlockPool:
 
     def _reference(self, block: Block) -> None:
         if block.num_refs == 0:
-            if not block.is_pinned:
+            if not block.kept & _PINNED:
                 self._policy.remove(block)
             self.referenced_units += block.size
         block.num_refs += 1

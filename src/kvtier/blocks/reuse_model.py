@@ -13,10 +13,10 @@ import math
 
 NEW_CLASS = 0
 NUM_CLASSES = 24
-_NUM_BUCKETS = 40
-_FIRST_S = 0.05
-_LOG2_FIRST = math.log2(_FIRST_S)
-_EDGES = [0.0] + [_FIRST_S * 2.0**power for power in range(_NUM_BUCKETS)]
+NUM_BUCKETS = 40
+FIRST_S = 0.05
+_LOG2_FIRST = math.log2(FIRST_S)
+_EDGES = [0.0] + [FIRST_S * 2.0**power for power in range(NUM_BUCKETS)]
 _WIDTHS = [after - before for before, after in itertools.pairwise(_EDGES)]
 _PRIOR = 8.0
 """The prior from more classes counts as much as this many gaps seen in fewer."""
@@ -33,19 +33,20 @@ def class_of(log2_gap: float) -> int:
 
 
 def bucket_of(age_s: float) -> int:
-    bucket = _frexp(age_s / _FIRST_S)[1]
-    return bucket if 0 <= bucket < _NUM_BUCKETS else 0 if bucket < 0 else _NUM_BUCKETS - 1
+    bucket = _frexp(age_s / FIRST_S)[1]
+    return bucket if 0 <= bucket < NUM_BUCKETS else 0 if bucket < 0 else NUM_BUCKETS - 1
 
 
 class ReuseModel:
     """Learns from each gap that ended in a use, and from each history that was forgotten. Takes a few KiB."""
 
     def __init__(self) -> None:
-        self._reused = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
-        self._ended = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
-        self._worths = [[0.0] * _NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._reused = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._ended = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]
+        self._worths = [[0.0] * NUM_BUCKETS for _ in range(NUM_CLASSES)]
         self._news = [0.0] * NUM_CLASSES
         self._limits = [1.0] * NUM_CLASSES
+        self._stale: set[int] = set()
         self._num_events = 0.0
 
     def reused(self, gap_class: int, gap_s: float) -> None:
@@ -59,13 +60,19 @@ class ReuseModel:
 
     def worth(self, gap_class: int, age_s: float) -> float:
         """Expected hits per second of a block of this class and age. Zero before anything was learned."""
-        if self._news[gap_class] >= self._limits[gap_class]:
+        return self.worths_of(gap_class)[bucket_of(age_s)]
+
+    def worths_of(self, gap_class: int) -> list[float]:
+        """The worths of a class by the bucket of a block's age."""
+        if gap_class in self._stale:
             self._refresh(gap_class)
-        return self._worths[gap_class][bucket_of(age_s)]
+        return self._worths[gap_class]
 
     def _end(self, gap_class: int, bucket: int) -> None:
         self._ended[gap_class][bucket] += 1
         self._news[gap_class] += 1
+        if self._news[gap_class] >= self._limits[gap_class]:
+            self._stale.add(gap_class)
         self._num_events += 1
         if self._num_events > _MAX_EVENTS:
             self._num_events /= 2
@@ -78,16 +85,17 @@ class ReuseModel:
         chances = self._chances(gap_class)
         self._worths[gap_class] = _best_ratios(chances)
         self._news[gap_class] = 0
+        self._stale.discard(gap_class)
         self._limits[gap_class] = _MIN_NEWS + sum(self._ended[gap_class]) / 32
 
     def _chances(self, gap_class: int) -> list[float]:
         """For each bucket, the chance of a use within it, given that the wait has reached it."""
-        chances = [0.0] * _NUM_BUCKETS
+        chances = [0.0] * NUM_BUCKETS
         for first, end in ((0, NUM_CLASSES), _neighbours(gap_class), (gap_class, gap_class + 1)):
             reused = [sum(column) for column in zip(*self._reused[first:end], strict=True)]
             ended = [sum(column) for column in zip(*self._ended[first:end], strict=True)]
             at_risk = 0.0
-            for bucket in range(_NUM_BUCKETS - 1, -1, -1):
+            for bucket in range(NUM_BUCKETS - 1, -1, -1):
                 at_risk += ended[bucket]
                 chances[bucket] = (reused[bucket] + _PRIOR * chances[bucket]) / (at_risk + _PRIOR)
         return [min(0.999, chance) for chance in chances]
@@ -103,7 +111,7 @@ def _neighbours(gap_class: int) -> tuple[int, int]:
 def _best_ratios(chances: list[float]) -> list[float]:
     """For each bucket that a block's age may be in, hits over time if it is kept until the best bucket to stop."""
     last = max((bucket for bucket, chance in enumerate(chances) if chance > 0), default=-1)
-    worths = [0.0] * _NUM_BUCKETS
+    worths = [0.0] * NUM_BUCKETS
     for first in range(last + 1):
         waiting, hits, time_s, best = 1.0, 0.0, 0.0, 0.0
         for bucket in range(first, last + 1):

@@ -73,6 +73,20 @@ def test_before_anything_is_learned_the_oldest_goes_and_a_prompt_loses_its_end_f
     assert cache.cached([11, 12, 13, 21, 22]) == [11, 12, 13, 21, 22]
 
 
+def test_many_evictions_at_once_take_every_prompt_of_equal_worth_by_its_age() -> None:
+    cache = Cache(400)
+    for number in range(40):
+        cache.ask(range(10 * number, 10 * number + 10), 60.0 * number)
+    cache.policy._duel.lru_rules = False
+
+    victims: list[Block] = []
+    while popped := cache.policy.pop_several(400 - len(victims)):
+        victims += popped
+
+    order = [int.from_bytes(block.hash, "little") for block in victims]
+    assert order == [10 * number + place for number in range(40) for place in reversed(range(10))]
+
+
 def test_a_prompt_keeps_its_beginning_when_it_does_not_fit() -> None:
     cache = Cache(4)
     cache.ask(list(range(9)), 0)
