@@ -267,6 +267,22 @@ _BY_RESULT = [
         },
     ),
     (
+        "Eviction on a trace that is held out, 500 to 16,000 blocks",
+        "cpu_eviction_held_out",
+        {
+            "held_out_below_lru": "most that ours is below LRU",
+            "held_out_below_arc": "most that ours is below ARC",
+        },
+    ),
+    (
+        "CPU time of match, set and eviction of 512 blocks, the adaptive policy over LRU (busy machine)",
+        "cpu_eviction_cost",
+        {
+            "adaptive_over_lru_8192": "in a pool of 8,192 blocks",
+            "adaptive_over_lru_65536": "in a pool of 65,536 blocks",
+        },
+    ),
+    (
         "Warmed, restarted, asked: a document of 8,000 tokens, two cores, the model of the demo (busy machine)",
         "cpu_test_warm",
         {
