@@ -5,12 +5,11 @@
 Needs a GPU. Each product of a layer of Qwen2.5-7B is timed as a CUDA graph over the weights of all layers, which are
 more than the cache holds: cuBLAS in bfloat16 and our kernel beside it (gate and up are ours in both),
 `torch._scaled_mm` with our kernel that quantises, and our kernels for weights in 8 and 4 bits. First with the tiles
-that `kernels/tuning` chooses, for every number of tokens. Then all that a layer does besides attending, in its order,
-with and without launches that overlap (`tuning.OVERLAPS_LAUNCHES`), in 8 bits also with norms that quantise
-(`tuning.NORMS_QUANTIZE`). At last, for the first number of tokens, other
-tiles, as many as there is time for, and the best of each product for the other numbers. Settings are for `fp8_tile`,
-`plain_tile` and `int4_tile`. All results are compared with the twins; ends with 1 when one is wrong, or when a bar is
-not met.
+that `kernels/tuning` chooses, for every number of tokens. Then all work of a layer except attention, in its order, with
+and without dependent launches (`tuning.DEPENDENT_LAUNCHES`), in 8 bits also with norms that quantise
+(`tuning.NORMS_QUANTIZE`). Finally, for the first number of tokens, as many other tiles as time allows, and the best of
+each product for the other numbers. Settings are for `fp8_tile`, `plain_tile` and `int4_tile`. All results are compared
+with the twins; ends with status 1 if one is wrong or a bar is missed.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ REPEATS = 7
 MAX_ERROR = 0.01
 FP8_LIMITS = {"max_value": 448.0, "min_scale": 1e-12}
 EPS = 1e-6
-FIRST_SHARE = 0.75  # of a kind's time goes into the first number of tokens
+FIRST_SHARE = 0.75  # share of a kind's time for the first number of tokens
 COMPILING_SHARE = 0.8
 
 BARS = {"fp8_products_x": ">= 1.75", "int4_products_x": ">= 1.0"}
-"""Over bfloat16, for one token. A step that is 1.5 times as fast needs products that are 1.75 times as fast: what is
-between them, and the head, stay as they are."""
+"""Speed-up over bfloat16, for one token. A step that is 1.5 times as fast needs products that are 1.75 times as fast:
+the work between them, and the head, stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +75,21 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What `kernels/tuning` has constants for; the splits of a shape follow."""
+    """The constants of `kernels/tuning`; the splits of a shape follow."""
 
     rows: int
     step: int
     num_warps: int
     num_stages: int
     programs: int
-    """For each multiprocessor."""
-    overlaps: bool = True
+    """Programs per multiprocessor."""
+    dependent_launch: bool = True
 
     def tile(self, shape: Shape) -> tuning.ProductTile:
         splits = tuning.product_splits(
             -(-shape.outputs // self.rows), -(-shape.inputs // self.step), self.programs * tuning.MULTIPROCESSORS
         )
-        return tuning.ProductTile(self.rows, self.step, splits, self.num_warps, self.num_stages, self.overlaps)
+        return tuning.ProductTile(self.rows, self.step, splits, self.num_warps, self.num_stages, self.dependent_launch)
 
 
 FP8_SETTINGS = [
@@ -109,7 +108,7 @@ FP8_SETTINGS = [
     ]
     for programs in all_programs
 ]
-FP8_SETTINGS.append(Setting(64, 128, 4, 4, 4, overlaps=False))
+FP8_SETTINGS.append(Setting(64, 128, 4, 4, 4, dependent_launch=False))
 PLAIN_SETTINGS = [
     Setting(rows, step, 4, stages, programs)
     for (rows, step, stages), programs in [
@@ -124,14 +123,15 @@ PLAIN_SETTINGS = [
         ((128, 64, 4), 3),
     ]
 ]
-PLAIN_SETTINGS.append(Setting(64, 128, 4, 3, 3, overlaps=False))
+PLAIN_SETTINGS.append(Setting(64, 128, 4, 3, 3, dependent_launch=False))
 INT4_SETTINGS = [
-    Setting(128, 128, 4, stages, programs, overlaps=False) for stages, programs in itertools.product([3, 4], [3, 5, 8])
+    Setting(128, 128, 4, stages, programs, dependent_launch=False)
+    for stages, programs in itertools.product([3, 4], [3, 5, 8])
 ]
 
 
 class Stand:
-    """The weights of one shape for all layers, in all kinds, and what their products must be."""
+    """The weights of one shape for all layers, in all kinds, and their expected products."""
 
     def __init__(self, shape: Shape, max_tokens: int) -> None:
         self.shape = shape
@@ -181,7 +181,7 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Some tokens, and what the product before has noted of them, 32 columns at a time."""
+    """Some tokens, and the peaks that the previous product has noted, one per 32 columns."""
 
     hidden: Tensor | QuantizedRows
     peaks: Tensor | None
@@ -189,14 +189,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What came out, and what is noted of it."""
+    """The outputs and their peaks."""
 
     hidden: Tensor
     peaks: Tensor | None
 
 
 class Kind(enum.Enum):
-    """What multiplies."""
+    """A kernel that multiplies."""
 
     CUBLAS = "bfloat16"
     PLAIN = "bfloat16, ours"
@@ -206,11 +206,11 @@ class Kind(enum.Enum):
 
 
 SEARCHED = {Kind.FP8: (FP8_SETTINGS, 0.5), Kind.PLAIN: (PLAIN_SETTINGS, 0.3), Kind.INT4: (INT4_SETTINGS, 0.2)}
-"""What is tried, and the share of the time that there is for it."""
+"""Settings to try, and their share of the time."""
 
 
 def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Setting | None = None) -> Outputs:
-    """One product; `setting` is for our kernels, which choose for themselves unless told."""
+    """One product. `setting` is for our kernels, which choose their own by default."""
     hidden, is_gated = inputs.hidden, stand.shape.is_gated
     tile = None if setting is None else setting.tile(stand.shape)
     found: Tensor | None
@@ -243,7 +243,7 @@ def multiply(kind: Kind, stand: Stand, inputs: Inputs, layer: int, setting: Sett
 
 
 def run_layers(kind: Kind, stands: Sequence[Stand], hidden: Tensor, norm_weight: Tensor) -> Tensor:
-    """Everything that the layers of a model do with `hidden`, but attention."""
+    """All work of a model's layers on `hidden`, except attention."""
     qkv, output, gate_up, down = stands
     residual = hidden
     quantizes = kind is Kind.FP8 and tuning.NORMS_QUANTIZE
@@ -259,7 +259,7 @@ def run_layers(kind: Kind, stands: Sequence[Stand], hidden: Tensor, norm_weight:
 
 
 def seconds_of(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> float:
-    """Of one product, in a graph over all layers."""
+    """Microseconds of one product, in a graph over all layers."""
 
     def multiply_all() -> None:
         for layer in range(LAYERS):
@@ -291,7 +291,7 @@ def seconds_of_graph(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def check(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = None) -> None:
-    """Raise when the numbers are others than the twin's, or others the second time."""
+    """Raise if the numbers differ from the twin's, or between two runs."""
     expects = {Kind.PLAIN: stand.expected_plain, Kind.FP8: stand.expected_fp8, Kind.INT4: stand.expected_int4}
     expected = expects[kind](inputs.hidden)
     found = multiply(kind, stand, inputs, 0, setting).hidden
@@ -304,7 +304,7 @@ def check(kind: Kind, stand: Stand, inputs: Inputs, setting: Setting | None = No
 
 
 def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[str, object]]:
-    """Every kind with the tiles that it chooses: microseconds of each product."""
+    """Microseconds of each product, for every kind with the tiles that it chooses."""
     rows: list[dict[str, object]] = []
     for num_tokens in token_counts:
         for stand in stands:
@@ -326,9 +326,9 @@ def compare(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[s
 
 
 def compare_layers(stands: Sequence[Stand], token_counts: Sequence[int]) -> list[dict[str, object]]:
-    """Microseconds of a layer without its attention, with launches that overlap and without.
+    """Microseconds of a layer without its attention, with and without dependent launches.
 
-    Raises when the numbers of a kind differ: launches change none, and neither does who quantises.
+    Raises if the numbers of a kind differ: neither the launches nor the place of quantisation may change them.
     """
     rows: list[dict[str, object]] = []
     for num_tokens, kind in itertools.product(token_counts, (Kind.CUBLAS, Kind.PLAIN, Kind.FP8)):
@@ -337,7 +337,7 @@ def compare_layers(stands: Sequence[Stand], token_counts: Sequence[int]) -> list
             name = f"{kind.value}, norms quantise" if norms_quantize else kind.value
             times: dict[bool, float] = {}
             for overlaps in (False, True):
-                with switched(OVERLAPS_LAUNCHES=overlaps, NORMS_QUANTIZE=norms_quantize):
+                with switched(DEPENDENT_LAUNCHES=overlaps, NORMS_QUANTIZE=norms_quantize):
                     times[overlaps], found = time_layers(kind, stands, num_tokens)
                 if expected is not None and not torch.equal(found, expected):
                     raise AssertionError(f"{name}, {num_tokens} tokens: other numbers, overlapping: {overlaps}")
@@ -348,7 +348,7 @@ def compare_layers(stands: Sequence[Stand], token_counts: Sequence[int]) -> list
 
 
 def time_layers(kind: Kind, stands: Sequence[Stand], num_tokens: int) -> tuple[float, Tensor]:
-    """Microseconds of one of the layers, and what comes out of all."""
+    """Microseconds of one layer, and the output of all."""
     norm_weight = torch.ones(stands[0].shape.inputs, dtype=DTYPE, device="cuda")
     hidden = stands[0].hidden[:num_tokens]
     out = torch.empty_like(hidden)
@@ -359,7 +359,7 @@ def time_layers(kind: Kind, stands: Sequence[Stand], num_tokens: int) -> tuple[f
 
 @contextmanager
 def switched(**switches: bool) -> Iterator[None]:
-    """With these switches of `kernels/tuning`."""
+    """Set switches of `kernels/tuning` meanwhile."""
     before = {name: getattr(tuning, name) for name in switches}
     for name, is_on in switches.items():
         setattr(tuning, name, is_on)
@@ -373,7 +373,7 @@ def switched(**switches: bool) -> Iterator[None]:
 def search(
     kind: Kind, settings: Sequence[Setting], stands: Sequence[Stand], num_tokens: int, until: float
 ) -> dict[Setting, dict[str, float]]:
-    """Microseconds by product of the settings for which there was time; kernels are compiled in threads."""
+    """Microseconds by product of the settings tried within the time; kernels are compiled in threads."""
     found: dict[Setting, dict[str, float]] = {}
     inputs = [stand.inputs(num_tokens, kind) for stand in stands]
     now = time.monotonic()
@@ -441,7 +441,7 @@ def search_all(
     """`search` for the first number of tokens, and the best of each product for the others."""
     settings, _ = SEARCHED[kind]
     stands = [stand for stand in stands if not (kind is Kind.PLAIN and stand.shape.is_gated)]
-    shuffled = random.Random(0).sample(settings, len(settings))  # so that those without a turn are any
+    shuffled = random.Random(0).sample(settings, len(settings))  # so that the settings left out are random
     now = time.monotonic()
     first = search(kind, shuffled, stands, token_counts[0], now + FIRST_SHARE * (until - now))
     rows = settings_table(kind, token_counts[0], first)

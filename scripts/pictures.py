@@ -123,7 +123,7 @@ def block() -> str:
             190,
             170,
             "Prefetch",
-            ["UNASKED, MATCHING", "LOADING, MEETING", "SETTLED", "", "verdict: WAIT,", "compute n, READY"],
+            ["UNASKED, MATCHING", "LOADING, MEETING", "FINISHED", "", "verdict: WAIT,", "compute n, READY"],
         ),
         Box(490, 20, 180, 70, "matching", ["tiers/hierarchy, leases"]),
         Box(490, 120, 180, 70, "decision", ["load or compute, by speed"]),

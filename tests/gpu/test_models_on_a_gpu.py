@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtier.kernels import tuning
 from kvtier.kernels.rotation import Rotation, rotate
 from kvtier.models.fused_operations import silu_mul
-from kvtier.models.linear import LinearShape, Part, PlainLinear
+from kvtier.models.linear import LinearPart, LinearShape, PlainLinear
 from kvtier.models.loading import load_model
 from kvtier.models.quantization.config import GptqConfig
 from kvtier.models.quantization.fp8 import Fp8Linear, quantize_rows, scaled_matmul
@@ -84,7 +84,7 @@ def has_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer_shape(inputs: int, *outputs: int, has_bias: bool, dtype: torch.dtype) -> LinearShape:
-    parts = tuple(Part(f"part{number}", count) for number, count in enumerate(outputs))
+    parts = tuple(LinearPart(f"part{number}", count) for number, count in enumerate(outputs))
     return LinearShape(inputs=inputs, parts=parts, has_bias=has_bias, dtype=dtype, device=torch.device("cuda"))
 
 
@@ -142,7 +142,7 @@ def test_launches_that_overlap_change_no_number(
     tokens, positions = torch.arange(num_tokens, device="cuda"), torch.arange(num_tokens, device="cuda")
     expected = model(tokens, positions, own_values)
 
-    monkeypatch.setattr(tuning, "OVERLAPS_LAUNCHES", True)
+    monkeypatch.setattr(tuning, "DEPENDENT_LAUNCHES", True)
 
     assert torch.equal(model(tokens, positions, own_values), expected)
     graph = torch.cuda.CUDAGraph()
@@ -213,7 +213,7 @@ def test_packed_gptq_layers_multiply_their_dequantised_weight(
     weight = layer.weight()
     hidden = torch.randn(num_tokens, inputs, device="cuda").to(dtype)
 
-    layer.settle()
+    layer.finish_loading()
 
     assert layer.counters is not None, "it was packed"
     assert layer.qweight.numel() == weight.numel() // 8

@@ -13,7 +13,7 @@ import torch
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.answer import Completion, StreamPiece
-from kvtier.engine.client import Admitted, AnswerStream, EngineClient, News, Submission
+from kvtier.engine.client import Admitted, AnswerStream, EngineClient, StreamEvent, Submission
 from kvtier.engine.engine import Engine
 from kvtier.engine.schedule.step import Step
 from kvtier.errors import AnswerFailed, EngineStopped, InvalidParameter, PromptTooLong
@@ -147,11 +147,11 @@ class Collector:
     """A sink that keeps every call, and counts down the answers it waits for."""
 
     def __init__(self, fails_after: int | None = None) -> None:
-        self.calls: list[Sequence[tuple[str, News]]] = []
+        self.calls: list[Sequence[tuple[str, StreamEvent]]] = []
         self.threads: set[str] = set()
         self._num_left = fails_after
 
-    def put(self, news: Sequence[tuple[str, News]]) -> None:
+    def put(self, news: Sequence[tuple[str, StreamEvent]]) -> None:
         if self._num_left is not None:
             if not self._num_left:
                 raise RuntimeError("the connection is on fire")
@@ -159,8 +159,8 @@ class Collector:
         self.threads.add(threading.current_thread().name)
         self.calls.append(list(news))
 
-    def by_request(self) -> dict[str, list[News]]:
-        found: dict[str, list[News]] = defaultdict(list)
+    def by_request(self) -> dict[str, list[StreamEvent]]:
+        found: dict[str, list[StreamEvent]] = defaultdict(list)
         for call in self.calls:
             for request_id, one in call:
                 found[request_id].append(one)

@@ -55,17 +55,17 @@ def counted(engine: Engine) -> dict[str, float]:
 
 def test_an_engine_knows_what_it_is(folder: Path) -> None:
     with open_llm(folder) as llm:
-        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
+        hello = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
 
-        assert facts.namespace == llm.engine.namespace.hex()
-        assert facts.chat_template == llm.engine.tokenizer.chat_template
-        assert facts.takes_several_calls
-    assert (facts.engine, facts.model, facts.started_at) == ("engine-0", "tiny", 0.0)
-    assert (facts.architecture, facts.dtype, facts.quantization) == ("Qwen3ForCausalLM", "float32", "")
-    assert (facts.vocab_size, facts.device, facts.has_tokenizer) == (VOCAB_SIZE, "cpu", True)
-    assert (facts.block_tokens, facts.num_blocks, facts.kv_bytes) == (16, 64, 64 * BLOCK_BYTES)
-    assert facts.max_model_len == 512
-    assert facts.weights_bytes == facts.num_parameters * 4
+        assert hello.namespace == llm.engine.namespace.hex()
+        assert hello.chat_template == llm.engine.tokenizer.chat_template
+        assert hello.takes_several_calls
+    assert (hello.engine, hello.model, hello.started_at) == ("engine-0", "tiny", 0.0)
+    assert (hello.architecture, hello.dtype, hello.quantization) == ("Qwen3ForCausalLM", "float32", "")
+    assert (hello.vocab_size, hello.device, hello.has_tokenizer) == (VOCAB_SIZE, "cpu", True)
+    assert (hello.block_tokens, hello.num_blocks, hello.kv_bytes) == (16, 64, 64 * BLOCK_BYTES)
+    assert hello.max_model_len == 512
+    assert hello.weights_bytes == hello.num_parameters * 4
 
 
 def test_a_template_that_refuses_a_second_call_is_told(tmp_path: Path) -> None:
@@ -74,17 +74,17 @@ def test_a_template_that_refuses_a_second_call_is_told(tmp_path: Path) -> None:
     tokenizer.chat_template = ONE_CALL
     tokenizer.save_pretrained(tmp_path)
     with open_llm(tmp_path) as llm:
-        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
+        hello = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
 
-    assert not facts.takes_several_calls
+    assert not hello.takes_several_calls
 
 
 def test_a_model_without_a_tokenizer_has_none_and_no_template(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", num_layers=1, with_tokenizer=False)
     with open_llm(tmp_path) as llm:
-        facts = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
+        hello = hello_of(llm.engine, name="engine-0", model="tiny", started_at=0.0)
 
-    assert (facts.has_tokenizer, facts.chat_template) == (False, "")
+    assert (hello.has_tokenizer, hello.chat_template) == (False, "")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "glm4"])

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.memory.machine import num_cores
+from kvtier.memory.machine_limits import num_cores
 from kvtier.observe.metrics import ENGINE_BLOCKS, ENGINE_RUNNING_REQUESTS, ENGINE_USED_BLOCKS
 from tests.support.deployments import DeploymentProcess
 from tests.support.serving import (

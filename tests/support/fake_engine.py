@@ -25,7 +25,7 @@ import msgspec
 import uvicorn
 
 from kvtier.api.config import ApiConfig, ApiKey, EngineAddress, PageConfig, ServedModelConfig
-from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, ProbeTimes
 from kvtier.api.server import http_server, make_service
 from kvtier.api.service import Service
 from kvtier.api.tracing import Tracing
@@ -439,7 +439,7 @@ def config_of(
 def running(
     api: str,
     config: ApiConfig,
-    patience: Patience = DEFAULT_PATIENCE,
+    patience: ProbeTimes = DEFAULT_PATIENCE,
     tracing: Tracing | None = None,
     port: int = 0,
 ) -> Iterator[Running]:

@@ -113,9 +113,9 @@ def test_a_thread_gives_way_as_it_said_and_no_other_does() -> None:
         yield_to(None)
         give_way()
 
-    thread = threading.Thread(target=work, name="courteous")
+    thread = threading.Thread(target=work, name="guarded")
     thread.start()
     thread.join()
     give_way()
 
-    assert calls == ["courteous", "courteous"]
+    assert calls == ["guarded", "guarded"]

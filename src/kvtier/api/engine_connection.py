@@ -73,18 +73,18 @@ _READ_LIMIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ProbeTimes:
     """How often an engine is probed, and after how long without any message it counts as hung."""
 
     ask_every_s: float = 5.0
     hung_after_s: float = 10.0
 
 
-DEFAULT_PATIENCE = Patience()
+DEFAULT_PATIENCE = ProbeTimes()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PromptRequest:
     """A prompt for an engine, with the encoded `SamplingParams` of its `num_answers` answers.
 
     `request_id` is the id for `kvtier explain`; prompts with the same `salt` share blocks. An engine serves its clients
@@ -206,7 +206,7 @@ class EngineConnection:
     `loading_off` says why it loads nothing from its tiers, if so, as of the last probe a few seconds ago.
     """
 
-    def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE) -> None:
         self.name = name
         self.hello: Hello | None = None
         self.token_bytes: dict[int, bytes] = {}
@@ -237,7 +237,7 @@ class EngineConnection:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def submit(self, question: Question) -> Answers:
+    async def submit(self, question: PromptRequest) -> Answers:
         """Send a prompt, once the socket has room, and wait until it is in the engine's queue.
 
         Raises `RequestError` if it cannot be served, and `EngineAway` if the engine is not connected.

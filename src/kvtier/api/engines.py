@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from kvtier.api.body_messages import ModelSnapshot
 from kvtier.api.config import AUTO
-from kvtier.api.engine_connection import Answers, EngineConnection, Question
+from kvtier.api.engine_connection import Answers, EngineConnection, PromptRequest
 from kvtier.engine.process.messages import ChatPrompt, EncodedPrompt, Hello, Prompt, TextPrompt, Tokenized
 from kvtier.errors import EngineAway, EngineStopped, UnknownModel
 
@@ -142,7 +142,7 @@ class Engines:
             for model in self.models
         ]
 
-    async def submit(self, model: ServedModel, question: Question) -> Answers:
+    async def submit(self, model: ServedModel, question: PromptRequest) -> Answers:
         """Send a prompt to one of the model's engines. Raises as `EngineConnection.submit`."""
         error = _unavailable(model)
         left = list(model.connections)
@@ -202,7 +202,7 @@ def _unavailable(model: ServedModel) -> EngineStopped:
     return EngineAway(f"the model {model.name} {'does not answer' if is_hung else 'is starting'}")
 
 
-def _in_order(connections: Sequence[EngineConnection], question: Question) -> list[EngineConnection]:
+def _in_order(connections: Sequence[EngineConnection], question: PromptRequest) -> list[EngineConnection]:
     """Connected engines, best first: the one for prompts of this session, or with this beginning.
 
     An engine that is much busier than the least busy one comes later.

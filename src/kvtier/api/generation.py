@@ -17,7 +17,7 @@ import msgspec
 from kvtier.api.access import Tenant, salt_of
 from kvtier.api.answer_form import PLAIN, AnswerForm
 from kvtier.api.echo import Echo, parts_of
-from kvtier.api.engine_connection import Answers, Question
+from kvtier.api.engine_connection import Answers, PromptRequest
 from kvtier.api.engines import KnownModel
 from kvtier.api.http_error import HttpError
 from kvtier.api.limits import MAX_SUBMITS_UNDER_WAY, MAX_WHOLE_LOGPROBS_BYTES
@@ -308,7 +308,7 @@ class Generation:
         async def submit(number: int, prompt: Prompt | EncodedPrompt) -> Answers:
             request_id = self.request_id if len(asked.prompts) == 1 else f"{self.request_id}-{number}"
             async with places:
-                question = Question(
+                question = PromptRequest(
                     prompt,
                     params,
                     asked.params.n,

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier.api.application import Application
 from kvtier.api.client_connection import check_certificate, uvicorn_config
 from kvtier.api.config import ApiConfig, ServedModelConfig
-from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, Patience
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, EngineConnection, ProbeTimes
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.api.http_error import unavailable
 from kvtier.api.ollama.routes import OllamaApplication
@@ -127,7 +127,7 @@ def http_server(api: str, service: Service) -> uvicorn.Server:
 
 
 def make_service(
-    config: ApiConfig, patience: Patience = DEFAULT_PATIENCE, tracing: Tracing | NoTracing | None = None
+    config: ApiConfig, patience: ProbeTimes = DEFAULT_PATIENCE, tracing: Tracing | NoTracing | None = None
 ) -> Service:
     """The service, with connections that are not yet started; by default `tracing` uses OpenTelemetry's provider."""
     metrics = ApiMetrics()
@@ -149,7 +149,7 @@ def make_service(
     return Service(config, Engines(models, others), metrics=metrics, vllm=VllmModels(passed), tracing=tracing)
 
 
-def _vllm_model(config: ServedModelConfig, patience: Patience, metrics: ApiMetrics) -> VllmModel:
+def _vllm_model(config: ServedModelConfig, patience: ProbeTimes, metrics: ApiMetrics) -> VllmModel:
     engines = [VllmEngine(engine.name, engine.socket, patience) for engine in config.engines]
     model = VllmModel(config.names, engines, metrics, config.listed)
     for engine in engines:

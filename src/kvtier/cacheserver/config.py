@@ -12,7 +12,7 @@ from kvtier.blocks.layout import SLOT_ALIGN_BYTES
 from kvtier.blocks.retention import check_ttl
 from kvtier.cacheserver.tenants import DEFAULT_RETAINED_SHARE, MIN_TOKEN_BYTES
 from kvtier.errors import ConfigError
-from kvtier.memory.machine import machine_memory_bytes
+from kvtier.memory.machine_limits import machine_memory_bytes
 from kvtier.sizes import format_size
 from kvtier.stores.valkey.config import ClusterConfig, StoreOn
 from kvtier.transport.address import TcpAddress, UnixAddress

@@ -41,7 +41,7 @@ from kvtier.errors import (
 from kvtier.memory.checksum import checksum_of
 from kvtier.observe.printable import printable
 from kvtier.transport.listening import peer_process
-from kvtier.transport.stream import Pace, Stream
+from kvtier.transport.stream import MinimumRate, Stream
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import HANDSHAKE_LIMITS, MAX_BODY_BYTES, BufferList, Frame, FrameLimits
 from kvtier.wire.session import DECLINES, ENCRYPTED_SERVER, PLACES, SERVER, ServerSession
@@ -486,7 +486,7 @@ class ServedConnection:
             session, requests = self._shake_hands()
             config = self._context.config
             self._stream.set_timeout(config.stall_timeout_s)
-            self._stream.pace = Pace(min(config.stall_timeout_s, config.lease_timeout_s), _SLOWEST_BYTES_PER_S)
+            self._stream.pace = MinimumRate(min(config.stall_timeout_s, config.lease_timeout_s), _SLOWEST_BYTES_PER_S)
             while not self._context.is_stopping.is_set():
                 frame = self._next_frame()
                 if frame is None:

@@ -12,7 +12,7 @@ import click
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.cacheserver.tenants import split_tagged
-from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.connection_options import ConnectionOptions, connection_options
 from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
 from kvtier.errors import ConfigError, KvtierError
@@ -54,7 +54,7 @@ def _shown_name(tenant: str, name: str) -> str:
 
 
 class _ServerCached:
-    def __init__(self, reach: Reach, described: KnownNamespace) -> None:
+    def __init__(self, reach: ConnectionOptions, described: KnownNamespace) -> None:
         self._reach = reach
         self.namespace = described.digest
         self.name = described.name
@@ -121,7 +121,7 @@ def _where(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path | None, reach: Reach) -> Iterator[list[_Cached]]:
+def _opened(folder: Path | None, reach: ConnectionOptions) -> Iterator[list[_Cached]]:
     """Every namespace there. One clear sentence for each error."""
     try:
         with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ def cache() -> None:
 
 @cache.command()
 @_where
-def stat(folder: Path | None, reach: Reach) -> None:
+def stat(folder: Path | None, reach: ConnectionOptions) -> None:
     """Show blocks, bytes and hits by namespace."""
     with _opened(folder, reach) as cached:
         click.echo(f"{'namespace':14} {'name':24} {'block':>10} {'in memory':>10} {'on disk':>10} {'disk bytes':>12}")
@@ -183,7 +183,7 @@ def stat(folder: Path | None, reach: Reach) -> None:
 @cache.command("ls", short_help="The blocks of a namespace, and where each is.")
 @click.argument("namespace")
 @_where
-def list_blocks(namespace: str, folder: Path | None, reach: Reach) -> None:
+def list_blocks(namespace: str, folder: Path | None, reach: ConnectionOptions) -> None:
     """The blocks of NAMESPACE (a name, or the beginning of its digest) and where each is."""
     with _opened(folder, reach) as cached:
         for block_hash, flags in _chosen(cached, namespace).blocks():
@@ -197,7 +197,7 @@ def list_blocks(namespace: str, folder: Path | None, reach: Reach) -> None:
 
 @cache.command(short_help="Compare every block on disk with its checksum.")
 @_where
-def verify(folder: Path | None, reach: Reach) -> None:
+def verify(folder: Path | None, reach: ConnectionOptions) -> None:
     """Read every block on disk and compare its checksum. Corrupt ones are named and removed; exit status 1 then."""
     num_corrupt = num_read = 0
     with _opened(folder, reach) as cached:
@@ -223,7 +223,7 @@ def verify(folder: Path | None, reach: Reach) -> None:
 @cache.command()
 @click.argument("namespace")
 @_where
-def drop(namespace: str, folder: Path | None, reach: Reach) -> None:
+def drop(namespace: str, folder: Path | None, reach: ConnectionOptions) -> None:
     """Drop all blocks of NAMESPACE."""
     with _opened(folder, reach) as cached:
         click.echo(f"{_chosen(cached, namespace).drop()} blocks dropped")
@@ -239,7 +239,7 @@ def pin(
     block: str,
     remove: bool,
     folder: Path | None,
-    reach: Reach,
+    reach: ConnectionOptions,
 ) -> None:
     """Keep the blocks of NAMESPACE from eviction: all, or those whose hash begins with BLOCK."""
     with _opened(folder, reach) as cached:

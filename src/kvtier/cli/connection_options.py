@@ -35,7 +35,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Reach:
+class ConnectionOptions:
     """How to reach a server. `server` is its address, if it was given."""
 
     server: str | None
@@ -83,7 +83,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def collected(**given: Any) -> Any:
-        reach = Reach(**{name: given.pop(name) for name in Reach.__dataclass_fields__})
+        reach = ConnectionOptions(**{name: given.pop(name) for name in ConnectionOptions.__dataclass_fields__})
         return command(reach=reach, **given)
 
     for option in _OPTIONS:

@@ -15,7 +15,7 @@ import msgspec
 from kvtier.blocks.full_identity import IdentityKind, identity_of_folder
 from kvtier.blocks.namespace import NamespaceFields
 from kvtier.cli.cluster_options import AskedClusterOptions, asked_cluster_options
-from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.connection_options import ConnectionOptions, connection_options
 from kvtier.cli.engine_socket import engine_socket
 from kvtier.client.client import CacheClient
 from kvtier.deploy.run.served_caches import does_answer, find_engines
@@ -93,7 +93,7 @@ class ModelOptions:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain_command(
     request_id: str | None,
-    reach: Reach,
+    reach: ConnectionOptions,
     cluster: AskedClusterOptions,
     engine: str | None,
     model: Path | None,

@@ -15,7 +15,7 @@ import msgspec
 
 from kvtier.api.prefixes.record import NAME_IN_WORDS, PrefixText, is_name
 from kvtier.blocks.hashing import split_hashes
-from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.connection_options import ConnectionOptions, connection_options
 from kvtier.cli.running_deployment import Document, Running, deployment_options, path_of
 from kvtier.client.client import CacheClient
 from kvtier.client.known_namespace import KnownNamespace
@@ -49,7 +49,7 @@ def pack() -> None:
 @connection_options
 @deployment_options
 def export_pack(
-    find: Callable[[], Running], reach: Reach, name: str, file: Path, with_text: bool, sign_key: Path | None
+    find: Callable[[], Running], reach: ConnectionOptions, name: str, file: Path, with_text: bool, sign_key: Path | None
 ) -> None:
     """Write the blocks of the prefix NAME into FILE; - is standard output."""
     with _one_sentence():
@@ -94,7 +94,7 @@ def export_pack(
 def import_pack(
     context: click.Context,
     find: Callable[[], Running],
-    reach: Reach,
+    reach: ConnectionOptions,
     file: Path,
     name: str | None,
     pin: bool,
@@ -205,15 +205,15 @@ def _text_of(reader: PackReader, file: Path) -> PrefixText:
         raise ConfigError(f"{printable(str(file))} is damaged: its text cannot be read: {error}") from error
 
 
-def _with_server(reach: Reach, address: str) -> Reach:
+def _with_server(reach: ConnectionOptions, address: str) -> ConnectionOptions:
     """The given server, or else the deployment's."""
     if reach.server is not None:
         return reach
-    given = {name: getattr(reach, name) for name in Reach.__dataclass_fields__}
-    return Reach(**{**given, "server": address})
+    given = {name: getattr(reach, name) for name in ConnectionOptions.__dataclass_fields__}
+    return ConnectionOptions(**{**given, "server": address})
 
 
-def _opened(reach: Reach, known: KnownNamespace) -> CacheClient:
+def _opened(reach: ConnectionOptions, known: KnownNamespace) -> CacheClient:
     return reach.connect(_TIMEOUT_S, known.any_layout, known.namespace, known.name)
 
 

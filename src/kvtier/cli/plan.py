@@ -9,7 +9,7 @@ from typing import get_args
 import click
 
 from kvtier.blocks.eviction import Eviction
-from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.connection_options import ConnectionOptions, connection_options
 from kvtier.cli.size_parameter import SizeParameter
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
@@ -66,7 +66,7 @@ def plan_command(
     simulates: bool,
     page: Path | None,
     picture: Path | None,
-    reach: Reach,
+    reach: ConnectionOptions,
 ) -> None:
     """Hit rate, time to first token and GPU time saved over sizes of memory and disk, and what to buy.
 
@@ -124,7 +124,7 @@ def _read(trace: Path) -> list[TracedRequest]:
     return requests
 
 
-def _plan_of_server(reach: Reach, costs: Costs) -> Plan:
+def _plan_of_server(reach: ConnectionOptions, costs: Costs) -> Plan:
     with reach.connect(_TIMEOUT_S) as client:
         curve = read_curve(client.miss_curve())
     return plan_live(curve, costs, name=reach.address)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.connection_options import Reach, connection_options
+from kvtier.cli.connection_options import ConnectionOptions, connection_options
 from kvtier.cli.size_parameter import SizeParameter
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.observe.printable import printable
@@ -38,7 +38,7 @@ def trace() -> None:
 )
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Stop after this time.  [default: Ctrl-C]")
 @connection_options
-def record(file: Path, namespace: str, max_size: int, seconds: float | None, reach: Reach) -> None:
+def record(file: Path, namespace: str, max_size: int, seconds: float | None, reach: ConnectionOptions) -> None:
     """Write what a running cache server is asked for to FILE, until Ctrl-C.
 
     FILE must be new; one that ends in .gz is compressed. A prompt is written as numbers of its full blocks, which

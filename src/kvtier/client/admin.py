@@ -26,7 +26,7 @@ _NOT_UNDERSTOOD = "a message that cannot be read"
 """A server's answer to an unknown message."""
 
 
-class Note(Protocol):
+class RequestNote(Protocol):
     """A note on a request."""
 
     @property
@@ -81,7 +81,7 @@ class ServerAdmin:
             flags += reply.flags
         return flags
 
-    def note(self, note: Note) -> None:
+    def note(self, note: RequestNote) -> None:
         try:
             request = wire.NoteRequest(note.request_id, note.to_json())
         except ValueError as error:

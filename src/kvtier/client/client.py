@@ -14,7 +14,7 @@ from kvtier.blocks.hashing import BlockHash, block_hashes
 from kvtier.blocks.layout import KvLayout
 from kvtier.blocks.namespace import Namespace
 from kvtier.blocks.retention import DEFAULT_PRIORITY, Granted
-from kvtier.client.admin import AskedRetention, NamespaceAdmin, Note, ServerAdmin
+from kvtier.client.admin import AskedRetention, NamespaceAdmin, RequestNote, ServerAdmin
 from kvtier.client.endpoint import Endpoint
 from kvtier.client.known_namespace import KnownNamespace, read_namespaces
 from kvtier.client.local import LocalBlocks
@@ -30,7 +30,7 @@ from kvtier.wire import messages as wire
 from kvtier.wire.frames import MAX_HASHES
 from kvtier.workers import Workers
 
-__all__ = ["CacheClient", "ClientOptions", "Note"]
+__all__ = ["CacheClient", "ClientOptions", "RequestNote"]
 
 _FLUSH_S = 60.0
 
@@ -294,7 +294,7 @@ class CacheClient:
             self._endpoint.counts.failed(error)
             return [wire.LISTED_DOWN] * len(hashes)
 
-    def note(self, note: Note) -> None:
+    def note(self, note: RequestNote) -> None:
         """Nothing is noted while the server is down, if the note is too long, or if many are on their way."""
         self._server.note(note)
 

@@ -11,7 +11,7 @@ from kvtier.engine.prompt_token import PromptToken
 from kvtier.engine.schedule.request import Request
 
 
-class TextSource(Protocol):
+class Detokenizer(Protocol):
     """Turns tokens into text as they arrive (`kvtier.models.tokenizer.TextStream`)."""
 
     def push(self, token_ids: list[int]) -> str: ...
@@ -104,7 +104,7 @@ class AnswerText:
     Stop strings that are complete before token number `min_tokens` are ordinary text.
     """
 
-    def __init__(self, source: TextSource | None, stop_strings: tuple[str, ...], *, min_tokens: int = 0) -> None:
+    def __init__(self, source: Detokenizer | None, stop_strings: tuple[str, ...], *, min_tokens: int = 0) -> None:
         self.text = ""
         self.stop: str | None = None
         """The stop string that ended the text."""

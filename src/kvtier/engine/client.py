@@ -44,14 +44,14 @@ class Admitted:
     prompt_tokens: int
 
 
-News = Admitted | StreamPiece | Exception
-"""News of one request: `Admitted` comes first, unless it is refused. An exception or the last completion ends it."""
+StreamEvent = Admitted | StreamPiece | Exception
+"""An event of a request. `Admitted` is the first, unless it is refused; an exception or the last completion ends it."""
 
 
 class PieceSink(Protocol):
     """Where news of requests go. One sink may serve many requests, if their ids all differ."""
 
-    def put(self, news: Sequence[tuple[str, News]]) -> None:
+    def put(self, news: Sequence[tuple[str, StreamEvent]]) -> None:
         """All news of one step for this sink, with the requests' ids. Called by the engine's thread: must not wait.
 
         If it raises, the error is logged, all requests of the sink are aborted, and no more news is put.
@@ -94,7 +94,7 @@ class AnswerStream(Submission):
         done = [piece.completion for piece in self if piece.completion is not None]
         return sorted(done, key=lambda completion: completion.index)
 
-    def put(self, news: Sequence[tuple[str, News]]) -> None:
+    def put(self, news: Sequence[tuple[str, StreamEvent]]) -> None:
         """Called by the engine's thread."""
         for _, one in news:
             if not isinstance(one, Admitted):
@@ -315,7 +315,7 @@ class EngineClient:
                 item.is_done.set_result(None)
         for settling in self._settlings:
             settling.is_settled.set_result(False)
-        news: dict[PieceSink, list[tuple[str, News]]] = {}
+        news: dict[PieceSink, list[tuple[str, StreamEvent]]] = {}
         for request_id, (_, sink) in self._served.items():
             news.setdefault(sink, []).append((request_id, stopped))
         self._served.clear()
@@ -394,7 +394,7 @@ class EngineClient:
 
     def _pass_on(self, outputs: Iterable[StepOutput]) -> None:
         """Hand each sink its news. Then forget the prompts whose answers are all complete."""
-        news: dict[PieceSink, list[tuple[str, News]]] = {}
+        news: dict[PieceSink, list[tuple[str, StreamEvent]]] = {}
         finished = set()
         for request, piece in outputs:
             if piece.completion is not None:
@@ -406,7 +406,7 @@ class EngineClient:
             if all(request.finish_reason is not None for request in self._engine.requests_of(request_id)):
                 self._forget(request_id)
 
-    def _put(self, sink: PieceSink, news: Sequence[tuple[str, News]]) -> None:
+    def _put(self, sink: PieceSink, news: Sequence[tuple[str, StreamEvent]]) -> None:
         try:
             sink.put(news)
         except Exception:

@@ -119,7 +119,7 @@ class Engine:
         self._noted: Step | None = None
         """The step of which the scheduler knows that it is with the device, while it is being handed over."""
         self._early: list[StepOutput] = []
-        """News that were made while a step was being handed over."""
+        """News for callers, made while a step was being handed over."""
         self._num_unexplained = 0
         """Failures since the last token for which no single request was to blame."""
         self._log_limit = LogLimit(logger)

@@ -65,7 +65,7 @@ class Retentions:
                     self._threads = ThreadPoolExecutor(1, "kvtier-retain")
                 self._threads.submit(self._ask, request_id, list(tokens), salt, list(asks), tell)
         if reason:
-            self._settle(request_id, [msgspec.structs.replace(one, reason=reason) for one in whole], tell)
+            self._report(request_id, [msgspec.structs.replace(one, reason=reason) for one in whole], tell)
 
     def noted(self, request_id: str) -> list[RetentionOutcome]:
         """The outcomes of a recent request; empty while unknown. Never waits."""
@@ -99,7 +99,7 @@ class Retentions:
         finally:
             with self._lock:
                 self._num_waiting -= 1
-        self._settle(request_id, outcomes, tell)
+        self._report(request_id, outcomes, tell)
 
     def _retain(self, hashes: Sequence[BlockHash], ask: RetentionAsk, num_tokens: int) -> RetentionOutcome:
         assert self._hierarchy is not None
@@ -116,7 +116,7 @@ class Retentions:
             reason=granted.reason or ("" if granted.num_blocks else NO_TIERS),
         )
 
-    def _settle(self, request_id: str, outcomes: list[RetentionOutcome], tell: Tell) -> None:
+    def _report(self, request_id: str, outcomes: list[RetentionOutcome], tell: Tell) -> None:
         with self._lock:
             self._known[request_id] = outcomes
             while len(self._known) > _MAX_KNOWN:

@@ -185,8 +185,8 @@ class Int4Product(Protocol):
     ) -> torch.Tensor: ...
 
 
-class BestTokens(Protocol):
-    """The likeliest token of each row of logits; see `reference.best_tokens`."""
+class ArgmaxTokens(Protocol):
+    """The likeliest token of each row of logits; see `reference.argmax_tokens`."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
 
@@ -218,10 +218,10 @@ def int4_product_for(tensor: torch.Tensor) -> Int4Product | None:
     return cast("Int4Product | None", _quantized_products("int4_product", tensor))
 
 
-def best_tokens_for(tensor: torch.Tensor) -> BestTokens:
+def argmax_tokens_for(tensor: torch.Tensor) -> ArgmaxTokens:
     """The kernel for logits like these."""
     kernels = _triton_kernels("argmax") if tensor.is_cuda else None
-    return reference.best_tokens if kernels is None else cast(BestTokens, kernels.best_tokens)
+    return reference.argmax_tokens if kernels is None else cast(ArgmaxTokens, kernels.argmax_tokens)
 
 
 def forbid_for(tensor: torch.Tensor) -> Forbid:

@@ -19,25 +19,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @functools.cache
-def can_overlap(device: torch.device) -> bool:
+def can_launch_dependent(device: torch.device) -> bool:
     """Whether the GPU supports this: Hopper and later."""
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def launch_options(device: torch.device, *, is_wanted: bool) -> dict[str, bool]:
-    """For a kernel with an argument OVERLAPS."""
-    return {"OVERLAPS": True, "launch_pdl": True} if is_wanted and can_overlap(device) else {"OVERLAPS": False}
+    """For a kernel with an argument DEPENDENT_LAUNCH."""
+    if is_wanted and can_launch_dependent(device):
+        return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
+    return {"DEPENDENT_LAUNCH": False}
 
 
 @triton.jit
-def let_next_start(OVERLAPS: tl.constexpr):
+def let_next_start(DEPENDENT_LAUNCH: tl.constexpr):
     """Let the next kernel start, if it is a dependent launch."""
-    if OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(OVERLAPS: tl.constexpr):
+def wait(DEPENDENT_LAUNCH: tl.constexpr):
     """Wait until the previous kernel has ended."""
-    if OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_wait()

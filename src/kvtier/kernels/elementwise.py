@@ -69,7 +69,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             gate_up.stride(0),
             SIZE=size,
             COLUMNS=_GATE_COLUMNS,
-            **_overlap(gate_up.device),
+            **_dependent(gate_up.device),
             num_warps=8,
         )
     return gated
@@ -96,7 +96,7 @@ def linear_silu_mul(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor 
             COLUMNS=_FEW_COLUMNS,
             STEP=_FEW_INPUTS,
             OPERAND=operand(hidden.dtype),
-            **_overlap(hidden.device),
+            **_dependent(hidden.device),
             num_warps=4,
             num_stages=4,
         )
@@ -119,7 +119,7 @@ def quantize_rows(rows: torch.Tensor, *, max_value: float, min_scale: float) -> 
             min_scale,
             SIZE=size,
             COLUMNS=columns,
-            **_overlap(rows.device),
+            **_dependent(rows.device),
             num_warps=min(max(columns // 512, 1), 8),
         )
     return values, scales
@@ -153,13 +153,13 @@ def _norm(hidden, residual, weight, eps, normed, total, scales=None, max_value=0
             COLUMNS=columns,
             HAS_RESIDUAL=residual is not None,
             IS_QUANTIZED=scales is not None,
-            **_overlap(hidden.device),
+            **_dependent(hidden.device),
             num_warps=min(max(columns // 512, 1), 16),
         )
 
 
-def _overlap(device: torch.device) -> dict[str, bool]:
-    return dependent_launch.launch_options(device, is_wanted=tuning.OVERLAPS_LAUNCHES)
+def _dependent(device: torch.device) -> dict[str, bool]:
+    return dependent_launch.launch_options(device, is_wanted=tuning.DEPENDENT_LAUNCHES)
 
 
 @triton.jit
@@ -179,14 +179,14 @@ def _norm_kernel(
     COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    dependent_launch.let_next_start(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)  # no kernel writes it, and it comes from memory
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     dtype = hidden_ptr.dtype.element_ty
     hidden = tl.load(hidden_ptr + token * hidden_stride + columns, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -208,10 +208,10 @@ def _norm_kernel(
 
 @triton.jit
 def _gate_kernel(
-    gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+    gate_up_ptr, gated_ptr, gate_up_stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
 ):
-    dependent_launch.let_next_start(OVERLAPS)
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < SIZE
@@ -236,7 +236,7 @@ def _linear_gate_kernel(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     OPERAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """A tile of columns of gate and up, and their product: a stream of weights, each read once."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -246,8 +246,8 @@ def _linear_gate_kernel(
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     gate_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     up_ptrs = gate_ptrs + SIZE * INPUTS
-    dependent_launch.let_next_start(OVERLAPS)
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     gate = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((TOKENS, COLUMNS), dtype=tl.float32)
     for start in range(0, INPUTS, STEP):
@@ -271,11 +271,11 @@ def _quantize_kernel(
     min_scale,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """One row, in parts: once for its largest number, and once more, from the cache, to divide by the scale."""
-    dependent_launch.let_next_start(OVERLAPS)
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = rows_ptr + row * row_stride
     largest = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -148,7 +148,7 @@ def _launch(hidden, weight, scales, bias, counters, peaks, out, out_peaks, max_v
         COPIED=tokens if is_quantized else tuning.copied_tokens(num_tokens),
         ROWS=tile.rows,
         STEP=tile.step,
-        **dependent_launch.launch_options(hidden.device, is_wanted=tile.overlaps),
+        **dependent_launch.launch_options(hidden.device, is_wanted=tile.dependent_launch),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
@@ -184,7 +184,7 @@ def _product_kernel(
     COPIED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs. A gated tile is half of gate's outputs, half of up's."""
     tile = tl.program_id(0)
@@ -197,8 +197,8 @@ def _product_kernel(
     weight_rows = tl.minimum(columns, OUTPUTS - 1) + rows // COLUMNS * OUTPUTS
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    dependent_launch.let_next_start(OVERLAPS)
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     # Here, before they are needed: after the loop, every program would wait for memory once more.
     weight_scales = tl.load(scales_ptr + weight_rows)
     if HAS_BIAS:

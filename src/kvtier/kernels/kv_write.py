@@ -81,7 +81,7 @@ def _write(query, key, value, cache, slots, rotation) -> None:
         IS_INTERLEAVED=is_rotated and rotation.is_interleaved,
         HAS_NORMS=has_norms,
         BLOCK_TOKENS=cache.shape[2],
-        **dependent_launch.launch_options(key.device, is_wanted=tuning.OVERLAPS_ATTENTION),
+        **dependent_launch.launch_options(key.device, is_wanted=tuning.DEPENDENT_ATTENTION),
         num_warps=tuning.WRITE_WARPS,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
     )
@@ -158,7 +158,7 @@ def _write_kernel(
     IS_INTERLEAVED: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Some heads of one token: of the query, rotated in place, or of key and value, written to the cache.
 
@@ -168,7 +168,7 @@ def _write_kernel(
     QUERY_GROUPS: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    if OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: the next kernel may read everything written before this one
     if QUERY_GROUPS > 0:

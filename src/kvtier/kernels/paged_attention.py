@@ -178,7 +178,7 @@ def _attend(
         TILE_ROWS=tiles.rows,
         TILE_KEYS=tiles.keys,
         LOOKS_AHEAD=tiles.looks_ahead,
-        **dependent_launch.launch_options(query.device, is_wanted=tuning.OVERLAPS_ATTENTION),
+        **dependent_launch.launch_options(query.device, is_wanted=tuning.DEPENDENT_ATTENTION),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_split_stages if is_split else tiles.num_stages,
         enable_fp_fusion=tuning.FUSE_MULTIPLY_ADD,
@@ -332,7 +332,7 @@ def _attend_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     LOOKS_AHEAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """A tile of one row's queries, with all query heads of one KV head, over the keys they see or one part of them."""
     tl.static_assert(not LOOKS_AHEAD or TILE_ROWS < 64, "blocks are looked up ahead in one loop")
@@ -380,7 +380,7 @@ def _attend_kernel(
         next_keys = first_key + tl.arange(0, TILE_KEYS)
         is_next = (next_keys >= 0) & (next_keys < end_key)  # an empty share may begin anywhere
         next_ids = tl.load(table_ptr + next_keys // BLOCK_TOKENS, mask=is_next, other=0)
-    if OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_wait()
     if is_over or first_query >= num_queries or (JOINS_LAST and split >= num_parts):
         return
@@ -451,7 +451,7 @@ def _attend_kernel(
         True,
         LOOKS_AHEAD,
     )
-    if OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     out_ptrs = out_ptr + (tokens * out_token_stride + heads * out_head_stride)[:, None] + dims[None, :]
     if IS_SPLIT:

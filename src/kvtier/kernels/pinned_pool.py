@@ -34,7 +34,7 @@ class Event(Protocol):
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Slot:
+class PinnedSlot:
     """Pinned memory, as a tensor of int32 for kernels and as bytes for the host. `event` is recorded by its user."""
 
     words: torch.Tensor
@@ -50,15 +50,15 @@ class PinnedPool:
         self._allocate = allocate
         self._make_event = make_event
         self._lock = threading.Lock()
-        self._given_back: defaultdict[int, deque[Slot]] = defaultdict(deque)
-        self._slots: list[Slot] = []  # slots never given back stay pinned, too: the device may still write them
+        self._given_back: defaultdict[int, deque[PinnedSlot]] = defaultdict(deque)
+        self._slots: list[PinnedSlot] = []  # slots never given back stay pinned, too: the device may still write them
         self._unused = allocate(0)
 
     @property
     def num_slots(self) -> int:
         return len(self._slots)
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> PinnedSlot:
         """A slot of at least `nbytes` that neither host nor device uses."""
         size = max(_MIN_SLOT_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_SLOT_BYTES
         with self._lock:
@@ -68,11 +68,11 @@ class PinnedPool:
             if self._unused.numel() * 4 < size:
                 self._unused = self._allocate(max(size, _CHUNK_BYTES) // 4)
             words, self._unused = self._unused[: size // 4], self._unused[size // 4 :]
-            slot = Slot(words, words.numpy().view(np.uint8), self._make_event())
+            slot = PinnedSlot(words, words.numpy().view(np.uint8), self._make_event())
             self._slots.append(slot)
             return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: PinnedSlot) -> None:
         """Give it back once its event is recorded: it is handed out again when the event is over."""
         with self._lock:
             self._given_back[slot.data.nbytes].append(slot)

@@ -66,7 +66,7 @@ def linear(
         ROWS=tile.rows,
         STEP=tile.step,
         OPERAND=operand(hidden.dtype),
-        **dependent_launch.launch_options(hidden.device, is_wanted=tile.overlaps),
+        **dependent_launch.launch_options(hidden.device, is_wanted=tile.dependent_launch),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -91,7 +91,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     OPERAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Some outputs of all tokens, over some of the inputs."""
     tile = tl.program_id(0)
@@ -103,8 +103,8 @@ def _product_kernel(
     is_token = (tokens < num_tokens)[:, None]
     SHARE: tl.constexpr = (INPUTS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = split * SHARE
-    dependent_launch.let_next_start(OVERLAPS)
-    dependent_launch.wait(OVERLAPS)
+    dependent_launch.let_next_start(DEPENDENT_LAUNCH)
+    dependent_launch.wait(DEPENDENT_LAUNCH)
     hidden_ptrs = hidden_ptr + (tokens * hidden_stride)[:, None] + inputs[None, :]
     weight_ptrs = weight_ptr + rows.to(tl.int64)[:, None] * INPUTS + inputs[None, :]
     part = tl.zeros((ROWS, TOKENS), dtype=tl.float32)

@@ -268,7 +268,7 @@ def forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> Non
     logits[rows] = logits[rows].masked_fill_(~is_allowed, float("-inf"))
 
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The ids, int64, of the largest of each row of `logits` (rows, tokens); of equal ones the lowest."""
     return logits.argmax(-1)
 

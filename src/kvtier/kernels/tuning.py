@@ -44,7 +44,7 @@ MAX_ROW_SHARES = 32
 MAX_LAST_ROWS = 32
 """The same for tiles of up to this many rows, whose parts are small."""
 
-OVERLAPS_ATTENTION = True
+DEPENDENT_ATTENTION = True
 """Whether attention, and the writing of its KV, may start while the previous kernel ends."""
 
 GATHER_TOKENS = 128
@@ -70,7 +70,7 @@ HAS_QUANTIZED_PRODUCTS = True
 HAS_FEW_TOKEN_PRODUCTS = True
 """Whether models use a kernel of ours for products of a few tokens with weights in 16 bits."""
 
-OVERLAPS_LAUNCHES = True
+DEPENDENT_LAUNCHES = True
 """Whether norms, gates and quantisation start while the kernel before them ends, and let the next one start early.
 
 For products, their tiles say so."""
@@ -226,7 +226,7 @@ class ProductTile:
     splits: int
     num_warps: int
     num_stages: int
-    overlaps: bool = False
+    dependent_launch: bool = False
     """Whether the kernel may start while the previous one ends."""
 
     def fitted(self, *, stage_bytes: int, shared_bytes: int) -> ProductTile:
@@ -261,7 +261,7 @@ def fp8_tile(*, num_tokens: int, inputs: int, outputs: int, input_bytes: int) ->
     # Leftover programs run after the others, alone: 64 of them cost 15 us.
     fitting = (stages for stages in (6, 5, 4) if num_tiles * splits <= programs_at_once(stages * stage_bytes))
     num_stages = next(fitting, 3)
-    return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, overlaps=True)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=num_stages, dependent_launch=True)
 
 
 def plain_tile(*, inputs: int, outputs: int) -> ProductTile | None:
@@ -274,7 +274,7 @@ def plain_tile(*, inputs: int, outputs: int) -> ProductTile | None:
     if num_tiles > PLAIN_PROGRAMS // 2:
         return None
     splits = product_splits(num_tiles, _ceil_div(inputs, step), PLAIN_PROGRAMS)
-    return ProductTile(rows, step, splits, num_warps=4, num_stages=3, overlaps=True)
+    return ProductTile(rows, step, splits, num_warps=4, num_stages=3, dependent_launch=True)
 
 
 def int4_tile(*, inputs: int, outputs: int) -> ProductTile:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kernels import reference
-from kvtier.kernels.pinned_pool import Slot, pinned_pool
+from kvtier.kernels.pinned_pool import PinnedSlot, pinned_pool
 
 _ALIGN_BYTES = 16
 
@@ -96,7 +96,7 @@ class Download:
         """
         self._tensors = [tensor.contiguous() for tensor in tensors]
         self._device = self._tensors[0].device
-        self._slot: Slot | None = None
+        self._slot: PinnedSlot | None = None
         if self._device.type == "cpu":
             if kept is not None:
                 kept.tokens[kept.slots] = self._tensors[0]

@@ -50,7 +50,7 @@ class Direction(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class CopyBatch:
     """Entry `i` copies `sizes[i]` bytes between `device[i]` and `host[i]`, which are addresses."""
 
     device: array[int]
@@ -58,7 +58,7 @@ class Copies:
     sizes: array[int]
 
     @classmethod
-    def of(cls, device: Sequence[int], host: Sequence[int], sizes: Sequence[int]) -> Copies:
+    def of(cls, device: Sequence[int], host: Sequence[int], sizes: Sequence[int]) -> CopyBatch:
         return cls(array("Q", device), array("Q", host), array("Q", sizes))
 
 
@@ -153,13 +153,13 @@ class Cudart:
         with self.relaxed():
             self._check(self._library.cudaSetDevice(device), f"cannot use GPU {device}")
 
-    def copy(self, copies: Copies, direction: Direction, stream: int) -> None:
+    def copy(self, copies: CopyBatch, direction: Direction, stream: int) -> None:
         """Begin copies from or to registered memory, in the order of `stream`, which is not the legacy one."""
         if self._can_batch and self._copy_batch(copies, direction, stream):
             return
         self.copy_each(copies, direction, stream)
 
-    def copy_each(self, copies: Copies, direction: Direction, stream: int) -> None:
+    def copy_each(self, copies: CopyBatch, direction: Direction, stream: int) -> None:
         """Like `copy`, with a call per entry. Takes any memory: if it is not registered, a call waits for its copy."""
         copy_one, kind = self._library.cudaMemcpyAsync, direction.value
         sides = (copies.device, copies.host) if direction is Direction.TO_DEVICE else (copies.host, copies.device)
@@ -185,7 +185,7 @@ class Cudart:
         with self.relaxed():
             self._check(self._library.cudaHostUnregister(address), "cannot unregister memory")
 
-    def _copy_batch(self, copies: Copies, direction: Direction, stream: int) -> bool:
+    def _copy_batch(self, copies: CopyBatch, direction: Direction, stream: int) -> bool:
         """False if the runtime refuses. Copies that it has begun may be repeated: the bytes are the same."""
         device, host = copies.device.buffer_info()[0], copies.host.buffer_info()[0]
         sizes, count = copies.sizes.buffer_info()

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.memory.cuda import PIECE_BYTES, Copies, Cudart, Direction, Registration, Rows, cut
+from kvtier.memory.cuda import PIECE_BYTES, CopyBatch, Cudart, Direction, Registration, Rows, cut
 from kvtier.memory.mapped import MappedArena
 
 
@@ -155,14 +155,14 @@ def by_speed(
     arena_address: int,
     piece_bytes: int,
     registration: Registration | None,
-) -> tuple[Copies, Copies]:
+) -> tuple[CopyBatch, CopyBatch]:
     """`nbytes` at each device address and offset, as copies to or from registered host memory, and the other copies.
 
     No copy straddles two pieces, even of an unregistered arena: its registration may begin while the copies run.
     """
     is_whole = all(offset % piece_bytes + nbytes <= piece_bytes for offset in offsets)
     if is_whole and registration is not None and registration.is_complete:
-        return Copies.of(device, [arena_address + offset for offset in offsets], [nbytes] * len(offsets)), _NOTHING
+        return CopyBatch.of(device, [arena_address + offset for offset in offsets], [nbytes] * len(offsets)), _NOTHING
     fast: list[tuple[int, int, int]] = []
     slow: list[tuple[int, int, int]] = []
     for entry in cut(device, offsets, nbytes, piece_bytes):
@@ -171,9 +171,9 @@ def by_speed(
     return _copies(fast, arena_address), _copies(slow, arena_address)
 
 
-def _copies(entries: Sequence[tuple[int, int, int]], arena_address: int) -> Copies:
+def _copies(entries: Sequence[tuple[int, int, int]], arena_address: int) -> CopyBatch:
     device, offsets, sizes = zip(*entries, strict=True) if entries else ((), (), ())
-    return Copies.of(device, [arena_address + offset for offset in offsets], sizes)
+    return CopyBatch.of(device, [arena_address + offset for offset in offsets], sizes)
 
 
-_NOTHING = Copies.of([], [], [])
+_NOTHING = CopyBatch.of([], [], [])

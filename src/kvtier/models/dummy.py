@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtier.models.config import ModelConfig
 from kvtier.models.model import Model
-from kvtier.models.slot import Slot, SlotKind
+from kvtier.models.slot import SlotKind, WeightSlot
 
 _BIAS_STD = 0.02
 _GPTQ_SCALE = 0.003
@@ -39,7 +39,7 @@ def dummy_identity(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _make(slot: Slot, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+def _make(slot: WeightSlot, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
     match slot.kind:
         case SlotKind.WEIGHT:
             return _normal(slot.shape, slot.shape[-1] ** -0.5, dtype, device, generator)

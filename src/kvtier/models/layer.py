@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kvtier.models.slot import Slot
+from kvtier.models.slot import WeightSlot
 
 
 class Layer(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy
     """For inference only: parameters take no gradient."""
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The slots of this layer, without its children's; `prefix` is its own name in the checkpoint."""
         return iter(())
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Called once, when all weights are loaded."""
 
 

@@ -15,7 +15,7 @@ from kvtier.models.linear import PlainLinear
 from kvtier.models.quantization.fp8 import Fp8Linear, quantized_rms_norm
 from kvtier.models.recipe import Recipe
 from kvtier.models.rope import Rope
-from kvtier.models.slot import Slot, SlotKind
+from kvtier.models.slot import SlotKind, WeightSlot
 
 
 class Embedding(Layer):
@@ -26,8 +26,8 @@ class Embedding(Layer):
         config = recipe.config
         self.weight = empty_parameter((config.vocab_size, config.hidden_size), recipe.dtype, recipe.device)
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
-        yield Slot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.WEIGHT, self.weight.copy_)
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield WeightSlot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.WEIGHT, self.weight.copy_)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens]
@@ -41,8 +41,8 @@ class RmsNorm(Layer):
         self.eps = recipe.config.rms_eps
         self.weight = empty_parameter((size,), recipe.dtype, recipe.device)
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
-        yield Slot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.NORM, self.weight.copy_)
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield WeightSlot(f"{prefix}.weight", tuple(self.weight.shape), SlotKind.NORM, self.weight.copy_)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)

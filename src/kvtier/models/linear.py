@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from kvtier.kernels.backend import plain_product_for
 from kvtier.models.layer import Layer, empty_parameter
-from kvtier.models.slot import Slot, SlotKind
+from kvtier.models.slot import SlotKind, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinearPart:
     """The outputs that come from one tensor: the tensor's name instead of the layer's, and their number."""
 
     name: str
@@ -31,7 +31,7 @@ class LinearShape:
     """The shape of a linear layer and its device; `dtype` is that of its input and output."""
 
     inputs: int
-    parts: tuple[Part, ...]
+    parts: tuple[LinearPart, ...]
     has_bias: bool
     dtype: torch.dtype
     device: torch.device
@@ -40,7 +40,7 @@ class LinearShape:
     def outputs(self) -> int:
         return sum(part.outputs for part in self.parts)
 
-    def ranges(self) -> Iterator[tuple[Part, slice]]:
+    def ranges(self) -> Iterator[tuple[LinearPart, slice]]:
         """Each part and its place among the outputs."""
         start = 0
         for part in self.parts:
@@ -56,15 +56,15 @@ class Linear(Layer):
         self.shape = shape
         self.bias = empty_parameter((shape.outputs,), shape.dtype, shape.device) if shape.has_bias else None
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
         parent = prefix.rpartition(".")[0]
         for number, (part, outputs) in enumerate(self.shape.ranges()):
             name = f"{parent}.{part.name}" if parent else part.name
             yield from self.weight_slots(name, number, outputs)
             if self.bias is not None:
-                yield Slot(f"{name}.bias", (part.outputs,), SlotKind.BIAS, self.bias[outputs].copy_)
+                yield WeightSlot(f"{name}.bias", (part.outputs,), SlotKind.BIAS, self.bias[outputs].copy_)
 
-    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[WeightSlot]:
         """The slots of the weight of part `number`; `name` is the part's own name in the checkpoint."""
         raise NotImplementedError
 
@@ -81,9 +81,9 @@ class PlainLinear(Linear):
         product = plain_product_for(self.weight)
         self.counters = None if product is None else product.make_counters(shape.outputs, shape.device)
 
-    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[WeightSlot]:
         rows = self.weight[outputs]
-        yield Slot(f"{name}.weight", tuple(rows.shape), SlotKind.WEIGHT, rows.copy_)
+        yield WeightSlot(f"{name}.weight", tuple(rows.shape), SlotKind.WEIGHT, rows.copy_)
 
     def forward(self, hidden: Tensor) -> Tensor:
         product = plain_product_for(hidden)

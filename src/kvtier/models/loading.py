@@ -30,7 +30,7 @@ from kvtier.models.progress import Advance, terminal_progress
 from kvtier.models.quantization.fp8 import Fp8Linear
 from kvtier.models.quantization.gptq import GptqLinear
 from kvtier.models.recipe import Recipe
-from kvtier.models.slot import Slot
+from kvtier.models.slot import WeightSlot
 from kvtier.models.weight_files import StoredTensor
 
 DUMMY_SEED = 0
@@ -121,7 +121,7 @@ def load_model(
     else:
         fill_from_checkpoint(network, checkpoint, progress)
         weights_identity = identity_of_folder(checkpoint.folder, identity, progress)
-    network.settle()
+    network.finish_loading()
     network.eval()
     return LoadedModel(
         model=network,
@@ -150,7 +150,7 @@ def fill_from_checkpoint(model: Model, checkpoint: Checkpoint, progress: LoadPro
             advance(stored.nbytes)
 
 
-def _compare(slots: dict[str, Slot], checkpoint: Checkpoint, model: Model) -> None:
+def _compare(slots: dict[str, WeightSlot], checkpoint: Checkpoint, model: Model) -> None:
     folder = checkpoint.folder
     for name, slot in slots.items():
         stored = checkpoint.tensors.get(name)
@@ -164,7 +164,7 @@ def _compare(slots: dict[str, Slot], checkpoint: Checkpoint, model: Model) -> No
             raise ConfigError(f"{model.config.architecture} has no place for the tensor {name} in {folder}")
 
 
-def _compare_one(slot: Slot, stored: StoredTensor) -> None:
+def _compare_one(slot: WeightSlot, stored: StoredTensor) -> None:
     if stored.shape != slot.shape:
         raise ConfigError(
             f"the tensor {slot.name} in {stored.path} has the shape {list(stored.shape)}, "

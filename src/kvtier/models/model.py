@@ -16,10 +16,10 @@ from kvtier.models.attention import Attention
 from kvtier.models.config import ModelConfig
 from kvtier.models.layer import Layer
 from kvtier.models.layers import DecoderLayer, Embedding, RmsNorm
-from kvtier.models.linear import LinearShape, Part, PlainLinear
+from kvtier.models.linear import LinearPart, LinearShape, PlainLinear
 from kvtier.models.recipe import Recipe
 from kvtier.models.rope import Rope
-from kvtier.models.slot import Slot
+from kvtier.models.slot import WeightSlot
 
 _HEAD = "lm_head"
 
@@ -55,7 +55,7 @@ class Model(Layer):
                 return functional.linear(hidden, self.embed_tokens.weight)
             return self.lm_head(hidden)
 
-    def checkpoint_slots(self) -> Iterator[Slot]:
+    def checkpoint_slots(self) -> Iterator[WeightSlot]:
         """The place of each tensor of a checkpoint."""
         for name, module in self.named_modules():
             if isinstance(module, Layer):
@@ -65,11 +65,11 @@ class Model(Layer):
         """Whether a checkpoint may contain a tensor `name` that is not needed."""
         return name.endswith(".rotary_emb.inv_freq") or (self.lm_head is None and name.startswith(f"{_HEAD}."))
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Call once, after all weights are loaded."""
         for module in self.modules():
             if isinstance(module, Layer) and module is not self:
-                module.settle()
+                module.finish_loading()
 
     def weights_bytes(self) -> int:
         """The size of the parameters on the device."""
@@ -78,7 +78,7 @@ class Model(Layer):
 
 def _make_head(recipe: Recipe) -> PlainLinear:
     config = recipe.config
-    part = Part(_HEAD, config.vocab_size)
+    part = LinearPart(_HEAD, config.vocab_size)
     return PlainLinear(
         LinearShape(inputs=config.hidden_size, parts=(part,), has_bias=False, dtype=recipe.dtype, device=recipe.device)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.models.config import ModelConfig
-from kvtier.models.linear import Linear, LinearKind, LinearShape, Part
+from kvtier.models.linear import Linear, LinearKind, LinearPart, LinearShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Recipe:
         return self.linear(
             LinearShape(
                 inputs=inputs,
-                parts=tuple(Part(name, outputs) for name, outputs in parts.items()),
+                parts=tuple(LinearPart(name, outputs) for name, outputs in parts.items()),
                 has_bias=bias,
                 dtype=self.dtype,
                 device=self.device,

@@ -26,7 +26,7 @@ class SlotKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class WeightSlot:
     """`write` takes a tensor of `shape` on any device and puts it, cast or quantised, into its part of a parameter.
 
     A checkpoint may leave out a slot that is not required.

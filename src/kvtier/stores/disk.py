@@ -43,7 +43,7 @@ from kvtier.stores.folder import MIN_FILE_BYTES, is_lock_of, room_in, set_aside_
 from kvtier.stores.payload_file import PAYLOADS_NAME, PayloadFile
 from kvtier.stores.record_file import RECORDS_NAME, RecordFile, step_bytes_of
 from kvtier.stores.records import UNIT_BYTES, BlockRecord
-from kvtier.stores.recovery import Fit, any_sealed, choose, counted_anew, fit, last_counts, units_of
+from kvtier.stores.recovery import ShrinkPlan, any_sealed, choose, counted_anew, fit, last_counts, units_of
 
 logger = logging.getLogger(__name__)
 
@@ -557,7 +557,7 @@ class DiskStore:
             return False
         return True
 
-    def _shrink(self, plan: Fit) -> dict[int, BlockRecord]:
+    def _shrink(self, plan: ShrinkPlan) -> dict[int, BlockRecord]:
         """Carry out a plan so that a crash at any moment loses at most what the plan drops."""
         if plan.dropped:
             self.losses["over the budget"] += len(plan.dropped)

@@ -77,7 +77,7 @@ def _without_overlaps(kept: list[tuple[int, BlockRecord]], losses: Counter[str])
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ShrinkPlan:
     """How to shrink a store: `kept` stay, `moved` get new units, `dropped` are removed. In this order: drop, move, cut.
 
     `renumbered` are records, of kept and moved blocks, that lie beyond the records' new end: old number to new.
@@ -91,7 +91,7 @@ class Fit:
     records_bytes: int
 
 
-def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> Fit:
+def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> ShrinkPlan:
     """Keep pinned blocks, then the most recently used, as many as fit."""
     warm_first = sorted(records.items(), key=lambda item: (item[1].is_pinned, item[1].used_at), reverse=True)
     units = 0
@@ -108,7 +108,7 @@ def fit(records: dict[int, BlockRecord], limit_bytes: int, step_bytes: int) -> F
     num_records = (records_bytes - HEADER_BYTES) // RECORD_BYTES
     free = (number for number in range(num_records) if number not in staying)
     beyond = sorted(number for number in staying if number >= num_records)
-    return Fit(
+    return ShrinkPlan(
         kept,
         moved,
         sorted(records.keys() - staying),

@@ -73,7 +73,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TierSegment:
     """The blocks from `first` on in one tier: those of the lease, then its `num_stored`, on a disk for instance."""
 
     tier: str
@@ -125,7 +125,7 @@ class Hierarchy:
         If lazy, blocks that would have to be read from disk are counted in the segments but not leased. The caller may
         match the same prompt again, and calls `count` for the answer that it uses.
         """
-        segments: list[Segment] = []
+        segments: list[TierSegment] = []
         endings: list[Ending] = []
         num_blocks = 0
         for guard in self._guards:
@@ -139,7 +139,7 @@ class Hierarchy:
                     lease = match(hashes[num_blocks:], timeout_s=timeout_s)
                     ended = lease.ended
                     if lease.num_blocks or lease.num_stored:
-                        segments.append(Segment(name, num_blocks, lease))
+                        segments.append(TierSegment(name, num_blocks, lease))
                         num_blocks += segments[-1].num_blocks
             endings.append(Ending(name, num_blocks, ended))
         return HierarchyLease(num_blocks, segments, _ending(endings, num_blocks, len(hashes)))
@@ -203,7 +203,7 @@ class Hierarchy:
 class HierarchyLease:
     """A prefix leased across tiers. Not thread-safe."""
 
-    def __init__(self, num_blocks: int, segments: Sequence[Segment], ending: Ending) -> None:
+    def __init__(self, num_blocks: int, segments: Sequence[TierSegment], ending: Ending) -> None:
         self.num_blocks = num_blocks
         self.segments = segments
         self.ending = ending

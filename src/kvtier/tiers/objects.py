@@ -20,7 +20,7 @@ from kvtier.memory.lease import EmptyLease, Lease, weak_lease
 from kvtier.observe.metrics import TierMetrics
 from kvtier.stores.objects.blocks import ObjectBlocks
 from kvtier.stores.objects.config import ObjectsConfig, open_blocks
-from kvtier.stores.objects.segment_book import Place
+from kvtier.stores.objects.segment_book import SegmentPlace
 from kvtier.tiers.seen_blocks import SeenBlocks
 from kvtier.tiers.tier import PlainTier
 
@@ -106,7 +106,7 @@ class ObjectTier(PlainTier):
         self._blocks.close()
 
     def _pull(
-        self, places: Mapping[BlockHash, Place | None], hashes: Sequence[BlockHash], into: Sequence[memoryview]
+        self, places: Mapping[BlockHash, SegmentPlace | None], hashes: Sequence[BlockHash], into: Sequence[memoryview]
     ) -> int:
         """Fetch from the places that the match found: prompts seen since may have the same blocks in other segments."""
         deadline = time.monotonic() + self._timeout_s + len(hashes) * self.layout.block_bytes / _BYTES_PER_S

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.blocks.hashing import BlockHash
-from kvtier.transfer.reach import Attention, Reach
+from kvtier.transfer.reach import AttentionKind, Reach
 
 _GROUP = b"group"
 
@@ -36,7 +36,7 @@ class BlockGroups:
     @property
     def is_one_full(self) -> bool:
         """All layers look back to the first token, in one group: a prefix can be resumed after any of its blocks."""
-        return len(self.reaches) == 1 and self.reaches[0].attention is Attention.FULL
+        return len(self.reaches) == 1 and self.reaches[0].attention is AttentionKind.FULL
 
     def key(self, group: int, chain: Sequence[BlockHash], number: int) -> BlockHash:
         """The key of block `number` of a group."""
@@ -56,7 +56,9 @@ class BlockGroups:
 
     def needed(self, chain: Sequence[BlockHash], num_tokens: int, first_token: int = 0) -> list[BlockHash]:
         """The keys of all groups' `reached` blocks: the few of states and windows come first."""
-        by_reach = sorted(range(len(self.reaches)), key=lambda group: self.reaches[group].attention is Attention.FULL)
+        by_reach = sorted(
+            range(len(self.reaches)), key=lambda group: self.reaches[group].attention is AttentionKind.FULL
+        )
         return [
             self.key(group, chain, number)
             for group in by_reach

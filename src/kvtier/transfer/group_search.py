@@ -10,7 +10,7 @@ from kvtier.memory.lease import EmptyLease, Lease
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.block_groups import BlockGroups
 from kvtier.transfer.lookup import Searched
-from kvtier.transfer.reach import Attention, longest_resumable
+from kvtier.transfer.reach import AttentionKind, longest_resumable
 
 _MAX_TRIES = 3
 """Blocks that were present a moment ago may be evicted before they are leased."""
@@ -61,13 +61,13 @@ class GroupSearch:
         groups = self._groups
         present: list[Sequence[bool]] = [()] * len(groups.reaches)
         by_reach = sorted(
-            range(len(groups.reaches)), key=lambda group: groups.reaches[group].attention is not Attention.FULL
+            range(len(groups.reaches)), key=lambda group: groups.reaches[group].attention is not AttentionKind.FULL
         )
         for group in by_reach:  # where full attention lacks blocks, no other group need be looked up
             reach = groups.reaches[group]
             first, end = first_token // reach.block_tokens, most // reach.block_tokens
             present[group] = [True] * first + self._tier.contains(groups.keys(group, chain, first, end))
-            if reach.attention is Attention.FULL:
+            if reach.attention is AttentionKind.FULL:
                 most = longest_resumable([(reach, present[group])], groups.unit_tokens, most, first_token)
                 if most <= first_token:
                     return 0

@@ -29,7 +29,7 @@ the cache, and shows what has to be saved again."""
 
 
 @dataclass(eq=False, slots=True)
-class Prefix:
+class KnownPrefix:
     """`hashes` of full blocks, from `root` on. The cache has `num_stored` of them; it was last asked at `asked_at`."""
 
     root: Namespace
@@ -56,11 +56,11 @@ class KnownPrefixes:
         self._clock = clock
         self._is_on = algorithm.startswith("sha256")
         self._lock = threading.Lock()
-        self._places: dict[bytes, tuple[Prefix, int]] = {}
-        self._prefixes: OrderedDict[Prefix, None] = OrderedDict()
+        self._places: dict[bytes, tuple[KnownPrefix, int]] = {}
+        self._prefixes: OrderedDict[KnownPrefix, None] = OrderedDict()
         self._num_blocks = 0
 
-    def find(self, root: Namespace, pages: Sequence[bytes]) -> tuple[Prefix, int] | None:
+    def find(self, root: Namespace, pages: Sequence[bytes]) -> tuple[KnownPrefix, int] | None:
         """The longest known prefix of the prompt that the engine hashed as `pages`, and how many blocks it has.
 
         Up to `_STRIDE` pages more may be known, unless the last of `pages` ended a prompt before.
@@ -92,7 +92,7 @@ class KnownPrefixes:
         hashes = [] if found is None else found[0].hashes[: found[1]]
         hashes += hash_rest(len(hashes), hashes[-1] if hashes else None)
         if found is None or self._is_beyond(len(pages), found[1]):
-            self._remember(Prefix(root, hashes[:], *self._stored(found)), pages)
+            self._remember(KnownPrefix(root, hashes[:], *self._stored(found)), pages)
         return Described(root, hashes)
 
     def fresh(self, root: Namespace, pages: Sequence[bytes]) -> Described | None:
@@ -124,11 +124,11 @@ class KnownPrefixes:
         """Whether this many pages are a stride or more beyond this many blocks."""
         return (num_pages - _STRIDE) * self._page_tokens >= num_blocks * self._block_tokens
 
-    def _stored(self, found: tuple[Prefix, int] | None) -> tuple[int, float]:
+    def _stored(self, found: tuple[KnownPrefix, int] | None) -> tuple[int, float]:
         """What a new, longer prefix inherits from the shorter one that it begins with."""
         return (0, 0.0) if found is None else (min(found[0].num_stored, found[1]), found[0].asked_at)
 
-    def _remember(self, prefix: Prefix, pages: Sequence[bytes]) -> None:
+    def _remember(self, prefix: KnownPrefix, pages: Sequence[bytes]) -> None:
         if not self._is_on:
             return
         ends = [*range(_STRIDE, len(pages), _STRIDE), len(pages)] if pages else []
@@ -144,7 +144,7 @@ class KnownPrefixes:
             while self._num_blocks > _MAX_BLOCKS:
                 self._forget(self._prefixes.popitem(last=False)[0])
 
-    def _forget(self, prefix: Prefix) -> None:
+    def _forget(self, prefix: KnownPrefix) -> None:
         self._num_blocks -= len(prefix.hashes)
         for key in prefix.keys:
             place = self._places.get(key)

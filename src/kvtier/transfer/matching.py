@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.blocks.hashing import BlockHash
 from kvtier.blocks.match_end import MatchEnd
-from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease, Segment
+from kvtier.tiers.hierarchy import Ending, Hierarchy, HierarchyLease, TierSegment
 from kvtier.transfer.decision import LoadOrCompute
 from kvtier.transfer.load import LoadPlan, Span
 from kvtier.transfer.worker_threads import WorkerThreads
@@ -192,7 +192,7 @@ class Matcher:
         return self._hierarchy.match(hashes, timeout_s=_MATCH_TIMEOUT_S, is_lazy=True)
 
 
-def spans_of(segments: Sequence[Segment], first: int) -> list[Span]:
+def spans_of(segments: Sequence[TierSegment], first: int) -> list[Span]:
     """The hits of a prompt from its block `first` on, by where the bytes are."""
     spans: list[Span] = []
     for segment in segments:

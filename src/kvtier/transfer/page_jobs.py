@@ -31,7 +31,7 @@ _MAX_GAPS = 8
 """Missing pages after which the rest of a load is abandoned: each costs a call."""
 
 
-class PageServer(Protocol):
+class PageClient(Protocol):
     """The part of a cache server's client that is needed. No call raises if the server is dead, slow or hung."""
 
     def match(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> Lease: ...
@@ -77,7 +77,7 @@ def page_hashes(keys: Iterable[bytes]) -> list[BlockHash]:
 class PageJobs:
     """The jobs of one engine's memory, in rows of `page_bytes`."""
 
-    def __init__(self, server: PageServer, memory: memoryview, page_bytes: int) -> None:
+    def __init__(self, server: PageClient, memory: memoryview, page_bytes: int) -> None:
         """`memory` is flat. At most half of its rows may wait to be stored; more are not stored."""
         self._server = server
         self._memory = memory

@@ -102,7 +102,7 @@ class PromptBlocks(Protocol):
         ...
 
 
-class State(enum.Enum):
+class PrefetchState(enum.Enum):
     """How far a prompt's prefetch has come."""
 
     UNASKED = enum.auto()
@@ -112,7 +112,7 @@ class State(enum.Enum):
     """Blocks come from the front, or blocks of the device are being taken for that."""
     MEETING = enum.auto()
     """Blocks come from the back while the front is computed."""
-    SETTLED = enum.auto()
+    FINISHED = enum.auto()
     """Loading is finished."""
 
 
@@ -200,7 +200,7 @@ class Prefetch:
     def __init__(self, shared: SharedState, blocks: PromptBlocks) -> None:
         self._shared = shared
         self.blocks = blocks
-        self.state = State.UNASKED
+        self.state = PrefetchState.UNASKED
         self.match: TierMatch | None = None
         self.load: Load | None = None
         self.next_loads: deque[Load] = deque()
@@ -246,7 +246,7 @@ class Prefetch:
         self.history.asked_at = self.history.asked_at or time.monotonic()
         num_more = self.blocks.num_wanted - len(hashes)
         match = self.match = self._shared.traffic.matcher.match(first, hashes[first:], num_more)
-        self.state = State.MATCHING
+        self.state = PrefetchState.MATCHING
         self._shared.budget.was_found = bool(match.spans)
         if self.is_looking:
             if self not in self._shared.looking:
@@ -314,7 +314,7 @@ class Prefetch:
 
         `WAIT` while the tiers have not answered, a plan to begin once the prompt has blocks, or `READY`.
         """
-        if self.state is State.SETTLED:
+        if self.state is PrefetchState.FINISHED:
             return READY
         if not self._is_current():
             return WAIT
@@ -341,7 +341,7 @@ class Prefetch:
                 return WAIT
             if plan is not None and self.grow(plan, is_alone=is_alone):
                 return self.begin(plan, num_tokens)
-            self.settle()
+            self.finish()
         return READY
 
     def plan(self) -> LoadPlan | None:
@@ -369,13 +369,13 @@ class Prefetch:
         """Load `plan` into the prompt's blocks, once it has them all. Returns what may be computed meanwhile."""
         assert self.match is not None
         if len(self.blocks.ids) < plan.end:
-            self.state = State.LOADING
+            self.state = PrefetchState.LOADING
             self._shared.growing[self] = max(plan.end, self.match.end)
             self._shared.has_unmatched = True
             return WAIT
         self._shared.growing.pop(self, None)
         self.load = self._start(plan)
-        self.state = State.LOADING if plan.order is Order.FRONT else State.MEETING
+        self.state = PrefetchState.LOADING if plan.order is Order.FRONT else PrefetchState.MEETING
         self._load_ahead()
         return self._beside(num_tokens)
 
@@ -451,25 +451,25 @@ class Prefetch:
             self._end(load)
         if self.plan() is not None:
             return False
-        self.settle()
+        self.finish()
         return True
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Finish loading: the end of the match becomes the prompt's `ending`.
 
         There is none if the tiers were not asked yet; then they are not asked until the prompt leaves its blocks.
         """
         match = self.match
         if match is None:
-            if self.state is State.UNASKED:
-                self.state = State.SETTLED
+            if self.state is PrefetchState.UNASKED:
+                self.state = PrefetchState.FINISHED
             return
         if self.ending is None:
             self.ending = _ending_of(match, self.blocks)
         self._shared.traffic.matcher.give_up(match)
         self.match = None
         if self.load is None:
-            self.state = State.SETTLED
+            self.state = PrefetchState.FINISHED
         if self._shared.growing.pop(self, None) is not None:
             self.blocks.unclaim()
         self._stop_looking()
@@ -483,7 +483,7 @@ class Prefetch:
                 self.ending = MatchEnding(load.arrived()[1], MatchEnd.SLOWER, load.plan.span.tier, "it was late")
             self._end(load)
             self.blocks.unclaim()
-        self.settle()
+        self.finish()
 
     def _abandon_next(self) -> None:
         while self.next_loads:
@@ -515,11 +515,11 @@ class Prefetch:
             if self.ending is None:
                 lost = MatchEnding(end, MatchEnd.LOST, tier)
                 self.ending = MatchEnding(end, MatchEnd.LIMIT, "host") if load.lacks_room else lost
-            self.settle()
+            self.finish()
         if self.next_loads:
             self.load = self.next_loads.popleft()
         else:
-            self.state = State.SETTLED if self.match is None else State.MATCHING
+            self.state = PrefetchState.FINISHED if self.match is None else PrefetchState.MATCHING
         if load.is_over:
             blocks.show()
 
@@ -614,19 +614,19 @@ class Prefetch:
                 if shared.announced.get(block_hash) is self:
                     del shared.announced[block_hash]
             traffic.storer.withdraw(self)
-        self.state = State.UNASKED
+        self.state = PrefetchState.UNASKED
         self.is_admitted = False
         self._was_left = True
         self._found.clear()
 
 
 class NoPrefetch(Prefetch):
-    """The prefetch of every prompt of an engine without tiers: settled, and nothing is stored."""
+    """The prefetch of every prompt of an engine without tiers: finished, and nothing is stored."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
-        self.state = State.SETTLED
+        self.state = PrefetchState.FINISHED
         self.match = self.load = self.ending = None
         self.history = History()
 

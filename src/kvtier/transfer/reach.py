@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-class Attention(enum.Enum):
+class AttentionKind(enum.Enum):
     """What a token looks back at. The values are shown to users."""
 
     FULL = "full attention"
@@ -25,22 +25,22 @@ class Attention(enum.Enum):
 class Reach:
     """The reach of a group with blocks of `block_tokens`. `span_tokens` is the size of its window or of its chunks."""
 
-    attention: Attention
+    attention: AttentionKind
     block_tokens: int
     span_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert self.block_tokens > 0
-        assert (self.span_tokens > 0) == (self.attention in (Attention.WINDOW, Attention.CHUNK))
+        assert (self.span_tokens > 0) == (self.attention in (AttentionKind.WINDOW, AttentionKind.CHUNK))
 
     def first_block(self, num_tokens: int) -> int:
         """The first block that the token after `num_tokens` may look at; `num_tokens` must end a block."""
         end = num_tokens // self.block_tokens
-        if self.attention is Attention.FULL:
+        if self.attention is AttentionKind.FULL:
             return 0
-        if self.attention is Attention.STATE:
+        if self.attention is AttentionKind.STATE:
             return max(0, end - 1)
-        if self.attention is Attention.CHUNK:
+        if self.attention is AttentionKind.CHUNK:
             return num_tokens // self.span_tokens * self.span_tokens // self.block_tokens
         # A token sees itself and those before it in the window.
         return max(0, (num_tokens - self.span_tokens + 1) // self.block_tokens)

@@ -32,7 +32,7 @@ StoreT = TypeVar("StoreT")
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class ReservedRoom:
     """Room that the scheduler has reserved: `offsets[i]`, in the arena with `arena_inode`, is for `positions[i]`.
 
     The scheduler's process, `holder_pid`, holds the reservation: when the process ends, so does the room. Picklable.
@@ -70,7 +70,7 @@ class SharedStores(Generic[StoreT]):
         """Reserve room for `hashes`."""
         self._reserving.setdefault(key, []).append((store, self._threads.submit(self._reserve, hashes)))
 
-    def take_ready(self) -> list[tuple[StoreT, Slots]]:
+    def take_ready(self) -> list[tuple[StoreT, ReservedRoom]]:
         """The stores that now have room, to be written by every rank."""
         ready = []
         for key, waiting in list(self._reserving.items()):
@@ -112,12 +112,12 @@ class SharedStores(Generic[StoreT]):
             self._quietly(job.reservation.close)
         self._jobs.clear()
 
-    def _assign(self, reservation: Reservation) -> Slots:
+    def _assign(self, reservation: Reservation) -> ReservedRoom:
         number = next(self._numbers)
         self._jobs[number] = _Job(reservation)
         assert reservation.arena is not None
         inode = reservation.arena.inode
-        return Slots(number, os.getpid(), inode, list(reservation.positions), list(reservation.offsets))
+        return ReservedRoom(number, os.getpid(), inode, list(reservation.positions), list(reservation.offsets))
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class _Share:
 
     key: str
     places: Sequence[int]
-    slots: Slots
+    slots: ReservedRoom
     after: Mark
     is_copying: bool = False
     is_dropped: bool = False
@@ -170,14 +170,14 @@ class ShareWriter:
         self._copier = copier
         self._condition = threading.Condition()
         self._shares: set[_Share] = set()
-        self._ended: list[tuple[Slots, bool]] = []
+        self._ended: list[tuple[ReservedRoom, bool]] = []
         self.num_refused = 0
         self._log = LogLimit(logger)
         self._jobs: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtier-share", daemon=True)
         self._thread.start()
 
-    def write(self, key: str, places: Sequence[int], slots: Slots, after: Mark) -> None:
+    def write(self, key: str, places: Sequence[int], slots: ReservedRoom, after: Mark) -> None:
         """`places` are those of the blocks for all of `slots.offsets`."""
         share = _Share(key, places, slots, after)
         with self._condition:
@@ -196,7 +196,7 @@ class ShareWriter:
         with self._condition:
             return {share.key for share in self._shares}
 
-    def take_ended(self) -> list[tuple[Slots, bool]]:
+    def take_ended(self) -> list[tuple[ReservedRoom, bool]]:
         """The shares that have ended since the last call, and whether each was written."""
         with self._condition:
             ended, self._ended = self._ended, []

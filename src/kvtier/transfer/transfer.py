@@ -17,7 +17,7 @@ from kvtier.tiers.explanation import Explanation, MatchEnd
 from kvtier.transfer.copier import Copies
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.match_budget import PIECE_BLOCKS, MatchBudget
-from kvtier.transfer.prefetch import MatchEnding, NoPrefetch, Prefetch, PromptBlocks, SharedState, State
+from kvtier.transfer.prefetch import MatchEnding, NoPrefetch, Prefetch, PrefetchState, PromptBlocks, SharedState
 from kvtier.transfer.traffic import Traffic
 
 _LOOK_AHEAD = 64
@@ -77,7 +77,7 @@ class Transfer:
             _pass_by(next_ones, self.off_because)
         budget.begin_poll(is_idle=is_idle, num_loads=traffic.loading.num_loads)
         traffic.loading.busy_s = budget.busy_s
-        end_at = budget.end_at(sum(one.state is State.UNASKED for one in next_ones), taken_in_s)
+        end_at = budget.end_at(sum(one.state is PrefetchState.UNASKED for one in next_ones), taken_in_s)
         if end_at is None:
             shared.has_unmatched = bool(next_ones or shared.looking)
             return copied
@@ -98,7 +98,7 @@ class Transfer:
                 if not prefetch.has_more:
                     break
         for prefetch in waiting:
-            while prefetch.state is State.UNASKED:
+            while prefetch.state is PrefetchState.UNASKED:
                 if shared.has_unmatched:
                     return
                 prefetch.ask(is_idle=is_idle)
@@ -207,10 +207,10 @@ class Transfer:
 def _pass_by(waiting: Iterable[Prefetch], reason: str) -> None:
     """Skip the tiers for the waiting prompts, for a `reason` that their explanations give."""
     for prefetch in waiting:
-        if prefetch.state is State.UNASKED:
+        if prefetch.state is PrefetchState.UNASKED:
             if prefetch.ending is None:
                 prefetch.ending = MatchEnding(0, MatchEnd.TIER_DOWN, "", f"it was not asked: {reason}")
-            prefetch.settle()
+            prefetch.finish()
 
 
 class NoTransfer:

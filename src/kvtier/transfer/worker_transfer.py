@@ -17,7 +17,7 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.errors import TierError
 from kvtier.memory.lease import Lease
 from kvtier.observe.log_limit import LogLimit
-from kvtier.tiers.hierarchy import Hierarchy, Segment
+from kvtier.tiers.hierarchy import Hierarchy, TierSegment
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.copier import Copier, Copies, Mark
 from kvtier.transfer.device_lease import DeviceLease
@@ -27,7 +27,7 @@ from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.loader import Loader
 from kvtier.transfer.matching import spans_of
 from kvtier.transfer.quick_turns import QUICK_TURNS
-from kvtier.transfer.shared_stores import ShareWriter, Slots
+from kvtier.transfer.shared_stores import ReservedRoom, ShareWriter
 from kvtier.transfer.small_pages import SmallPageCopier, packed
 from kvtier.transfer.step_marks import StepMarks
 from kvtier.transfer.storer import Storer
@@ -117,12 +117,12 @@ class WorkerTransfer:
         self._num_unsent = 0
         self._storer.send(is_last=True)
 
-    def write_share(self, key: str, places: Sequence[int], slots: Slots) -> None:
+    def write_share(self, key: str, places: Sequence[int], slots: ReservedRoom) -> None:
         """Write the device's part of these blocks into slots that are reserved for them."""
         assert self._shares is not None
         self._shares.write(key, places, slots, self._marks.last)
 
-    def take_shares(self) -> list[tuple[Slots, bool]]:
+    def take_shares(self) -> list[tuple[ReservedRoom, bool]]:
         """The shares that have ended, and whether each was written."""
         return [] if self._shares is None else self._shares.take_ended()
 
@@ -174,7 +174,7 @@ class WorkerTransfer:
         order.deadline = started_at + order.timeout_s
         layout = self._tier.layout
         with self._lease(order) as lease:
-            spans = spans_of([Segment(self._tier.name, 0, lease)], 0)
+            spans = spans_of([TierSegment(self._tier.name, 0, lease)], 0)
             if not lease.has_views:  # for a remote server, it makes no difference where it keeps them
                 spans = [Span(self._tier.name, self._tier.name, 0, lease.num_blocks, lease, 0)]
             for span in spans:

@@ -37,7 +37,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MinimumRate:
     """The slowest rate at which a peer may read or send a frame that has begun, after a grace period."""
 
     grace_s: float
@@ -67,7 +67,7 @@ class Stream:
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._reader: FrameReader[Message] = FrameReader(decode, place, limits, taste, self._admit)
         self._timeout_s: float | None = None
-        self.pace: Pace | None = None
+        self.pace: MinimumRate | None = None
         self.bodies: ByteBudget | None = None
         self._body_bytes = 0
         self._seals: Seals | None = None

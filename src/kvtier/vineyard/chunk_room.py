@@ -123,7 +123,7 @@ class ChunkRoom:
         """Bytes that may be written now: `nbytes`, or less if the rest of the bound is in use or in `keep`.
 
         The coldest chunks are removed to make room, but none if that would not suffice. `keep` returns the paths that
-        must stay. Give the bytes back with `settle`. Raises `OSError` if the folder cannot be listed.
+        must stay. Give the bytes back with `account_for`. Raises `OSError` if the folder cannot be listed.
         """
         with self._lock:
             self._is_idle = False
@@ -134,7 +134,7 @@ class ChunkRoom:
             self._in_flight += granted
             return granted
 
-    def settle(self, *, written: int, unused: int) -> None:
+    def account_for(self, *, written: int, unused: int) -> None:
         """Of the reserved bytes, `written` are chunks now and `unused` are not. Never raises."""
         with self._lock:
             self._in_flight -= written + unused

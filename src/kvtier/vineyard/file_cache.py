@@ -316,7 +316,7 @@ class FileCache:
             error = failure
         finally:
             written = sum(writer.is_done for writer in writers) * file_bytes
-            self._room.settle(written=written, unused=granted - written)
+            self._room.account_for(written=written, unused=granted - written)
         if error is not None:
             self._note_failure("write", error)
         num_written = len(_leading(writers))

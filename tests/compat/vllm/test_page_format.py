@@ -23,7 +23,7 @@ from kvtier.plugins.vllm.attention_backends import LayerBackends
 from kvtier.plugins.vllm.compat import HANDS_OVER_STATES
 from kvtier.plugins.vllm.groups import groups_of
 from kvtier.plugins.vllm.identity import Identity, identity_of
-from kvtier.transfer.reach import Attention
+from kvtier.transfer.reach import AttentionKind
 from tests.compat.vllm.engines import model_folder
 
 pytestmark = pytest.mark.skipif(not HANDS_OVER_STATES, reason="this release of vLLM does not report its pages")
@@ -121,7 +121,7 @@ def test_latents_are_one_group_of_which_every_rank_has_all() -> None:
     alone, shared = _identity(_MLA), _identity(_MLA, ranks=4)
 
     assert group.is_latent
-    assert group.reach.attention is Attention.FULL
+    assert group.reach.attention is AttentionKind.FULL
     assert (alone.num_parts, shared.num_parts) == (1, 1)
     assert [shared.part(rank) for rank in range(4)] == [0] * 4
     assert alone.layout == shared.layout

@@ -21,7 +21,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 import kvtier.plugins.vllm as plugin
 from kvtier.plugins.vllm import compat, inert
-from kvtier.plugins.vllm.releases import NEWEST, OLDEST, Fit, fit_of, release_of
+from kvtier.plugins.vllm.releases import NEWEST, OLDEST, ReleaseFit, fit_of, release_of
 from kvtier.plugins.vllm_entry import register
 from kvtier.testing.servers import ServerProcess
 from tests.compat.vllm.engines import answers_without_cache, ask_one, engine, model_folder, tokens_of
@@ -43,7 +43,7 @@ def _said(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_this_release_is_one_that_the_connector_is_for() -> None:
-    assert fit_of(vllm.__version__) is Fit.TESTED
+    assert fit_of(vllm.__version__) is ReleaseFit.TESTED
 
 
 def test_hits_have_sources_since_0_32() -> None:
@@ -123,19 +123,19 @@ def test_pages_of_windows_and_states_and_where_pages_lie_are_reported_since_0_31
 @pytest.mark.parametrize(
     ("version", "fit"),
     [
-        ("0.28.1", Fit.OLDER),
-        ("0.9.0.1", Fit.OLDER),
-        (f"{OLDEST[0]}.{OLDEST[1]}.0", Fit.TESTED),
-        ("0.30.2+cpu", Fit.TESTED),
-        ("0.31.0rc1.dev5+g123", Fit.TESTED),
-        (f"{NEWEST[0]}.{NEWEST[1]}.7", Fit.TESTED),
-        ("0.33.0", Fit.NEWER),
-        ("1.0.0", Fit.NEWER),
-        ("0.1.dev1+gabc", Fit.NEWER),
-        ("dev", Fit.NEWER),
+        ("0.28.1", ReleaseFit.OLDER),
+        ("0.9.0.1", ReleaseFit.OLDER),
+        (f"{OLDEST[0]}.{OLDEST[1]}.0", ReleaseFit.TESTED),
+        ("0.30.2+cpu", ReleaseFit.TESTED),
+        ("0.31.0rc1.dev5+g123", ReleaseFit.TESTED),
+        (f"{NEWEST[0]}.{NEWEST[1]}.7", ReleaseFit.TESTED),
+        ("0.33.0", ReleaseFit.NEWER),
+        ("1.0.0", ReleaseFit.NEWER),
+        ("0.1.dev1+gabc", ReleaseFit.NEWER),
+        ("dev", ReleaseFit.NEWER),
     ],
 )
-def test_versions_are_told_apart(version: str, fit: Fit) -> None:
+def test_versions_are_told_apart(version: str, fit: ReleaseFit) -> None:
     assert fit_of(version) is fit
 
 

@@ -17,10 +17,10 @@ from kvtier.blocks.namespace import NamespaceFields
 from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.groups import Group
 from kvtier.plugins.vllm.identity import Identity
-from kvtier.plugins.vllm.plan import Load, Save, StepPlan
+from kvtier.plugins.vllm.plan import PageLoad, Save, StepPlan
 from kvtier.plugins.vllm.working import WorkerSide
 from kvtier.testing.servers import ServerProcess
-from kvtier.transfer.reach import Attention, Reach
+from kvtier.transfer.reach import AttentionKind, Reach
 from kvtier.transfer.shared_stores import SharedStores
 from tests.support.waiting import wait_until
 
@@ -32,7 +32,7 @@ _HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]
 def _identity(num_ranks: int) -> Identity:
     """MLA's: every rank has all latents of a token."""
     layout = OpaqueLayout(nbytes=_PAGE_BYTES, block_tokens=_TOKENS)
-    group = Group(Reach(Attention.FULL, _TOKENS), _LAYERS, "latents", is_latent=True, is_handed_over=False)
+    group = Group(Reach(AttentionKind.FULL, _TOKENS), _LAYERS, "latents", is_latent=True, is_handed_over=False)
     return Identity(
         layout=layout,
         fields=NamespaceFields(
@@ -63,7 +63,7 @@ class _Rank:
 
     def load(self, pages: list[int], hashes: list[BlockHash]) -> None:
         """Bring blocks into pages, and wait until all of them are there."""
-        load = Load(0, "request", pages, 0, hashes, 30.0, None, len(hashes) * _TOKENS)
+        load = PageLoad(0, "request", pages, 0, hashes, 30.0, None, len(hashes) * _TOKENS)
         self.side.start(StepPlan(1, loads=[load]))
         wait_until(lambda: "request" in self.side.results().finished_recving, "loaded")
 

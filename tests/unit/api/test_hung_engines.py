@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.api import engine_connection
-from kvtier.api.engine_connection import Patience
+from kvtier.api.engine_connection import ProbeTimes
 from tests.support.fake_engine import (
     FakeEngine,
     Running,
@@ -26,7 +26,7 @@ from tests.support.fake_engine import (
 from tests.support.openai_asking import CHAT, chat_body, error_of
 from tests.support.waiting import FOR_EVER_S
 
-_IMPATIENT = Patience(ask_every_s=0.05, hung_after_s=1.0)
+_IMPATIENT = ProbeTimes(ask_every_s=0.05, hung_after_s=1.0)
 
 
 @pytest.fixture

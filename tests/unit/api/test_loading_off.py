@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.api.engine_connection import Patience
+from kvtier.api.engine_connection import ProbeTimes
 from tests.support.fake_engine import config_of, fake_engine, http_client, running, wait_until
 
-_OFTEN = Patience(ask_every_s=0.05, hung_after_s=60.0)
+_OFTEN = ProbeTimes(ask_every_s=0.05, hung_after_s=60.0)
 
 
 def test_ready_and_health_say_that_nothing_is_loaded(tmp_path: Path) -> None:

@@ -238,11 +238,11 @@ def test_products_in_sixteen_bits(
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_product_in_sixteen_bits_is_the_same_however_it_is_cut(splits: int, overlaps: bool) -> None:
+@pytest.mark.parametrize("dependent_launch", [False, True])
+def test_a_product_in_sixteen_bits_is_the_same_however_it_is_cut(splits: int, dependent_launch: bool) -> None:
     layer = Plain(640, 144, torch.float16)
     hidden = torch.randn(9, 640, generator=random(22)).to(DEVICE, torch.float16)
-    tile = tuning.ProductTile(64, 128, splits, num_warps=4, num_stages=3, overlaps=overlaps)
+    tile = tuning.ProductTile(64, 128, splits, num_warps=4, num_stages=3, dependent_launch=dependent_launch)
 
     assert_same(layer.product(hidden, tile), layer.expected(hidden))
 
@@ -270,7 +270,7 @@ def test_other_products_in_sixteen_bits_are_left_to_libraries() -> None:
 def test_layers_of_models_multiply_so_and_as_before(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "plain_product_for", lambda tensor: plain_product)
     shape = linear.LinearShape(
-        inputs=160, parts=(linear.Part("part", 48),), has_bias=True, dtype=torch.float16, device=DEVICE
+        inputs=160, parts=(linear.LinearPart("part", 48),), has_bias=True, dtype=torch.float16, device=DEVICE
     )
     layer = linear.PlainLinear(shape)
     plain = Plain(160, 48, torch.float16, has_bias=True)

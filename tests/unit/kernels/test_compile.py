@@ -65,7 +65,7 @@ sizes = {
     "WINDOW": int(sys.argv[4]), "PRECISION": "ieee" if itemsize == 4 else "tf32", "MAX_SPLITS": 64,
     "OPERAND": {"fp32": triton.language.float32, "bf16": triton.language.bfloat16}[dtype],
     "KV_DIM": 2 * head_dim, "TOKENS": tuning.GATHER_TOKENS, "JOINS_LAST": False, "HAS_SHARES": False,
-    "OVERLAPS": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
+    "DEPENDENT_LAUNCH": False, "QUERY_HEADS": 15, "PAIRS": head_dim // 2, "COLUMNS": dim // 2, "IS_INTERLEAVED": False,
     "HAS_NORMS": False, "IS_QUANTIZED": False, "HAS_RESIDUAL": True,
 }
 
@@ -104,24 +104,24 @@ kernels = {
     "few": compiled(attend, tiles(2), True, HAS_ROW_TILES=True),
     "decode": compiled(attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True),
     "overlapping": compiled(
-        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, HAS_SHARES=True, OVERLAPS=True
+        attend, tiles(1), True, HAS_ROW_TILES=True, JOINS_LAST=True, HAS_SHARES=True, DEPENDENT_LAUNCH=True
     ),
     "many decodes": compiled(attend, tiles(1, 1000), HAS_ROW_TILES=True),
     "join": compiled(join, tiles(64), HAS_ROW_TILES=False),
     "write": compiled(kv_write._write_kernel, tiles(1), QUERY_HEADS=0, PAIRS=0),
-    "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, OVERLAPS=True),
+    "rotate": compiled(kv_write._write_kernel, tiles(1), IS_INTERLEAVED=True, HAS_NORMS=True, DEPENDENT_LAUNCH=True),
     "rotate a part": compiled(kv_write._write_kernel, tiles(1), PAIRS=head_dim // 4),
-    "norm": compiled(elementwise._norm_kernel, tiles(1), special=total, OVERLAPS=True, SIZE=3584, COLUMNS=4096),
+    "norm": compiled(elementwise._norm_kernel, tiles(1), special=total, DEPENDENT_LAUNCH=True, SIZE=3584, COLUMNS=4096),
     "norm in 8 bits": compiled(
-        elementwise._norm_kernel, tiles(1), special={**total, "normed_ptr": "*fp8e4nv"}, OVERLAPS=True, SIZE=3584,
-        COLUMNS=4096, IS_QUANTIZED=True,
+        elementwise._norm_kernel, tiles(1), special={**total, "normed_ptr": "*fp8e4nv"}, DEPENDENT_LAUNCH=True,
+        SIZE=3584, COLUMNS=4096, IS_QUANTIZED=True,
     ),
-    "gate": compiled(elementwise._gate_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=2048),
-    "quantize": compiled(elementwise._quantize_kernel, tiles(1), OVERLAPS=True, SIZE=3000, COLUMNS=4096),
+    "gate": compiled(elementwise._gate_kernel, tiles(1), DEPENDENT_LAUNCH=True, SIZE=3000, COLUMNS=2048),
+    "quantize": compiled(elementwise._quantize_kernel, tiles(1), DEPENDENT_LAUNCH=True, SIZE=3000, COLUMNS=4096),
 }
 if itemsize == 2:
     kernels["linear_gate"] = compiled(
-        elementwise._linear_gate_kernel, tiles(1), OVERLAPS=True, SIZE=3200, INPUTS=1024, TOKENS=16, COLUMNS=32,
+        elementwise._linear_gate_kernel, tiles(1), DEPENDENT_LAUNCH=True, SIZE=3200, INPUTS=1024, TOKENS=16, COLUMNS=32,
         STEP=128,
     )
 if tuning.gathers(head_dim=head_dim, itemsize=itemsize, gathered_bytes=1, queries_per_key=1e9):
@@ -169,7 +169,7 @@ types = {
 
 def compiled(kernel, tile, special=None, **constants):
     known = {"ROWS": tile.rows, "STEP": tile.step, "SPLITS": tile.splits, "HAS_BIAS": True,
-             "OVERLAPS": tile.overlaps, **constants}
+             "DEPENDENT_LAUNCH": tile.dependent_launch, **constants}
     known["OPERAND"] = triton.language.bfloat16
     types_now = {**types, **(special or {})}
     signature = {

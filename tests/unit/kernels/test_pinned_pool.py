@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from kvtier.kernels.pinned_pool import PinnedPool, Slot
+from kvtier.kernels.pinned_pool import PinnedPool, PinnedSlot
 
 
 class FakeEvent:
@@ -29,7 +29,7 @@ def make_pool() -> PinnedPool:
     return PinnedPool(lambda num_words: torch.zeros(num_words, dtype=torch.int32), FakeEvent)
 
 
-def use(pool: PinnedPool, nbytes: int) -> Slot:
+def use(pool: PinnedPool, nbytes: int) -> PinnedSlot:
     slot = pool.take(nbytes)
     slot.event.record()
     pool.give_back(slot)
@@ -66,7 +66,7 @@ def test_slots_are_as_large_as_asked_and_their_two_sides_are_one_memory() -> Non
 
 def test_steady_use_needs_no_more_slots_than_are_under_way() -> None:
     pool = make_pool()
-    under_way: list[Slot] = []
+    under_way: list[PinnedSlot] = []
 
     for _ in range(100):
         under_way.append(use(pool, 5000))

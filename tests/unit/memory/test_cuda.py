@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.memory.copying import address_of
-from kvtier.memory.cuda import Copies, Cudart, Direction, Registration, cut, load_cudart, pieces_of
+from kvtier.memory.cuda import CopyBatch, Cudart, Direction, Registration, cut, load_cudart, pieces_of
 from kvtier.memory.mapped import MappedArena
 from tests.support.fake_cudart import FakeLibrary
 from tests.support.waiting import LIMIT_S
@@ -49,7 +49,7 @@ class Sides:
         order = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         starts = [address_of(memoryview(side)) for side in (self.device, self.host)]
         device, host = ([start + block * BLOCK_BYTES for block in order] for start in starts)
-        self.copies = Copies.of(device, host, [BLOCK_BYTES] * NUM_BLOCKS)
+        self.copies = CopyBatch.of(device, host, [BLOCK_BYTES] * NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("version", [12080, 12090, 13000, 13010])

@@ -11,7 +11,7 @@ import queue
 import pytest
 
 from kvtier.memory.copying import address_of
-from kvtier.memory.cuda import Copies, Cudart, Direction, Registration
+from kvtier.memory.cuda import CopyBatch, Cudart, Direction, Registration
 from kvtier.memory.mapped import MappedArena
 from kvtier.memory.registered import RegisteredArenas, RowShape, by_speed
 from tests.support.fake_cudart import FakeLibrary
@@ -48,8 +48,8 @@ def test_copies_are_fast_as_far_as_memory_is_registered_and_cut_at_pieces() -> N
         fast, slow = by_speed([10_000, 20_000, 30_000], offsets, 300, arena.address, PIECE_BYTES, registration)
 
         at = arena.address
-        assert fast == Copies.of([10_000, 20_000], [at, at + PIECE_BYTES - 100], [300, 100])
-        assert slow == Copies.of([20_100, 30_000], [at + PIECE_BYTES, at + PIECE_BYTES + 5000], [200, 300])
+        assert fast == CopyBatch.of([10_000, 20_000], [at, at + PIECE_BYTES - 100], [300, 100])
+        assert slow == CopyBatch.of([20_100, 30_000], [at + PIECE_BYTES, at + PIECE_BYTES + 5000], [200, 300])
         registration.close()
 
 

@@ -19,7 +19,7 @@ from kvtier.stores.objects.blocks import ObjectBlocks
 from kvtier.stores.objects.collector import Collector
 from kvtier.stores.objects.config import ObjectsConfig, open_blocks
 from kvtier.stores.objects.index import decode_index, encode_index, index_bytes
-from kvtier.stores.objects.segment_book import Place, SegmentBook
+from kvtier.stores.objects.segment_book import SegmentBook, SegmentPlace
 from kvtier.testing.tier_contract import LAYOUT, NAMESPACE, chain, payloads
 from tests.support.object_store import Fault, ObjectServer, object_server
 from tests.support.waiting import CALL_S, LIMIT_S
@@ -344,7 +344,7 @@ def test_whoever_was_seen_last_has_all_blocks_of_its_segments(prompts: list[tupl
         book.learn(prompt)
         for position in range(len(prompt) // SEGMENT * SEGMENT):
             last = prompt[position // SEGMENT * SEGMENT + SEGMENT - 1]
-            assert book.places(prompt[position : position + 1]) == [Place(last, position % SEGMENT)]
+            assert book.places(prompt[position : position + 1]) == [SegmentPlace(last, position % SEGMENT)]
             assert book.blocks_of(last)[position % SEGMENT] == prompt[position]
 
 
@@ -369,7 +369,7 @@ def test_a_segment_is_known_by_its_last_block_whoever_was_seen_last(prompts: lis
         num_whole = len(prompt) // SEGMENT * SEGMENT
         for first in range(num_whole):
             assert book.places(prompt[first:num_whole]) == [
-                Place(prompt[position // SEGMENT * SEGMENT + SEGMENT - 1], position % SEGMENT)
+                SegmentPlace(prompt[position // SEGMENT * SEGMENT + SEGMENT - 1], position % SEGMENT)
                 for position in range(first, num_whole)
             ]
 
@@ -381,10 +381,10 @@ def test_blocks_that_do_not_follow_each_other_have_the_places_they_have() -> Non
     book.learn(other)
 
     assert book.places([other[5], HASHES[3], chain(3, 1)[0], HASHES[0]]) == [
-        Place(other[7], 1),
-        Place(HASHES[3], 3),
+        SegmentPlace(other[7], 1),
+        SegmentPlace(HASHES[3], 3),
         None,
-        Place(HASHES[3], 0),
+        SegmentPlace(HASHES[3], 0),
     ]
 
 

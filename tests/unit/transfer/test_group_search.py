@@ -19,12 +19,12 @@ from kvtier.tiers.host import HostTier
 from kvtier.transfer.block_groups import BlockGroups
 from kvtier.transfer.group_search import GroupSearch
 from kvtier.transfer.lookup import Searched
-from kvtier.transfer.reach import Attention, Reach, longest_resumable
+from kvtier.transfer.reach import AttentionKind, Reach, longest_resumable
 
 _TOKENS = 16
-_FULL = Reach(Attention.FULL, _TOKENS)
-_WINDOW = Reach(Attention.WINDOW, _TOKENS, 3 * _TOKENS + 1)
-_STATE = Reach(Attention.STATE, _TOKENS)
+_FULL = Reach(AttentionKind.FULL, _TOKENS)
+_WINDOW = Reach(AttentionKind.WINDOW, _TOKENS, 3 * _TOKENS + 1)
+_STATE = Reach(AttentionKind.STATE, _TOKENS)
 _HYBRID = BlockGroups((_FULL, _WINDOW, _STATE))
 _NUM_BLOCKS = 10
 _CHAIN = block_hashes(Namespace(bytes(32)), range(_NUM_BLOCKS * _TOKENS), _TOKENS)
@@ -77,7 +77,7 @@ def test_groups_share_no_keys_and_the_first_has_those_of_the_chain() -> None:
 
 
 def test_blocks_of_other_sizes_are_named_by_where_they_end() -> None:
-    groups = BlockGroups((Reach(Attention.FULL, 16), Reach(Attention.WINDOW, 32, 40)))
+    groups = BlockGroups((Reach(AttentionKind.FULL, 16), Reach(AttentionKind.WINDOW, 32, 40)))
 
     assert (groups.block_tokens, groups.unit_tokens) == (16, 32)
     assert groups.reached(1, 96) == range(1, 3)
@@ -162,7 +162,7 @@ def test_a_tier_that_gives_nothing_now_is_not_asked_again(tier: _Tier, ending: M
 
 
 def test_chunks_that_are_done_with_alone_are_no_hit(tier: _Tier) -> None:
-    searched = _searched(tier, BlockGroups((Reach(Attention.CHUNK, _TOKENS, 2 * _TOKENS),)))
+    searched = _searched(tier, BlockGroups((Reach(AttentionKind.CHUNK, _TOKENS, 2 * _TOKENS),)))
 
     assert (searched.end, searched.lease.num_blocks) == (0, 0)
 

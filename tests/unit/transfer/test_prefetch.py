@@ -13,7 +13,7 @@ from kvtier.testing.faults import TruncatingTier
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payload, payloads
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import LoadPlan, Order
-from kvtier.transfer.prefetch import READY, WAIT, Prefetch, State
+from kvtier.transfer.prefetch import READY, WAIT, Prefetch, PrefetchState
 from kvtier.transfer.transfer import NoTransfer, Transfer
 from tests.support.host_device import WAIT_S, HostDevice
 from tests.support.traffic_bench import Bench, FarTier, Open, computes, loads
@@ -107,7 +107,7 @@ class Way:
     def ask(self) -> None:
         """The tiers have answered for all of the prompt."""
         self.poll()
-        while self.prefetch.state is State.UNASKED or self.prefetch.is_looking:
+        while self.prefetch.state is PrefetchState.UNASKED or self.prefetch.is_looking:
             until(lambda: not self.prefetch.is_matching)
             self.poll()
 
@@ -127,9 +127,9 @@ class Way:
 def test_a_prompt_is_not_computed_before_the_tiers_were_asked(open_bench: Open) -> None:
     way = Way(open_bench(), chain(1, 4))
 
-    assert way.prefetch.state is State.UNASKED
+    assert way.prefetch.state is PrefetchState.UNASKED
     way.ask()
-    assert way.prefetch.state is State.MATCHING
+    assert way.prefetch.state is PrefetchState.MATCHING
     way.end()
 
 
@@ -138,8 +138,8 @@ def test_a_prompt_that_no_tier_has_is_ready_at_once_and_says_why(open_bench: Ope
     way.ask()
 
     assert way.prefetch.admission() is READY
-    way.prefetch.settle()
-    assert way.prefetch.state is State.SETTLED
+    way.prefetch.finish()
+    assert way.prefetch.state is PrefetchState.FINISHED
     assert way.prefetch.ending is not None
     assert (way.prefetch.ending.position, way.prefetch.ending.reason) == (0, MatchEnd.NEVER_STORED)
     assert way.prefetch.advance(64, is_alone=True) is READY
@@ -156,13 +156,13 @@ def test_what_is_found_comes_from_the_front_and_then_the_rest_is_ready(open_benc
     assert (plan.first, plan.end, plan.order) == (0, 4, Order.FRONT)
 
     assert way.prefetch.begin(plan, 64) is WAIT
-    assert way.prefetch.state is State.LOADING
+    assert way.prefetch.state is PrefetchState.LOADING
     assert way.prefetch.advance(64, is_alone=True) is WAIT
     bench.device.gate.set()
     until(lambda: way.prefetch.load is not None and way.prefetch.load.is_over)
     assert way.prefetch.advance(64, is_alone=True) is READY
 
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     assert way.prompt.holds(4)
     assert way.prompt.num_shown == 4
     assert way.prefetch.history.loaded_tokens == {"host": 4 * SIZE}
@@ -180,7 +180,7 @@ def test_while_another_prompt_computes_the_next_block_a_running_prompt_waits(ope
     assert way.prefetch.advance(64, is_alone=True) is WAIT
     way.prompt.is_blocked = False
     assert way.prefetch.advance(64, is_alone=True) is WAIT
-    assert way.prefetch.state is State.LOADING
+    assert way.prefetch.state is PrefetchState.LOADING
     way.end()
 
 
@@ -191,7 +191,7 @@ def test_without_room_for_a_load_a_running_prompt_is_computed(open_bench: Open) 
     way.ask()
     way.prompt.room = 2
     assert way.prefetch.advance(64, is_alone=True) is READY
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     way.end()
 
 
@@ -239,7 +239,7 @@ def test_while_blocks_come_from_the_back_the_front_is_computed_until_both_meet(o
     assert plan.order is Order.BACK
 
     verdict = way.prefetch.begin(plan, 1024)
-    assert way.prefetch.state is State.MEETING
+    assert way.prefetch.state is PrefetchState.MEETING
     num_computed = 0
     for _ in range(1000):
         if verdict is READY:
@@ -255,7 +255,7 @@ def test_while_blocks_come_from_the_back_the_front_is_computed_until_both_meet(o
         verdict = way.prefetch.advance(1024, is_alone=True)
 
     assert verdict is READY
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     assert way.prompt.holds(12)
     assert num_computed + way.prefetch.history.loaded_tokens["far"] == 12 * SIZE
     way.end()
@@ -297,7 +297,7 @@ def test_what_is_late_is_abandoned_and_computed(open_bench: Open) -> None:
 
     assert way.prefetch.advance(64, is_alone=True) is READY
     assert load.is_abandoned
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     assert way.prefetch.ending is not None
     assert way.prefetch.ending.reason is MatchEnd.SLOWER
     far.may_come.set()
@@ -316,7 +316,7 @@ def test_a_tier_that_loses_blocks_on_the_way_leaves_the_rest_to_be_computed(open
     until(lambda: way.prefetch.load is not None and way.prefetch.load.is_over)
 
     assert way.prefetch.advance(64, is_alone=True) is READY
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     assert way.prompt.num_computed < 6 * SIZE
     assert way.prompt.holds(way.prompt.num_computed // SIZE)
     assert way.prompt.num_unclaimed
@@ -337,7 +337,7 @@ def test_everything_with_the_device_is_ready_early_and_the_step_waits_for_it(ope
     until(lambda: load.is_submitted)
 
     assert way.prefetch.start_early(is_alone=True)
-    assert way.prefetch.state is State.SETTLED
+    assert way.prefetch.state is PrefetchState.FINISHED
     arrivals = way.transfer.take_arrivals()
     assert len(arrivals) == 1
     assert not arrivals[0].is_done
@@ -355,7 +355,7 @@ def test_a_prompt_that_leaves_gives_everything_back_and_may_be_asked_for_again(o
     way.ask()
     way.prefetch.begin(way.begin(), 64)
     way.prefetch.leave()
-    assert way.prefetch.state is State.UNASKED
+    assert way.prefetch.state is PrefetchState.UNASKED
     bench.device.gate.set()
     until(bench.is_free)
     bench.host.offer(hashes, payloads(hashes))
@@ -375,7 +375,7 @@ def test_what_a_step_has_filled_is_stored_and_its_blocks_come_back(open_bench: O
     way = Way(bench, hashes)
     way.ask()
     assert way.prefetch.admission() is READY
-    way.prefetch.settle()
+    way.prefetch.finish()
     way.prompt.grow(4)
     way.prefetch.admit()
     way.prompt.compute(3 * SIZE)
@@ -423,17 +423,17 @@ def test_without_tiers_every_prompt_is_ready(open_bench: Open) -> None:
     prefetch: Prefetch = transfer.begin(prompt)
 
     assert transfer.poll([prefetch], is_idle=True, taken_in_s=0.0) == []
-    assert prefetch.state is State.SETTLED
+    assert prefetch.state is PrefetchState.FINISHED
     assert prefetch.admission() is READY
     assert prefetch.advance(64, is_alone=True) is READY
     assert prefetch.has_room(1000, 0)
     prefetch.admit()
     prefetch.announce()
-    prefetch.settle()
+    prefetch.finish()
     prefetch.filled()
     prefetch.leave()
     transfer.send(is_last=True)
-    assert prefetch.state is State.SETTLED
+    assert prefetch.state is PrefetchState.FINISHED
     assert not transfer.has_stores
     assert not transfer.may_wait_for_room()
     assert transfer.settle()

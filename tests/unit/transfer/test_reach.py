@@ -8,39 +8,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.transfer.reach import Attention, Reach, longest_resumable
+from kvtier.transfer.reach import AttentionKind, Reach, longest_resumable
 
 
 def test_a_window_reaches_the_tokens_before_the_next_one() -> None:
-    reach = Reach(Attention.WINDOW, 16, 64)
+    reach = Reach(AttentionKind.WINDOW, 16, 64)
 
     assert [reach.first_block(num_tokens) for num_tokens in (0, 16, 64, 80, 160)] == [0, 0, 0, 1, 6]
 
 
 def test_a_window_of_one_token_reaches_nothing() -> None:
-    assert Reach(Attention.WINDOW, 16, 1).first_block(64) == 4
+    assert Reach(AttentionKind.WINDOW, 16, 1).first_block(64) == 4
 
 
 def test_a_chunk_reaches_its_own_start() -> None:
-    reach = Reach(Attention.CHUNK, 16, 64)
+    reach = Reach(AttentionKind.CHUNK, 16, 64)
 
     assert [reach.first_block(num_tokens) for num_tokens in (48, 64, 112, 128)] == [0, 4, 4, 8]
 
 
 def test_a_state_reaches_the_block_that_it_ends() -> None:
-    reach = Reach(Attention.STATE, 16)
+    reach = Reach(AttentionKind.STATE, 16)
 
     assert [reach.first_block(num_tokens) for num_tokens in (0, 16, 160)] == [0, 0, 9]
 
 
-@pytest.mark.parametrize("attention", [Attention.FULL, Attention.STATE])
-def test_only_windows_and_chunks_have_a_span(attention: Attention) -> None:
+@pytest.mark.parametrize("attention", [AttentionKind.FULL, AttentionKind.STATE])
+def test_only_windows_and_chunks_have_a_span(attention: AttentionKind) -> None:
     with pytest.raises(AssertionError):
         Reach(attention, 16, 64)
 
 
 def test_what_lies_before_the_first_token_asked_for_need_not_be_present() -> None:
-    reach = Reach(Attention.FULL, 16)
+    reach = Reach(AttentionKind.FULL, 16)
 
     assert longest_resumable([(reach, [False, True, True])], 16, 48) == 0
     assert longest_resumable([(reach, [False, True, True])], 16, 48, first_token=16) == 48
@@ -51,10 +51,10 @@ _NUM_BLOCKS = 12
 _MAX_TOKENS = _NUM_BLOCKS * _UNIT
 
 _reaches = st.one_of(
-    st.builds(Reach, st.just(Attention.FULL), st.sampled_from([2, 4])),
-    st.builds(Reach, st.just(Attention.WINDOW), st.sampled_from([2, 4]), st.integers(1, 20)),
-    st.builds(Reach, st.just(Attention.CHUNK), st.just(4), st.sampled_from([4, 8, 12, 16])),
-    st.builds(Reach, st.just(Attention.STATE), st.just(4)),
+    st.builds(Reach, st.just(AttentionKind.FULL), st.sampled_from([2, 4])),
+    st.builds(Reach, st.just(AttentionKind.WINDOW), st.sampled_from([2, 4]), st.integers(1, 20)),
+    st.builds(Reach, st.just(AttentionKind.CHUNK), st.just(4), st.sampled_from([4, 8, 12, 16])),
+    st.builds(Reach, st.just(AttentionKind.STATE), st.just(4)),
 )
 _groups = st.lists(
     _reaches.flatmap(
@@ -121,4 +121,9 @@ def _state(reach: Reach, present: Sequence[bool], max_tokens: int) -> int:
     return 0
 
 
-_RULES = {Attention.FULL: _full, Attention.WINDOW: _window, Attention.CHUNK: _chunk, Attention.STATE: _state}
+_RULES = {
+    AttentionKind.FULL: _full,
+    AttentionKind.WINDOW: _window,
+    AttentionKind.CHUNK: _chunk,
+    AttentionKind.STATE: _state,
+}

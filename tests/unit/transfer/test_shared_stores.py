@@ -19,7 +19,7 @@ from kvtier.memory.lease import Reservation
 from kvtier.memory.mapped import MappedArena
 from kvtier.testing.tier_contract import LAYOUT, chain, fetch_all, payloads
 from kvtier.tiers.host import HostTier
-from kvtier.transfer.shared_stores import SharedStores, ShareWriter, Slots
+from kvtier.transfer.shared_stores import ReservedRoom, SharedStores, ShareWriter
 from tests.support.host_device import HostDevice, Past
 from tests.support.traffic_bench import until
 
@@ -55,14 +55,14 @@ class Bench:
     ranks: list[ShareWriter]
     devices: list[HostDevice]
 
-    def begin(self, hashes: list[BlockHash], key: str = "a") -> list[tuple[str, Slots]]:
+    def begin(self, hashes: list[BlockHash], key: str = "a") -> list[tuple[str, ReservedRoom]]:
         """What is told to the ranks."""
         self.stores.begin(key, hashes, f"blocks of {key}")
-        ready: list[tuple[str, Slots]] = []
+        ready: list[tuple[str, ReservedRoom]] = []
         until(lambda: bool(ready.extend(self.stores.take_ready())) or not self.stores.is_waiting(key))
         return ready
 
-    def write(self, hashes: list[BlockHash], slots: Slots, ranks: Sequence[int] = (0, 1)) -> None:
+    def write(self, hashes: list[BlockHash], slots: ReservedRoom, ranks: Sequence[int] = (0, 1)) -> None:
         wanted = [hashes[position] for position in slots.positions]
         for rank in ranks:
             places = self.devices[rank].fill(range(len(wanted)), wanted).ids
@@ -70,7 +70,7 @@ class Bench:
 
     def note_ended(self, count: int) -> list[bool]:
         """`count` shares are over, and the scheduler hears of it."""
-        ended: list[tuple[Slots, bool]] = []
+        ended: list[tuple[ReservedRoom, bool]] = []
         until(lambda: bool([ended.extend(rank.take_ended()) for rank in self.ranks]) and len(ended) == count)
         written = Counter(slots.job for slots, _ in ended)
         self.stores.note(written, {slots.job for slots, is_written in ended if not is_written})
@@ -177,7 +177,7 @@ def test_a_rank_comes_back_to_the_same_server_and_refuses_another(bench: Bench) 
     assert bench.note_ended(1) == [True]
     assert bench.client.num_pings == 1
 
-    other = Slots(slots.job, os.getpid(), slots.arena_inode + 1, slots.positions, slots.offsets)
+    other = ReservedRoom(slots.job, os.getpid(), slots.arena_inode + 1, slots.positions, slots.offsets)
     bench.write(hashes, other, ranks=[1])
     assert bench.note_ended(1) == [False]
     until(bench.is_free)
@@ -186,7 +186,7 @@ def test_a_rank_comes_back_to_the_same_server_and_refuses_another(bench: Bench) 
 def test_room_whose_holder_is_gone_is_not_written(bench: Bench) -> None:
     hashes = chain(1, 2)
     ((_, slots),) = bench.begin(hashes)
-    gone = Slots(slots.job, 2**22 + 1, slots.arena_inode, slots.positions, slots.offsets)
+    gone = ReservedRoom(slots.job, 2**22 + 1, slots.arena_inode, slots.positions, slots.offsets)
 
     bench.write(hashes, gone)
 

@@ -55,7 +55,7 @@ def test_what_is_reserved_is_announced_until_it_is_written(store: ChunkFiles) ->
 
     assert room.reserve(4 * UNIT, nothing) == 4 * UNIT
     assert announced(store) == 4
-    room.settle(written=3 * UNIT, unused=UNIT)
+    room.account_for(written=3 * UNIT, unused=UNIT)
     assert announced(store) == 1
     room.close()
     assert announced(store) == 0
@@ -101,7 +101,7 @@ def test_writers_that_begin_at_once_all_get_what_there_is_room_for(store: ChunkF
 def test_what_is_in_advance_is_given_back_by_who_is_idle(store: ChunkFiles) -> None:
     room = ChunkRoom(store, 320 * UNIT)
     room.reserve(UNIT, nothing)
-    room.settle(written=UNIT, unused=0)
+    room.account_for(written=UNIT, unused=0)
 
     room.beat()
     assert announced(store) == 20, "it was not idle"
@@ -147,7 +147,7 @@ def test_a_larger_bound_of_a_living_writer_holds(store: ChunkFiles) -> None:
     other.touch()
 
     assert room.reserve(20 * UNIT, lambda: set(map(str, paths))) == 5 * UNIT
-    room.settle(written=0, unused=5 * UNIT)
+    room.account_for(written=0, unused=5 * UNIT)
     os.utime(other, (1e9, 1e9))
     room.trim()
     assert sum(path.exists() for path in paths) <= 2
@@ -275,5 +275,5 @@ def test_a_chunk_that_is_done_while_another_looks_is_counted(
     monkeypatch.setattr(chunk_room, "_entries", entries)
     granted = room.reserve(4 * UNIT, lambda: {str(path) for path in store.root.glob("ab/*")})
     assert granted <= 2 * UNIT
-    room.settle(written=0, unused=granted)
+    room.account_for(written=0, unused=granted)
     room.close()

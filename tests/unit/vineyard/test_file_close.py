@@ -104,7 +104,7 @@ def test_a_folder_that_was_removed_does_not_come_back_after_the_close(tmp_path: 
     closer.join()
     shutil.rmtree(root)
 
-    cache._room.settle(written=0, unused=0)
+    cache._room.account_for(written=0, unused=0)
     assert not root.exists()
 
 

@@ -50,7 +50,7 @@ _NEUTRAL_IN_TOOLS: Neutral = {"allowed_callers": (["direct"],), "defer_loading":
 _DISPLAYS = ("summarized", "omitted")
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class MessageRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What encoding an answer needs from the body: the client's stop sequences, and whether thinking is hidden.
 
     `marks` are the body's cache marks. With `manages_context` the answer lists the applied edits of the prompt.
@@ -62,10 +62,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     manages_context: bool = False
 
 
-_records = msgspec.msgpack.Decoder(Record)
+_records = msgspec.msgpack.Decoder(MessageRecord)
 
 
-def decode_record(encoded: bytes) -> Record:
+def decode_record(encoded: bytes) -> MessageRecord:
     return _records.decode(encoded)
 
 
@@ -97,7 +97,7 @@ def read_message(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     check_texts(body, "inference_geo", "user_profile_id", "workspace_id")
     num_system = len(conversation.messages) - len(joined_turns(marks.fragments))
     retention = RetentionWish(marks.parts(num_system), read_priority(body))
-    record = Record(stops, thinking.is_hidden, marks.found, read_context_edits(body))
+    record = MessageRecord(stops, thinking.is_hidden, marks.found, read_context_edits(body))
     request = _request(body, (name, model), asked, params, is_streamed=is_streamed, record=record)
     return replace(request, session=session, explains=explains, retention=retention)
 
@@ -110,7 +110,7 @@ def read_count(body: JsonBody, engines: ModelCatalog) -> GenerationRequest:
     read_context_edits(body)
     for field in _IGNORED_IN_COUNTS:
         body.value(field)
-    return _request(body, (name, model), asked, SamplingParams(), is_streamed=False, record=Record())
+    return _request(body, (name, model), asked, SamplingParams(), is_streamed=False, record=MessageRecord())
 
 
 def _request(
@@ -120,7 +120,7 @@ def _request(
     params: SamplingParams,
     *,
     is_streamed: bool,
-    record: Record,
+    record: MessageRecord,
 ) -> GenerationRequest:
     """Read the fields that both bodies have, and check that no field is left unread."""
     name, model = named

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtier.api.anthropic.requests import Record
-from kvtier.api.chat.answer_blocks import AnswerBlocks, Block, BlockBegins, BlockEvent, BlockGrows
+from kvtier.api.anthropic.requests import MessageRecord
+from kvtier.api.chat.answer_blocks import AnswerBlock, AnswerBlocks, BlockBegins, BlockEvent, BlockGrows
 from kvtier.api.chat.inner_json import read_arguments
 from kvtier.api.chat.sealed_thoughts import sealed
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
@@ -55,7 +55,7 @@ class MessageShape:
 
     media_type = "text/event-stream"
 
-    def __init__(self, asked: GenerationRequest, message_id: str, record: Record) -> None:
+    def __init__(self, asked: GenerationRequest, message_id: str, record: MessageRecord) -> None:
         self._asked = asked
         self._message_id = message_id
         self._record = record
@@ -106,7 +106,7 @@ class MessageShape:
             signing = [_delta(block, "signature_delta", signature=self._signature(block))]
         return [*signing, _event("content_block_stop", index=block.index)]
 
-    def _grown(self, block: Block, text: str) -> list[bytes]:
+    def _grown(self, block: AnswerBlock, text: str) -> list[bytes]:
         if block.kind == "call":
             return [_delta(block, "input_json_delta", partial_json=text)]
         if block.kind == "text":
@@ -130,7 +130,7 @@ class MessageShape:
     def incomplete(self, reason: str | None) -> str:
         return "the engine stopped before the answer was complete"
 
-    def _block(self, block: Block) -> dict[str, object]:
+    def _block(self, block: AnswerBlock) -> dict[str, object]:
         if block.kind == "call":
             return {**_empty(block), "input": read_arguments(block.text)[0]}
         if block.kind == "text":
@@ -168,7 +168,7 @@ class MessageShape:
             return "stop_sequence", completion.stop
         return ("tool_use" if self._blocks.num_calls else "end_turn"), None
 
-    def _signature(self, block: Block) -> str:
+    def _signature(self, block: AnswerBlock) -> str:
         """For hidden thinking, the signature carries the text: clients send it back with the next turn."""
         return sealed(block.text) if self._record.hides_thinking else _SIGNATURE
 
@@ -198,7 +198,7 @@ def count_body(num_tokens: int) -> bytes:
     return _encode({"input_tokens": num_tokens})
 
 
-def _empty(block: Block) -> dict[str, object]:
+def _empty(block: AnswerBlock) -> dict[str, object]:
     """A block without content, for its start event."""
     if block.kind == "call":
         assert block.call is not None
@@ -212,5 +212,5 @@ def _event(kind: str, **fields: object) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"
 
 
-def _delta(block: Block, kind: str, **fields: str) -> bytes:
+def _delta(block: AnswerBlock, kind: str, **fields: str) -> bytes:
     return b"event: content_block_delta\ndata: " + _encode(_BlockDelta(block.index, {"type": kind, **fields})) + b"\n\n"

@@ -14,7 +14,7 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """A contiguous part of an answer. For a tool call, `call` has its name and id, and the text is its arguments."""
 
     index: int
@@ -29,18 +29,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockBegins:
-    block: Block
+    block: AnswerBlock
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrows:
-    block: Block
+    block: AnswerBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEnds:
-    block: Block
+    block: AnswerBlock
 
 
 BlockEvent = BlockBegins | BlockGrows | BlockEnds
@@ -50,10 +50,10 @@ class AnswerBlocks:
     """White space around reasoning or a call makes no block of its own; an empty answer has one empty text block."""
 
     def __init__(self, form: AnswerForm, prompt_end: str = "") -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.num_reasoning_tokens = 0
         self._reader = AnswerReader(form, prompt_end)
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._held = ""
 
     @property
@@ -114,7 +114,7 @@ class AnswerBlocks:
         events = self._end()
         if kind != "text":
             self._held = ""
-        self._open = Block(len(self.blocks), kind, call)
+        self._open = AnswerBlock(len(self.blocks), kind, call)
         self.blocks.append(self._open)
         return [*events, BlockBegins(self._open)]
 

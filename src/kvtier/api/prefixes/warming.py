@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtier.api.engine_connection import Question
+from kvtier.api.engine_connection import PromptRequest
 from kvtier.api.engines import Engines, ServedModel
 from kvtier.engine.process.messages import ChatPrompt, TokenPrompt, encode_part
 from kvtier.engine.sampling_params import SamplingParams
@@ -103,7 +103,7 @@ class Warming:
 
     async def _compute_piece(self, end: int, request_id: str) -> None:
         prompt = TokenPrompt(self._tokens[:end])
-        question = Question(prompt, self._params, 1, request_id, self._salt, _CLIENT, warms=True)
+        question = PromptRequest(prompt, self._params, 1, request_id, self._salt, _CLIENT, warms=True)
         answers = await self._engines.submit(self._model, question)
         try:
             async for _, piece in answers.pieces():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtier.api.chat.answer_blocks import Block
+from kvtier.api.chat.answer_blocks import AnswerBlock
 from kvtier.api.chat.turns import joined_turns, named_results
 from kvtier.api.engines import beginning_of
 from kvtier.api.generation import GenerationRequest
@@ -21,7 +21,7 @@ from kvtier.api.limits import MAX_INPUT_ITEMS, MAX_REFERRING_BYTES
 from kvtier.api.neutral_fields import invalid
 from kvtier.api.response_store import StoredResponse, TenantResponses
 from kvtier.api.responses.items import REFERENCE, message_part, read_item, response_of_item
-from kvtier.api.responses.record import Record
+from kvtier.api.responses.record import ResponseRecord
 from kvtier.engine.process.messages import ChatMessage, ChatPrompt, EncodedPrompt, Prompt, encode_part
 from kvtier.sizes import format_size
 
@@ -38,7 +38,9 @@ class Turn:
     previous: StoredResponse | None
     messages: Sequence[bytes]
 
-    def stored(self, response_id: str, document: bytes, record: Record, blocks: Sequence[Block]) -> StoredResponse:
+    def stored(
+        self, response_id: str, document: bytes, record: ResponseRecord, blocks: Sequence[AnswerBlock]
+    ) -> StoredResponse:
         """The response to keep: this turn with an answer of these blocks."""
         answer = joined_turns([message_part(block) for block in blocks])
         earlier = [_message.decode(message) for message in self.messages if b"tool_calls" in message]
@@ -55,7 +57,7 @@ class Turn:
 
 
 def continued(
-    asked: GenerationRequest, record: Record, responses: TenantResponses
+    asked: GenerationRequest, record: ResponseRecord, responses: TenantResponses
 ) -> tuple[GenerationRequest, Turn | None]:
     """`asked` with the conversation that it continues, and its turn, if the response is stored or refers to others."""
     if not record.previous and not record.refers and not record.is_stored:
@@ -76,7 +78,7 @@ def continued(
     return dataclasses.replace(asked, prompts=[whole]), turn
 
 
-def _previous(record: Record, responses: TenantResponses) -> StoredResponse | None:
+def _previous(record: ResponseRecord, responses: TenantResponses) -> StoredResponse | None:
     if not record.previous:
         return None
     found = responses.find(record.previous)
@@ -86,7 +88,7 @@ def _previous(record: Record, responses: TenantResponses) -> StoredResponse | No
     return found
 
 
-def _named(messages: Sequence[bytes], record: Record, previous: StoredResponse | None) -> Sequence[bytes]:
+def _named(messages: Sequence[bytes], record: ResponseRecord, previous: StoredResponse | None) -> Sequence[bytes]:
     """Tool results with the names of their tools, from the history."""
     if previous is None or not record.unnamed or record.refers:
         return messages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtier.api.chat.answer_blocks import Block
+from kvtier.api.chat.answer_blocks import AnswerBlock
 from kvtier.api.chat.inner_json import read_arguments
 from kvtier.api.chat.sealed_thoughts import sealed, unsealed
 from kvtier.api.http_error import HttpError
@@ -113,7 +113,7 @@ def _name(body: JsonBody) -> str:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def item_id(response_id: str, block: Block) -> str:
+def item_id(response_id: str, block: AnswerBlock) -> str:
     return f"{_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{block.index}"
 
 
@@ -123,7 +123,7 @@ def response_of_item(item: str) -> str:
 
 
 def output_item(
-    response_id: str, block: Block, status: str, *, logprobs: object = (), seals_reasoning: bool = False
+    response_id: str, block: AnswerBlock, status: str, *, logprobs: object = (), seals_reasoning: bool = False
 ) -> dict[str, object]:
     """`status` is "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
     own_id = item_id(response_id, block)
@@ -149,7 +149,7 @@ def reasoning_part(text: str) -> dict[str, object]:
     return {"type": "reasoning_text", "text": text}
 
 
-def message_part(block: Block) -> ChatMessage:
+def message_part(block: AnswerBlock) -> ChatMessage:
     """A block of an answer as a part of a message in the next turn's prompt."""
     if block.kind == "call":
         assert block.call is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """`shown` has the request's fields that its response repeats, `items` the input items. Both are JSON.
 
     The prompt's first `num_instructions` messages go before the history. With `refers`, some of the others are
@@ -22,12 +22,12 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     seals_reasoning: bool = False
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(ResponseRecord)
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: ResponseRecord) -> bytes:
     return msgspec.json.encode(record)
 
 
-def decode_record(encoded: bytes) -> Record:
+def decode_record(encoded: bytes) -> ResponseRecord:
     return _decoder.decode(encoded)

@@ -26,7 +26,7 @@ from kvtier.api.output_format import read_named_schema
 from kvtier.api.prompt_length import check_length
 from kvtier.api.request_rules import check_texts, read_metadata, read_prefix, sampling_params
 from kvtier.api.responses.items import REFERENCE, read_item
-from kvtier.api.responses.record import Record, encode_record
+from kvtier.api.responses.record import ResponseRecord, encode_record
 from kvtier.api.retention_fields import read_retention
 from kvtier.engine.grammar import JSON_OBJECT, Grammar
 from kvtier.engine.process.messages import ChatMessage
@@ -123,10 +123,10 @@ def _conversation(body: JsonBody, given: _Given) -> Conversation:
     )
 
 
-def _record(body: JsonBody, given: _Given, params: SamplingParams) -> Record:
+def _record(body: JsonBody, given: _Given, params: SamplingParams) -> ResponseRecord:
     previous = body.short_text("previous_response_id", MAX_ID_CHARACTERS) or ""
     results = [(number, one) for number, one in enumerate(given.messages) if one.role == "tool"]
-    return Record(
+    return ResponseRecord(
         shown={name: _raw(value) for name, value in _shown_fields(body, given, params).items()},
         items=[_raw(item) for item in given.items],
         is_stored=body.flag("store") is not False,

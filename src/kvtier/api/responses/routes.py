@@ -12,7 +12,7 @@ from starlette.routing import Route
 from kvtier.api.access import Tenant
 from kvtier.api.application import Application
 from kvtier.api.body_messages import OPENAI_RESPONSE, BodyAsks
-from kvtier.api.chat.answer_blocks import Block
+from kvtier.api.chat.answer_blocks import AnswerBlock
 from kvtier.api.generation import GenerationRequest
 from kvtier.api.http_error import HttpError
 from kvtier.api.json_body import shown
@@ -21,7 +21,7 @@ from kvtier.api.neutral_fields import invalid
 from kvtier.api.passing import PassedBody, Passing
 from kvtier.api.response_store import StoredResponse, TenantResponses
 from kvtier.api.responses.history import Turn, continued
-from kvtier.api.responses.record import Record, decode_record
+from kvtier.api.responses.record import ResponseRecord, decode_record
 from kvtier.api.responses.requests import read_response
 from kvtier.api.responses.shape import Keep, ResponseShape
 from kvtier.api.service import new_id
@@ -61,11 +61,11 @@ class ResponsePaths:
         shape = ResponseShape(asked, response_id, record, self._keeper(tenant, response_id, record, turn))
         return await application.answer(request, tenant, asked, shape)
 
-    def _keeper(self, tenant: Tenant, response_id: str, record: Record, turn: Turn | None) -> Keep | None:
+    def _keeper(self, tenant: Tenant, response_id: str, record: ResponseRecord, turn: Turn | None) -> Keep | None:
         if not record.is_stored or turn is None:
             return None
 
-        def keep(document: bytes, blocks: Sequence[Block]) -> None:
+        def keep(document: bytes, blocks: Sequence[AnswerBlock]) -> None:
             self._responses(tenant).add(turn.stored(response_id, document, record, blocks))
 
         return keep

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvtier.api.chat.answer_blocks import AnswerBlocks, Block, BlockBegins, BlockEnds, BlockEvent, BlockGrows
+from kvtier.api.chat.answer_blocks import AnswerBlock, AnswerBlocks, BlockBegins, BlockEnds, BlockEvent, BlockGrows
 from kvtier.api.generation import GenerationRequest, Usage, WholeAnswer
 from kvtier.api.http_error import HttpError, http_error_of
 from kvtier.api.logprobs import EncodedLogprobs, SampledToken, encode_items, joined
 from kvtier.api.responses.items import item_id, output_item, reasoning_part, text_part
-from kvtier.api.responses.record import Record
+from kvtier.api.responses.record import ResponseRecord
 from kvtier.engine.answer import Completion, StreamPiece
 from kvtier.errors import KvtierError
 
 _encode = msgspec.json.Encoder().encode
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
-Keep = Callable[[bytes, Sequence[Block]], None]
+Keep = Callable[[bytes, Sequence[AnswerBlock]], None]
 """Called with the document of a complete response and the blocks of its answer."""
 
 
@@ -60,7 +60,7 @@ class ResponseShape:
 
     media_type = "text/event-stream"
 
-    def __init__(self, asked: GenerationRequest, response_id: str, record: Record, keep: Keep | None) -> None:
+    def __init__(self, asked: GenerationRequest, response_id: str, record: ResponseRecord, keep: Keep | None) -> None:
         self._asked = asked
         self._response_id = response_id
         self._record = record
@@ -136,7 +136,7 @@ class ResponseShape:
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + _encode(delta) + b"\n\n"
 
-    def _ended(self, block: Block, place: dict[str, object]) -> list[bytes]:
+    def _ended(self, block: AnswerBlock, place: dict[str, object]) -> list[bytes]:
         text = block.text
         if block.kind == "call":
             assert block.call is not None
@@ -152,12 +152,12 @@ class ResponseShape:
             whole = self._event("response.output_text.done", **done, text=text, logprobs=())
         return [whole, self._event("response.content_part.done", **done, part=_part(block, text))]
 
-    def _item_done(self, block: Block) -> bytes:
+    def _item_done(self, block: AnswerBlock) -> bytes:
         is_last = block is self._blocks.blocks[-1] and self._completion is not None
         status = self._status if is_last else _COMPLETED
         return self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
-    def _drop_logprobs(self, block: Block) -> None:
+    def _drop_logprobs(self, block: AnswerBlock) -> None:
         if block.kind != "text":
             self._logprobs = []
 
@@ -218,7 +218,7 @@ class ResponseShape:
             for block in blocks
         ]
 
-    def _item(self, block: Block, status: str, logprobs: object = ()) -> dict[str, object]:
+    def _item(self, block: AnswerBlock, status: str, logprobs: object = ()) -> dict[str, object]:
         seals = self._record.seals_reasoning
         return output_item(self._response_id, block, status, logprobs=logprobs, seals_reasoning=seals)
 
@@ -261,5 +261,5 @@ _DELTAS = {
 }
 
 
-def _part(block: Block, text: str) -> dict[str, object]:
+def _part(block: AnswerBlock, text: str) -> dict[str, object]:
     return reasoning_part(text) if block.kind == "reasoning" else text_part(text)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.api.engine_connection import DEFAULT_PATIENCE, Patience
+from kvtier.api.engine_connection import DEFAULT_PATIENCE, ProbeTimes
 from kvtier.api.limits import MAX_TRANSLATED_BYTES
 from kvtier.api.vllm.exchange import Exchange, ExchangeError
 
@@ -41,7 +41,7 @@ class VllmEngine:
     connects, or answers again.
     """
 
-    def __init__(self, name: str, socket_path: str, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(self, name: str, socket_path: str, patience: ProbeTimes = DEFAULT_PATIENCE) -> None:
         self.name = name
         self.socket_path = socket_path
         self.hello: VllmHello | None = None

@@ -18,7 +18,7 @@ from kvtier.api.limits import FIRST_BYTE_S, HELD_ANSWER_BYTES, HOLD_S, MAX_LOST_
 from kvtier.api.vllm.engine import VllmEngine, VllmHello
 from kvtier.api.vllm.exchange import Exchange, ExchangeError, Headers
 from kvtier.api.vllm.prefix_keys import PrefixKey
-from kvtier.api.vllm.prefix_record import PrefixRecord
+from kvtier.api.vllm.seen_prefixes import SeenPrefixes
 from kvtier.errors import AnswerFailed, EngineAway
 from kvtier.observe.metrics import ApiMetrics
 
@@ -96,7 +96,7 @@ class VllmModel:
         self.names = names
         self.listed_names = listed or names
         self.engines = engines
-        self._record = PrefixRecord()
+        self._record = SeenPrefixes()
         self._metrics = metrics
         self._engine_up = asyncio.Event()
         self._starts: dict[str, int] = {}

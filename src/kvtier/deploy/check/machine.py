@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvtier.memory.machine import machine_memory_bytes
+from kvtier.memory.machine_limits import machine_memory_bytes
 
 _EXTRAS = {"engine": ("torch", "safetensors", "transformers"), "server": ("starlette", "uvicorn")}
 """What a deployment needs besides the core, and modules by which to recognise it."""

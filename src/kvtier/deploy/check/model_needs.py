@@ -37,7 +37,7 @@ class ModelNeeds:
     note: str
 
 
-def read_model_facts(engine: EngineConfig) -> ModelNeeds | None:
+def read_model_needs(engine: EngineConfig) -> ModelNeeds | None:
     """None for a model of the hub that is not on this machine yet.
 
     Raises `ConfigError` if the engine could not load the model.

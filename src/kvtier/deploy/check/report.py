@@ -13,7 +13,7 @@ import msgspec
 from kvtier.blocks.layout import slot_bytes_of
 from kvtier.deploy.check.cluster import notes_on_cluster
 from kvtier.deploy.check.machine import Gpu, Machine, existing_part
-from kvtier.deploy.check.model_needs import ModelNeeds, read_model_facts
+from kvtier.deploy.check.model_needs import ModelNeeds, read_model_needs
 from kvtier.deploy.check.mooncake import notes_on_mooncake
 from kvtier.deploy.check.objects import notes_on_objects
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, Listener, VllmPart
@@ -85,11 +85,11 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
     engines = []
     models = _Models(machine)
     for part in plan.engines:
-        facts = models.facts(part, problems, notes)
-        engines.append(_engine_use(part, facts, machine))
-        if facts is not None:
-            problems += _problems_of_blocks(part, facts)
-            problems += _problems_of_length(part, facts)
+        needs = models.needs(part, problems, notes)
+        engines.append(_engine_use(part, needs, machine))
+        if needs is not None:
+            problems += _problems_of_blocks(part, needs)
+            problems += _problems_of_length(part, needs)
     engines += [_vllm_use(part) for part in plan.vllm_engines]
     for vllm_part in plan.vllm_engines:
         problems += _problems_of_vllm(vllm_part, machine)
@@ -130,17 +130,17 @@ def check_plan(plan: DeploymentPlan, machine: Machine, runtime_folder: Path) -> 
 
 
 class _Models:
-    """The facts about each model, which is examined once, however many engines run it."""
+    """The needs of each model, which is examined once, however many engines run it."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._known: list[tuple[EngineConfig, ModelNeeds | None]] = []
 
-    def facts(self, part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
+    def needs(self, part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
         engine = msgspec.structs.replace(part.engine, device="auto")
-        for known, facts in self._known:
+        for known, needs in self._known:
             if known == engine:
-                return facts
+                return needs
         found = self._look(part, problems, notes)
         self._known.append((engine, found))
         return found
@@ -148,22 +148,22 @@ class _Models:
     def _look(self, part: EnginePart, problems: list[str], notes: list[str]) -> ModelNeeds | None:
         engine = part.engine
         try:
-            facts = read_model_facts(engine)
+            needs = read_model_needs(engine)
         except ConfigError as error:
             problems.append(str(error))
             return None
-        if facts is None:
+        if needs is None:
             problem = self._machine.hub_problem(engine.model, engine.revision)
             if problem:
                 problems.append(problem)
             else:
                 notes.append(f"{engine.model} is not on this machine: it will be downloaded")
-        elif facts.note:
-            notes.append(f"{part.served_as}: {facts.note}")
-        return facts
+        elif needs.note:
+            notes.append(f"{part.served_as}: {needs.note}")
+        return needs
 
 
-def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) -> EngineUse:
+def _engine_use(part: EnginePart, needs: ModelNeeds | None, machine: Machine) -> EngineUse:
     engine = part.engine
     device = _device_of(engine, machine)
     return EngineUse(
@@ -172,9 +172,9 @@ def _engine_use(part: EnginePart, facts: ModelNeeds | None, machine: Machine) ->
         model=engine.model,
         device=device,
         share=engine.gpu_memory_utilization,
-        architecture=facts.architecture if facts else "",
-        weights_bytes=facts.weights_bytes if facts else None,
-        kv_token_bytes=facts.kv_token_bytes if facts else None,
+        architecture=needs.architecture if needs else "",
+        weights_bytes=needs.weights_bytes if needs else None,
+        kv_token_bytes=needs.kv_token_bytes if needs else None,
         kv_cache_bytes=engine.kv_cache_space or (_DEFAULT_HOST_KV_BYTES if device == "cpu" else None),
         swap_bytes=engine.swap_space,
         pool_bytes=engine.mooncake.memory + engine.mooncake.buffer if engine.mooncake is not None else 0,
@@ -228,9 +228,9 @@ def _host_bytes(engine: EngineUse) -> int:
     return engine.swap_bytes + engine.pool_bytes + on_host
 
 
-def _problems_of_blocks(part: EnginePart, facts: ModelNeeds) -> Iterator[str]:
+def _problems_of_blocks(part: EnginePart, needs: ModelNeeds) -> Iterator[str]:
     engine = part.engine
-    block_bytes = facts.kv_token_bytes * engine.block_size
+    block_bytes = needs.kv_token_bytes * engine.block_size
     if 0 < engine.swap_space < slot_bytes_of(block_bytes):
         yield f"{part.name}: swap_space {format_size(engine.swap_space)} holds no block of {format_size(block_bytes)}"
     if engine.kv_cache_space is not None and engine.kv_cache_space < 2 * block_bytes:
@@ -240,10 +240,10 @@ def _problems_of_blocks(part: EnginePart, facts: ModelNeeds) -> Iterator[str]:
         )
 
 
-def _problems_of_length(part: EnginePart, facts: ModelNeeds) -> Iterator[str]:
+def _problems_of_length(part: EnginePart, needs: ModelNeeds) -> Iterator[str]:
     wanted = part.engine.max_model_len
-    if wanted is not None and wanted > facts.max_positions:
-        yield f"{part.name}: max_model_len {wanted} is more than the {facts.max_positions} that the model can do"
+    if wanted is not None and wanted > needs.max_positions:
+        yield f"{part.name}: max_model_len {wanted} is more than the {needs.max_positions} that the model can do"
 
 
 def _problems_of_devices(engines: list[EngineUse], plan: DeploymentPlan, machine: Machine) -> Iterator[str]:

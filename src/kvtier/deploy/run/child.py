@@ -61,7 +61,7 @@ class Child:
         self.name = part.name
         self.needs = needs
         self.state = ChildState.WAITING
-        self.facts: dict[str, object] = {}
+        self.properties: dict[str, object] = {}
         self.was_ready = False
         self.ready_at = 0.0
         self.backoff = Backoff()
@@ -152,9 +152,9 @@ class Child:
             return f"was ended by {signal.Signals(-status).name}"
         return f"ended with status {status}"
 
-    def note_ready(self, facts: dict[str, object]) -> None:
+    def note_ready(self, properties: dict[str, object]) -> None:
         self.state = ChildState.READY
-        self.facts = facts
+        self.properties = properties
         self.was_ready = True
         self.ready_at = time.monotonic()
 

@@ -26,9 +26,9 @@ class Progressed(_Report, frozen=True, tag="progressed"):
 
 
 class Ready(_Report, frozen=True, tag="ready"):
-    """The part serves. `facts` are for users: its properties, by name."""
+    """The part serves. `properties` are shown to users, by name."""
 
-    facts: dict[str, object]
+    properties: dict[str, object]
 
 
 class Failed(_Report, frozen=True, tag="failed"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.deploy.plan.parts import EnginePart, VllmPart
-from kvtier.memory.machine import available_memory_bytes, num_cores
+from kvtier.memory.machine_limits import available_memory_bytes, num_cores
 
 _CPU = "cpu"
 _DEFAULT_GPU = "cuda:0"
@@ -39,18 +39,18 @@ class StartNeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeResources:
     """The machine's free resources, now."""
 
     num_cores: int
     available_bytes: int
 
 
-def room_here() -> Room:
-    return Room(num_cores(), available_memory_bytes())
+def room_here() -> FreeResources:
+    return FreeResources(num_cores(), available_memory_bytes())
 
 
-def may_start(needs: StartNeeds, starting: Sequence[StartNeeds], room: Room) -> bool:
+def may_start(needs: StartNeeds, starting: Sequence[StartNeeds], room: FreeResources) -> bool:
     """Whether an engine may start beside those that are `starting`. A single one always may."""
     if not starting:
         return True

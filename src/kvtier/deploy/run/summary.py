@@ -12,18 +12,18 @@ _ANY_HOST = ("0.0.0.0", "::", "")
 
 
 def summary(
-    plan: DeploymentPlan, ports: Sequence[int], facts: Mapping[str, Mapping[str, object]], seconds: float
+    plan: DeploymentPlan, ports: Sequence[int], properties: Mapping[str, Mapping[str, object]], seconds: float
 ) -> str:
-    """`facts` are what each part reported, by its name; `ports` are those of the listeners, in order."""
+    """`properties` are what each part reported, by its name; `ports` are those of the listeners, in order."""
     lines = ["", f"ready after {seconds:.1f} s"]
     urls = urls_of(plan, ports)
     for api, url in urls.items():
         title = {"openai": "OpenAI API", "ollama": "Ollama API"}[api]
         lines.append(f"  {title:12} {url}{'/v1' if api == 'openai' else ''}")
     for engine in plan.engines:
-        lines += _engine_lines(plan, engine, facts.get(engine.name, {}))
+        lines += _engine_lines(plan, engine, properties.get(engine.name, {}))
     for vllm_engine in plan.vllm_engines:
-        lines += _vllm_lines(plan, vllm_engine, facts.get(vllm_engine.name, {}))
+        lines += _vllm_lines(plan, vllm_engine, properties.get(vllm_engine.name, {}))
     for cache in plan.caches:
         lines += _cache_lines(cache)
     lines += ["  try it", *(f"    {line}" for line in _example(plan, urls)), "  Ctrl-C stops it", ""]
@@ -41,10 +41,10 @@ def urls_of(plan: DeploymentPlan, ports: Sequence[int]) -> dict[str, str]:
     return urls
 
 
-def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, object]) -> list[str]:
-    block_tokens, slot_bytes = _whole(facts, "block_tokens"), max(1, _whole(facts, "slot_bytes"))
-    kind = "+".join(str(facts[name]) for name in ("dtype", "quantization") if facts.get(name))
-    tiers = [f"device {_whole(facts, 'num_blocks')} ({format_size(_whole(facts, 'kv_bytes'))})"]
+def _engine_lines(plan: DeploymentPlan, part: EnginePart, properties: Mapping[str, object]) -> list[str]:
+    block_tokens, slot_bytes = _whole(properties, "block_tokens"), max(1, _whole(properties, "slot_bytes"))
+    kind = "+".join(str(properties[name]) for name in ("dtype", "quantization") if properties.get(name))
+    tiers = [f"device {_whole(properties, 'num_blocks')} ({format_size(_whole(properties, 'kv_bytes'))})"]
     if part.engine.swap_space:
         tiers.append(f"host {part.engine.swap_space // slot_bytes} ({format_size(part.engine.swap_space)})")
     for cache in plan.caches:
@@ -64,20 +64,20 @@ def _engine_lines(plan: DeploymentPlan, part: EnginePart, facts: Mapping[str, ob
         tiers.append(f"objects {part.engine.objects.url}")
     parting = f"  {'':12} where a prompt parted: kvtier explain --engine unix:{part.socket} REQUEST_ID"
     return [
-        f"  {'engine':12} {part.name}: {part.served_as}, {facts.get('architecture', '')} {kind} "
-        f"on {facts.get('device', '')}, weights {format_size(_whole(facts, 'weights_bytes'))}, "
-        f"prompts up to {_whole(facts, 'max_model_len')} tokens",
+        f"  {'engine':12} {part.name}: {part.served_as}, {properties.get('architecture', '')} {kind} "
+        f"on {properties.get('device', '')}, weights {format_size(_whole(properties, 'weights_bytes'))}, "
+        f"prompts up to {_whole(properties, 'max_model_len')} tokens",
         f"  {'':12} KV blocks of {block_tokens} tokens: {', '.join(tiers)}",
         *([] if part.engine.cache_server else [parting]),
     ]
 
 
-def _vllm_lines(plan: DeploymentPlan, part: VllmPart, facts: Mapping[str, object]) -> list[str]:
+def _vllm_lines(plan: DeploymentPlan, part: VllmPart, properties: Mapping[str, object]) -> list[str]:
     names = [cache.name for cache in plan.caches if str(cache.server.unix) == part.cache_server]
     kept = f"KV is kept in {(names or [part.cache_server])[0]}" if part.cache_server else "KV is kept by vLLM alone"
     return [
-        f"  {'engine':12} {part.name}: {part.served_as}, vLLM {facts.get('vllm', '')} on {part.device}, "
-        f"prompts up to {_whole(facts, 'max_model_len')} tokens",
+        f"  {'engine':12} {part.name}: {part.served_as}, vLLM {properties.get('vllm', '')} on {part.device}, "
+        f"prompts up to {_whole(properties, 'max_model_len')} tokens",
         f"  {'':12} {kept}",
     ]
 
@@ -105,6 +105,6 @@ def _example(plan: DeploymentPlan, urls: Mapping[str, str]) -> list[str]:
     return [f"curl {path} {key}-H 'Content-Type: application/json' \\", f"  -d '{json.dumps(body)}'"]
 
 
-def _whole(facts: Mapping[str, object], name: str) -> int:
-    found = facts.get(name)
+def _whole(properties: Mapping[str, object], name: str) -> int:
+    found = properties.get(name)
     return found if isinstance(found, int) else 0

@@ -26,7 +26,7 @@ from kvtier.deploy.run.child import PART_COMMAND, Child, ChildState
 from kvtier.deploy.run.log import DeploymentLog
 from kvtier.deploy.run.reports import Failed, Progressed, Ready, Report
 from kvtier.deploy.run.served_caches import remove_runtime_folder
-from kvtier.deploy.run.starts import Room, may_start, needs_of, room_here
+from kvtier.deploy.run.starts import FreeResources, may_start, needs_of, room_here
 from kvtier.deploy.run.summary import summary
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StopTimeouts:
     """How many seconds parts have to end before they are killed; `cut_short_s` applies once it was cut short."""
 
     engine_s: float = 60.0
@@ -46,7 +46,7 @@ class Patience:
     cut_short_s: float = 10.0
 
 
-_PATIENCE = Patience()
+_PATIENCE = StopTimeouts()
 
 
 class Supervisor:
@@ -58,9 +58,9 @@ class Supervisor:
         log: DeploymentLog,
         runtime_folder: Path,
         *,
-        patience: Patience = _PATIENCE,
+        patience: StopTimeouts = _PATIENCE,
         command: Sequence[str] = PART_COMMAND,
-        room: Callable[[], Room] = room_here,
+        room: Callable[[], FreeResources] = room_here,
     ) -> None:
         """Binds the listeners. Raises `ConfigError`, with nothing left behind, if an address is taken.
 
@@ -176,7 +176,7 @@ class Supervisor:
             self._ready(child, report)
 
     def _ready(self, child: Child, report: Ready) -> None:
-        child.note_ready(report.facts)
+        child.note_ready(report.properties)
         self._log.line(child.name, "ready")
         if self._restarting is child:
             self._restarting = None
@@ -189,8 +189,8 @@ class Supervisor:
             self._is_announced = True
             ports = self.ports
             seconds = time.monotonic() - self._started_at
-            facts = {one.name: one.facts for one in self._children}
-            self._log.plain(summary(self._plan, ports, facts, seconds))
+            properties = {one.name: one.properties for one in self._children}
+            self._log.plain(summary(self._plan, ports, properties, seconds))
 
     def _ended(self, child: Child) -> None:
         """A process has ended. Its last output is still in its pipes."""

@@ -134,7 +134,7 @@ def _serve(
             raise EngineStopped(f"vLLM {_how(process.returncode)}{when}{log.last_words()}")
         if not is_ready and _get(part.socket, "/health") is not None:
             is_ready = True
-            reporter.tell(Ready({"vllm": version, **_facts(part.socket)}))
+            reporter.tell(Ready({"vllm": version, **_properties(part.socket)}))
     logger.info("stopping")
     _drain(part.socket, process, signals)
     process.terminate()
@@ -160,7 +160,7 @@ def _num_connections(path: str) -> int:
         return sum(len(row) > 7 and row[7] == path and row[5] == _CONNECTED for row in rows)
 
 
-def _facts(path: str) -> dict[str, object]:
+def _properties(path: str) -> dict[str, object]:
     with contextlib.suppress(ValueError, LookupError, TypeError):
         return {"max_model_len": int(json.loads(_get(path, "/v1/models") or b"")["data"][0]["max_model_len"])}
     return {}

@@ -18,7 +18,7 @@ from kvtier.engine.device.sampler import AllowedTokens
 from kvtier.kernels.pinned_pool import pinned_pool
 
 if TYPE_CHECKING:
-    from kvtier.kernels.pinned_pool import Slot
+    from kvtier.kernels.pinned_pool import PinnedSlot
 
 _ALIGN_BYTES = 16
 
@@ -29,7 +29,7 @@ class MaskUpload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = np.zeros(0, np.uint8)
-        self._slot: Slot | None = None
+        self._slot: PinnedSlot | None = None
         self._lane: _Lane | None = None
 
     def make(self, num_rows: int, num_words: int) -> TokenMasks:
@@ -82,7 +82,7 @@ class _Lane:
         self._arrived = torch.cuda.Event()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def bring(self, slot: Slot, num_bytes: int) -> torch.Tensor:
+    def bring(self, slot: PinnedSlot, num_bytes: int) -> torch.Tensor:
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(2 * num_bytes, dtype=torch.uint8, device=self._device)
             self._buffer.record_stream(self._stream)

@@ -19,7 +19,7 @@ from kvtier.engine.device.penalty_state import PenaltyState
 from kvtier.engine.device.randomness import uniform
 from kvtier.engine.device.sampling_batch import Draws, SamplingBatch, SamplingRow, Suppression, Truncation
 from kvtier.engine.sampling_params import SamplingParams
-from kvtier.kernels.backend import best_tokens_for, forbid_for
+from kvtier.kernels.backend import argmax_tokens_for, forbid_for
 
 _NEVER = float("-inf")
 
@@ -95,7 +95,7 @@ class Sampler:
         if batch.is_greedy:
             if allowed is not None:
                 forbid_for(logits)(logits, allowed.rows, allowed.words)
-            return SampledTokens(best_tokens_for(logits)(logits), None)
+            return SampledTokens(argmax_tokens_for(logits)(logits), None)
         logits = logits.float()
         model_logits = logits
         if batch.num_logprobs is not None and (batch.changes_logits or allowed):

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvtier.engine.answer import Completion, StreamPiece
-from kvtier.engine.client import Admitted, EngineClient, News, Submission
+from kvtier.engine.client import Admitted, EngineClient, StreamEvent, Submission
 from kvtier.engine.parting.message_place import ChatInput
 from kvtier.engine.parting.partings import AskedPrompt, Partings
 from kvtier.engine.process.messages import (
@@ -214,7 +214,7 @@ class _ClientConnection:
         self._num_left: dict[int, int] = {}
         self._prompt_ends: dict[int, str] = {}
         """The ends of conversations whose `Accepted` is not sent yet."""
-        self._outbox: queue.SimpleQueue[Sequence[tuple[str, News]] | FromEngine | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Sequence[tuple[str, StreamEvent]] | FromEngine | None] = queue.SimpleQueue()
         self._outbox.put(server.hello)
         self._reading = threading.Thread(target=self._read, name="kvtier-engine-read", daemon=True)
         self._writing = threading.Thread(target=self._write, name="kvtier-engine-write", daemon=True)
@@ -242,7 +242,7 @@ class _ClientConnection:
         self._reading.join()
         self._writing.join()
 
-    def put(self, news: Sequence[tuple[str, News]]) -> None:
+    def put(self, news: Sequence[tuple[str, StreamEvent]]) -> None:
         """Called by the engine's thread."""
         self._outbox.put(news)
 
@@ -446,12 +446,12 @@ class _ClientConnection:
             self._sock.close()
             self._server.forget(self)
 
-    def _waiting(self) -> Iterable[Sequence[tuple[str, News]] | FromEngine | None]:
+    def _waiting(self) -> Iterable[Sequence[tuple[str, StreamEvent]] | FromEngine | None]:
         """The other items that are already queued."""
         while not self._outbox.empty():
             yield self._outbox.get()
 
-    def _messages(self, items: Iterable[Sequence[tuple[str, News]] | FromEngine | None]) -> Iterable[FromEngine]:
+    def _messages(self, items: Iterable[Sequence[tuple[str, StreamEvent]] | FromEngine | None]) -> Iterable[FromEngine]:
         pieces: list[tuple[int, StreamPiece]] = []
         token_bytes: dict[int, bytes] = {}
         for item in items:

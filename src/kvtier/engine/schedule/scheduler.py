@@ -18,7 +18,7 @@ from kvtier.engine.schedule.request import FinishReason, Request, Status
 from kvtier.engine.schedule.step import Step, StepRow
 from kvtier.engine.schedule.waiting_line import WaitingLine
 from kvtier.transfer.load import LoadPlan
-from kvtier.transfer.prefetch import READY, WAIT, State, Verdict
+from kvtier.transfer.prefetch import READY, WAIT, PrefetchState, Verdict
 from kvtier.transfer.transfer import NoTransfer, Transfer
 
 
@@ -58,7 +58,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         request.prefetch = self._transfer.begin(RequestBlocks(request, self.blocks))
         if request.lacks_prompt_scores:
-            request.prefetch.settle()
+            request.prefetch.finish()
         request.prefetch.offers_all = request.warms
         self.waiting.join(request)
 
@@ -89,13 +89,13 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         block_tokens = self.blocks.block_tokens
-        running, settled = self.running, State.SETTLED
+        running, finished = self.running, PrefetchState.FINISHED
         position = 0
         while position < len(running) and budget:
             request = self.at = running[position]
             start = request.num_computed
             remaining = request.num_tokens - start
-            if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is settled:
+            if remaining == 1 and start >= request.prompt_tokens and request.prefetch.state is finished:
                 # The common case: one token, whose successor is sampled.
                 if not request.may_sample:
                     position += 1
@@ -137,7 +137,7 @@ class Scheduler:
         return step
 
     def _poll(self) -> None:
-        is_idle = all(request.prefetch.state is State.LOADING for request in self.running)
+        is_idle = all(request.prefetch.state is PrefetchState.LOADING for request in self.running)
         waiting = (request.prefetch for request in self.waiting if not request.num_in_flight)
         for lease in self._transfer.poll(waiting, is_idle=is_idle, taken_in_s=self._taken_in_s):
             self.blocks.release(lease)
@@ -230,7 +230,7 @@ class Scheduler:
         self.blocks.note_computed(victim)
         self._give_back(victim)
         if victim.lacks_prompt_scores:
-            victim.prefetch.settle()
+            victim.prefetch.finish()
         victim.num_computed = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -241,7 +241,7 @@ class Scheduler:
         passed_over: list[Request] = []
         while self.waiting and budget and self._free_slots:
             request = self.at = self.waiting[0]
-            if request.num_in_flight or request.prefetch.state is State.UNASKED:
+            if request.num_in_flight or request.prefetch.state is PrefetchState.UNASKED:
                 break  # its last tokens are unknown after a preemption, or it was not matched yet
             self.waiting.popleft()
             if request.prefetch.is_matching:
@@ -270,7 +270,7 @@ class Scheduler:
         prefetch = request.prefetch
         if request.lacks_prompt_scores:
             return READY
-        has_all = prefetch.state is State.SETTLED
+        has_all = prefetch.state is PrefetchState.FINISHED
         if not self.blocks.extend(request, partially=has_all):
             return WAIT
         verdict = prefetch.admission()
@@ -294,7 +294,7 @@ class Scheduler:
         """Start a request that has its first blocks. Returns its first row, unless it has to wait for a load."""
         prefetch, start = request.prefetch, request.num_computed
         if not isinstance(verdict, LoadPlan):
-            prefetch.settle()
+            prefetch.finish()
         request.status = Status.RUNNING
         self.waiting.note_admitted(request)
         request.slot = self._free_slots.pop()

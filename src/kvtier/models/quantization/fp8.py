@@ -17,7 +17,7 @@ from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models.fused_operations import add_rms_norm, rms_norm, silu_mul
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
-from kvtier.models.slot import Slot, SlotKind
+from kvtier.models.slot import SlotKind, WeightSlot
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(FP8).max
@@ -94,7 +94,7 @@ class Fp8Linear(Linear):
         product = fp8_product_for(self.weight)
         self.counters = None if product is None else product.make_counters(shape.outputs, shape.device)
 
-    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[WeightSlot]:
         weight, scales = self.weight[outputs], self.scales[outputs]
 
         def write(tensor: Tensor) -> None:
@@ -103,7 +103,7 @@ class Fp8Linear(Linear):
             weight.copy_(values)
             scales.copy_(row_scales)
 
-        yield Slot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
+        yield WeightSlot(f"{name}.weight", tuple(weight.shape), SlotKind.WEIGHT, write)
 
     def forward(self, hidden: Tensor | QuantizedRows, peaks: Tensor | None = None) -> Tensor:
         """`peaks` (T, P), if known: the largest number of each row of `hidden` is the largest of these."""

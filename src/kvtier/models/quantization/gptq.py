@@ -18,7 +18,7 @@ from kvtier.kernels.backend import Int4Product, int4_product_for
 from kvtier.models.layer import empty_parameter
 from kvtier.models.linear import Linear, LinearShape
 from kvtier.models.quantization.config import GptqConfig
-from kvtier.models.slot import Slot, SlotKind
+from kvtier.models.slot import SlotKind, WeightSlot
 
 _PER_WORD = 8  # 4-bit numbers in an int32
 _ONE_IN_EACH = 0x11111111
@@ -70,7 +70,7 @@ class GptqLinear(Linear):
         self.counters: Tensor | None = None
         """Set once `qweight` is in the order of the kernels for a few tokens, and `order` if inputs change theirs."""
 
-    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[Slot]:
+    def weight_slots(self, name: str, number: int, outputs: slice) -> Iterator[WeightSlot]:
         words = slice(outputs.start // _PER_WORD, outputs.stop // _PER_WORD)
         qweight, zeros, scales = self.qweight[:, outputs], self.zeros[:, words], self.scales[:, outputs]
         offset = _ONE_IN_EACH if self.config.is_zero_stored_less_one else 0
@@ -78,10 +78,10 @@ class GptqLinear(Linear):
         def write_zeros(tensor: Tensor) -> None:
             zeros.copy_(tensor).add_(offset)
 
-        yield Slot(f"{name}.qweight", tuple(qweight.shape), SlotKind.PACKED, qweight.copy_)
-        yield Slot(f"{name}.qzeros", tuple(zeros.shape), SlotKind.ZEROS, write_zeros)
-        yield Slot(f"{name}.scales", tuple(scales.shape), SlotKind.SCALES, scales.copy_)
-        yield Slot(
+        yield WeightSlot(f"{name}.qweight", tuple(qweight.shape), SlotKind.PACKED, qweight.copy_)
+        yield WeightSlot(f"{name}.qzeros", tuple(zeros.shape), SlotKind.ZEROS, write_zeros)
+        yield WeightSlot(f"{name}.scales", tuple(scales.shape), SlotKind.SCALES, scales.copy_)
+        yield WeightSlot(
             f"{name}.g_idx",
             (self.shape.inputs,),
             SlotKind.GROUPS,
@@ -89,7 +89,7 @@ class GptqLinear(Linear):
             is_required=self.config.has_act_order,
         )
         if self.bias is None:
-            yield Slot(
+            yield WeightSlot(
                 f"{name}.bias",
                 (outputs.stop - outputs.start,),
                 SlotKind.BIAS,
@@ -97,7 +97,7 @@ class GptqLinear(Linear):
                 is_required=False,
             )
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Check whether the parts are grouped alike, as parts that share their inputs nearly always are, and pack."""
         groups = self.groups
         if int(groups.min()) < 0 or int(groups.max()) >= self.scales.shape[0]:

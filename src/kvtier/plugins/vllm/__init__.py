@@ -8,13 +8,13 @@ import importlib
 import vllm
 
 from kvtier.plugins.vllm.inert import announcing, inert_connector
-from kvtier.plugins.vllm.releases import Fit, fit_of, refused, tried
+from kvtier.plugins.vllm.releases import ReleaseFit, fit_of, refused, tried
 
 
 def connector_for(version: str) -> type:
     """The connector class for this version of vLLM."""
     fit = fit_of(version)
-    if fit is Fit.OLDER:
+    if fit is ReleaseFit.OLDER:
         return inert_connector(refused(version))
     try:
         connector: type = importlib.import_module("kvtier.plugins.vllm.connector").KvtierConnector
@@ -22,7 +22,7 @@ def connector_for(version: str) -> type:
         return inert_connector(refused(version, str(error)))
     if missing := getattr(connector, "__abstractmethods__", ()):
         return inert_connector(refused(version, f"its connectors must implement {', '.join(sorted(missing))}"))
-    return connector if fit is Fit.TESTED else announcing(connector, tried(version))
+    return connector if fit is ReleaseFit.TESTED else announcing(connector, tried(version))
 
 
 KvtierConnector = connector_for(vllm.__version__)

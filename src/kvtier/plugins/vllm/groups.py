@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.transfer.copiers.opaque_pages import PageRun, merged_runs
-from kvtier.transfer.reach import Attention, Reach
+from kvtier.transfer.reach import AttentionKind, Reach
 
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
@@ -88,7 +88,7 @@ def _reach_of(group: KVCacheGroupSpec) -> Reach | str:
         name = type(next(iter(_layer_specs(group.kv_cache_spec)))).__name__
         return f"KV caches of the kind {name} are not supported"
     modes = {_mode_of(spec) for spec in _layer_specs(group.kv_cache_spec)}
-    if reach.attention is Attention.STATE and not modes <= {"align", "all"}:
+    if reach.attention is AttentionKind.STATE and not modes <= {"align", "all"}:
         return "vLLM keeps no states of this model: see --enable-prefix-caching and --mamba-cache-mode"
     return reach
 
@@ -99,14 +99,14 @@ def _reach_of_spec(spec: KVCacheSpec) -> Reach | None:
     if not is_known or not getattr(spec, "prefix_cacheable", True) or getattr(spec, "non_causal", False):
         return None
     if isinstance(spec, MambaSpec):
-        return Reach(Attention.STATE, spec.block_size)
+        return Reach(AttentionKind.STATE, spec.block_size)
     if isinstance(spec, SlidingWindowSpec):
         num_more = getattr(spec, "extra_retained_tokens", 0)  # vLLM may keep a few tokens beyond the window
-        return Reach(Attention.WINDOW, spec.block_size, spec.sliding_window + num_more)
+        return Reach(AttentionKind.WINDOW, spec.block_size, spec.sliding_window + num_more)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return Reach(Attention.CHUNK, spec.block_size, spec.attention_chunk_size)
+        return Reach(AttentionKind.CHUNK, spec.block_size, spec.attention_chunk_size)
     if isinstance(spec, FullAttentionSpec):
-        return Reach(Attention.FULL, spec.block_size)
+        return Reach(AttentionKind.FULL, spec.block_size)
     return None
 
 

@@ -15,14 +15,14 @@ from kvtier.blocks.hashing import BlockHash
 from kvtier.memory.lease import DISK
 from kvtier.transfer.leased_blocks import LeasedBlocks
 from kvtier.transfer.load_news import Loaded
-from kvtier.transfer.shared_stores import Slots
+from kvtier.transfer.shared_stores import ReservedRoom
 
 PIECE_BYTES = 64 << 20
 """Blocks per commit, and per batch over TCP."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PageLoad:
     """Load the blocks with these hashes into pages, beginning at `first_block`, within `timeout_s`.
 
     `leased` has their places in memory, if the scheduler knows them; they are valid until all workers have reported
@@ -53,7 +53,7 @@ class Save:
     pages: list[int]
     first_block: int
     hashes: list[BlockHash]
-    slots: Slots | None = None
+    slots: ReservedRoom | None = None
     number: int | None = None
 
     def parts(self, num_blocks: int) -> Iterator[Save]:
@@ -74,7 +74,7 @@ class StepPlan(KVConnectorMetadata):
     """
 
     number: int = 0
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)

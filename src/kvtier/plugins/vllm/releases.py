@@ -11,7 +11,7 @@ NEWEST = (0, 32)
 _RANGE = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 
-class Fit(enum.Enum):
+class ReleaseFit(enum.Enum):
     """How a release of vLLM compares with those the connector is tested with."""
 
     TESTED = enum.auto()
@@ -29,11 +29,11 @@ def release_of(version: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def fit_of(version: str) -> Fit:
+def fit_of(version: str) -> ReleaseFit:
     release = release_of(version)
     if release < OLDEST:
-        return Fit.OLDER
-    return Fit.NEWER if release > NEWEST else Fit.TESTED
+        return ReleaseFit.OLDER
+    return ReleaseFit.NEWER if release > NEWEST else ReleaseFit.TESTED
 
 
 def tried(version: str) -> str:

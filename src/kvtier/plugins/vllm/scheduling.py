@@ -32,7 +32,7 @@ from kvtier.plugins.vllm.events import ServerEvents
 from kvtier.plugins.vllm.explaining import Explainer
 from kvtier.plugins.vllm.identity import Identity, RequestSalts
 from kvtier.plugins.vllm.own_cache import OwnCache
-from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
+from kvtier.plugins.vllm.plan import PIECE_BYTES, PageLoad, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.settings import ConnectorSettings
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.plugins.vllm.step_times import StepTimes
@@ -119,7 +119,7 @@ class SchedulerSide:
         self._waiting: set[str] = set()
         self._running: set[str] = set()
         self._ending: set[str] = set()
-        self._loads: list[Load] = []
+        self._loads: list[PageLoad] = []
         self._idle_wait_s = _IDLE_WAIT_S
         self._stats = CacheStats()
         self._piece_blocks = max(1, PIECE_BYTES // identity.layout.slot_bytes)
@@ -205,7 +205,7 @@ class SchedulerSide:
         wanted = self._wanted(tracked, tables, first, last)
         leased = self._leased(lookup, wanted, first, last)
         self._loads.append(
-            Load(
+            PageLoad(
                 number=number,
                 request_id=request.request_id,
                 pages=wanted.pages,

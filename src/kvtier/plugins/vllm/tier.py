@@ -30,7 +30,7 @@ from kvtier.plugins.vllm.compat import (
     rows_of,
 )
 from kvtier.plugins.vllm.page_identity import PageIdentity, page_identity, why_no_pages
-from kvtier.plugins.vllm.releases import Fit, fit_of, refused, tried
+from kvtier.plugins.vllm.releases import ReleaseFit, fit_of, refused, tried
 from kvtier.plugins.vllm.server_client import client_of
 from kvtier.plugins.vllm.settings import ServerSettings, read_tier_settings
 from kvtier.transfer.page_jobs import EndedJob, PageJob, PageJobs
@@ -176,9 +176,9 @@ def _job_of(metadata: Any) -> PageJob:
 def _identity_of(spec: Any, memory: memoryview, settings: ServerSettings) -> PageIdentity:
     """The identity of the engine's pages. Raises `ConfigError` if it is not certain."""
     fit = fit_of(vllm.__version__)
-    if fit is Fit.OLDER:
+    if fit is ReleaseFit.OLDER:
         raise ConfigError(refused(vllm.__version__))
-    if fit is Fit.NEWER:
+    if fit is ReleaseFit.NEWER:
         logger.warning("%s", tried(vllm.__version__))
     configs = configs_of(spec)
     if configs is None:

@@ -14,7 +14,7 @@ import torch
 from kvtier.client.client import CacheClient
 from kvtier.plugins.vllm.compat import KVConnectorTransferResults
 from kvtier.plugins.vllm.identity import Identity
-from kvtier.plugins.vllm.plan import PIECE_BYTES, Load, Save, StepPlan, WorkerNews
+from kvtier.plugins.vllm.plan import PIECE_BYTES, PageLoad, Save, StepPlan, WorkerNews
 from kvtier.plugins.vllm.statistics import CacheStats
 from kvtier.tiers.remote import RemoteTier
 from kvtier.tiers.staged import StagedTier
@@ -26,7 +26,7 @@ from kvtier.transfer.copiers.page_copier import opaque_copier, page_copier
 from kvtier.transfer.hit_places import named_parts, place_of
 from kvtier.transfer.load_news import EndedLoad, Loaded, LoadNews
 from kvtier.transfer.places import places_of
-from kvtier.transfer.shared_stores import ShareWriter, Slots
+from kvtier.transfer.shared_stores import ReservedRoom, ShareWriter
 from kvtier.transfer.worker_transfer import WorkerTransfer
 
 _STAGING_PIECES = 3
@@ -46,7 +46,7 @@ class WorkerSide:
         self._rank = rank
         self._block_tokens = identity.layout.block_tokens
         self._transfer: WorkerTransfer | None = None
-        self._loading: dict[str, Load] = {}
+        self._loading: dict[str, PageLoad] = {}
         self._coming: set[str] = set()
         self._arriving: list[Copies] = []
         self._ended: set[str] = set()
@@ -210,7 +210,7 @@ class WorkerSide:
             self._news.failed_loads.add(load.request_id)
             self._note_lost(load, ended.num_loaded)
 
-    def _note_lost(self, load: Load, num_loaded: int) -> None:
+    def _note_lost(self, load: PageLoad, num_loaded: int) -> None:
         """Full attention keeps the blocks before the lost one; other models compute the whole prompt."""
         if self._is_one_full:
             first_bad = (load.first_block + num_loaded) * self._block_tokens // self._identity.page_tokens
@@ -226,14 +226,14 @@ class WorkerSide:
         for part in parts:
             self._count_loaded(load, part)
 
-    def _note_share(self, slots: Slots, *, is_written: bool) -> None:
+    def _note_share(self, slots: ReservedRoom, *, is_written: bool) -> None:
         self._news.written[slots.job] += 1
         if not is_written:
             self._news.unwritten.add(slots.job)
         elif not self._rank:
             self._stats.stored_blocks += len(slots.offsets)
 
-    def _count_loaded(self, load: Load, part: Loaded) -> None:
+    def _count_loaded(self, load: PageLoad, part: Loaded) -> None:
         stats = self._stats
         num_tokens = load.num_tokens * part.nbytes // (len(load.hashes) * self._identity.layout.block_bytes)
         stats.loaded_bytes += part.nbytes

@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, RemoteProtocolError, TierTimeout, TierUna
 from kvtier.memory.mapped import MappedArena
 from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.mooncake.client_process import NUM_THREADS
-from kvtier.stores.mooncake.messages import Act, Answer, Ask, News, Setup, receive, send
+from kvtier.stores.mooncake.messages import Act, Ask, CallResult, PoolStatus, Setup, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -204,11 +204,11 @@ class MooncakeClient:
     def _listen(self, stream: socket.socket) -> None:
         while (message := receive(stream)) is not None:
             match message:
-                case News():
+                case PoolStatus():
                     self._hear(message)
                     if message.is_final:
                         return
-                case Answer():
+                case CallResult():
                     with self._changed:
                         call = self._calls.pop(message.number, None)
                     if call is not None:
@@ -216,7 +216,7 @@ class MooncakeClient:
                 case _:
                     raise RemoteProtocolError("a message that only an engine sends")
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: PoolStatus) -> None:
         with self._changed:
             self._is_ready, self._why_not = news.is_ready, news.sentence
             self._is_hopeless = news.is_final

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvtier.errors import RemoteProtocolError
 from kvtier.memory.mapped import MappedArena
-from kvtier.stores.mooncake.messages import Answer, Ask, News, Setup, receive, send
+from kvtier.stores.mooncake.messages import Ask, CallResult, PoolStatus, Setup, receive, send
 
 NUM_THREADS = 24
 """Limit on calls in flight."""
@@ -64,7 +64,7 @@ class ClientProcess:
             try:
                 socket.create_connection((setup.host, setup.port), _PROBE_S).close()
             except OSError as error:
-                self._tell(News(False, f"its master {master} does not answer: {error.strerror or error}"))
+                self._tell(PoolStatus(False, f"its master {master} does not answer: {error.strerror or error}"))
                 time.sleep(_RETRY_S)
                 continue
             code = self._store.setup(
@@ -79,11 +79,11 @@ class ClientProcess:
             code = code or self._store.register_buffer(self._arena.address, setup.buffer_bytes)
             if not code:
                 break
-            self._tell(News(False, f"it could not be set up (code {code})"))
+            self._tell(PoolStatus(False, f"it could not be set up (code {code})"))
             time.sleep(_RETRY_S)
         with self._lock:
             self._is_set_up = True
-        self._tell(News(True))
+        self._tell(PoolStatus(True))
 
     def _call(self, ask: Ask) -> None:
         try:
@@ -92,7 +92,7 @@ class ClientProcess:
             codes = [_FAILED] * max(1, len(ask.keys))
         with self._lock:
             self._num_calls -= 1
-        self._tell(Answer(ask.number, codes))
+        self._tell(CallResult(ask.number, codes))
 
     def _made(self, ask: Ask) -> list[int]:
         addresses = [self._arena.address + offset for offset in ask.offsets]
@@ -110,7 +110,7 @@ class ClientProcess:
                 codes = [self._store.remove_by_regex(ask.keys[0], True)]
         return [int(code) for code in codes]
 
-    def _tell(self, message: Answer | News) -> None:
+    def _tell(self, message: CallResult | PoolStatus) -> None:
         with self._lock:
             try:
                 send(self._stream, message)
@@ -130,7 +130,7 @@ def main() -> None:
     try:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415  # of the extra `mooncake`
     except ImportError as error:
-        send(stream, News(False, f"it cannot be loaded: {error}", is_final=True))
+        send(stream, PoolStatus(False, f"it cannot be loaded: {error}", is_final=True))
         receive(stream)
         os._exit(1)
     ClientProcess(stream, arena, setup, MooncakeDistributedStore()).run()

@@ -42,14 +42,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     nbytes: int
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class CallResult(msgspec.Struct, frozen=True, tag="answer"):
     """The result of a call: one number for each key. The call no longer touches the shared memory."""
 
     number: int
     codes: list[int]
 
 
-class News(msgspec.Struct, frozen=True, tag="news"):
+class PoolStatus(msgspec.Struct, frozen=True, tag="news"):
     """Whether calls can be made now, and if not, why."""
 
     is_ready: bool
@@ -58,7 +58,7 @@ class News(msgspec.Struct, frozen=True, tag="news"):
     """The library cannot be loaded: retrying is useless."""
 
 
-Message: TypeAlias = Setup | Ask | Answer | News
+Message: TypeAlias = Setup | Ask | CallResult | PoolStatus
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

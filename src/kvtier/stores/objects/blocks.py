@@ -23,7 +23,7 @@ from kvtier.observe.log_limit import LogLimit
 from kvtier.stores.objects.bucket import Bucket
 from kvtier.stores.objects.collector import Collector
 from kvtier.stores.objects.index import Index, decode_index, encode_index, index_bytes
-from kvtier.stores.objects.segment_book import Place, SegmentBook
+from kvtier.stores.objects.segment_book import SegmentBook, SegmentPlace
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class ObjectBlocks:
         """Which blocks are present. Looks no further than the first absent segment."""
         return [place is not None for place in self.places(hashes, deadline)]
 
-    def places(self, hashes: Sequence[BlockHash], deadline: float) -> list[Place | None]:
+    def places(self, hashes: Sequence[BlockHash], deadline: float) -> list[SegmentPlace | None]:
         """Like `find`, with the place of each present block."""
         found = self._look(hashes, self._book.places(hashes), deadline)
         return [None if one is None else one.place for one in found]
@@ -101,7 +101,7 @@ class ObjectBlocks:
         hashes: Sequence[BlockHash],
         into: Sequence[memoryview],
         deadline: float,
-        places: Sequence[Place | None] | None = None,
+        places: Sequence[SegmentPlace | None] | None = None,
     ) -> list[bool]:
         """Which blocks arrived whole: fewer if the store fails. An object with a damaged block is deleted.
 
@@ -228,7 +228,7 @@ class ObjectBlocks:
             self._known.pop(segment, None)
 
     def _look(
-        self, hashes: Sequence[BlockHash], places: Sequence[Place | None], deadline: float
+        self, hashes: Sequence[BlockHash], places: Sequence[SegmentPlace | None], deadline: float
     ) -> list[_Found | None]:
         """The place of each block, and its object's index; None for absent blocks."""
         indices: dict[BlockHash, Index | None] = {}
@@ -340,7 +340,7 @@ class ObjectBlocks:
 class _Found(NamedTuple):
     """The location of a block."""
 
-    place: Place
+    place: SegmentPlace
     contents: Index
 
 
@@ -357,12 +357,12 @@ class _Run(NamedTuple):
         return self.number * block_bytes, (self.number + self.num_blocks) * block_bytes
 
 
-def _segments_of(places: Sequence[Place | None]) -> list[BlockHash]:
+def _segments_of(places: Sequence[SegmentPlace | None]) -> list[BlockHash]:
     """Each segment once, in order."""
     return list(dict.fromkeys(place.segment for place in places if place is not None))
 
 
-def _rounds(places: Sequence[Place | None]) -> Iterator[list[BlockHash]]:
+def _rounds(places: Sequence[SegmentPlace | None]) -> Iterator[list[BlockHash]]:
     """The segments of these places in order, up to the first block without one: one alone, then many at once.
 
     Most prompts are absent altogether, as the first segment shows.
@@ -382,7 +382,7 @@ def _runs(found: Sequence[_Found | None]) -> Iterator[_Run]:
     """Runs that can be read at once: blocks that are consecutive both here and in their object."""
     run: _Run | None = None
     for position, one in enumerate(found):
-        if run is not None and one is not None and one.place == Place(run.segment, run.number + run.num_blocks):
+        if run is not None and one is not None and one.place == SegmentPlace(run.segment, run.number + run.num_blocks):
             run = run._replace(num_blocks=run.num_blocks + 1)
             continue
         if run is not None:

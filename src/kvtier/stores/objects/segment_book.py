@@ -18,7 +18,7 @@ from kvtier.blocks.hashing import BlockHash
 _MAX_BLOCKS = 1 << 17
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """A block's place: its segment's name, and its number in the segment."""
 
     segment: BlockHash
@@ -33,7 +33,7 @@ class SegmentBook:
         self._max_segments = max(1, max_blocks // segment_blocks)
         self._lock = threading.Lock()
         self._segments: dict[BlockHash, tuple[BlockHash, ...]] = {}
-        self._places: dict[BlockHash, Place] = {}
+        self._places: dict[BlockHash, SegmentPlace] = {}
 
     def learn(self, hashes: Sequence[BlockHash]) -> None:
         """All of a prompt's blocks so far, from its first on."""
@@ -45,17 +45,17 @@ class SegmentBook:
                 if place is None or place.segment != name:  # the prompt seen last has all of its blocks
                     self._add(name, tuple(hashes[first : first + size]))
 
-    def places(self, hashes: Sequence[BlockHash]) -> list[Place | None]:
+    def places(self, hashes: Sequence[BlockHash]) -> list[SegmentPlace | None]:
         """The places of consecutive blocks of a prompt."""
         with self._lock:
             places = [self._places.get(block_hash) for block_hash in hashes]
             for last, name in enumerate(hashes):
                 blocks = self._segments.get(name, ())
                 first = max(0, last + 1 - len(blocks))
-                if blocks and places[first] != Place(name, len(blocks) - (last + 1 - first)):
+                if blocks and places[first] != SegmentPlace(name, len(blocks) - (last + 1 - first)):
                     for number, position in enumerate(range(last, first - 1, -1), 1):
                         if hashes[position] == blocks[-number]:
-                            places[position] = Place(name, len(blocks) - number)
+                            places[position] = SegmentPlace(name, len(blocks) - number)
             return places
 
     def shared(self, segment: BlockHash) -> set[BlockHash]:
@@ -73,7 +73,7 @@ class SegmentBook:
     def _add(self, name: BlockHash, blocks: tuple[BlockHash, ...]) -> None:
         self._segments[name] = blocks
         for number, block_hash in enumerate(blocks):
-            self._places[block_hash] = Place(name, number)
+            self._places[block_hash] = SegmentPlace(name, number)
         if len(self._segments) > self._max_segments:
             for old in list(itertools.islice(self._segments, len(self._segments) - self._max_segments // 2)):
                 for block_hash in self._segments.pop(old):

@@ -147,7 +147,7 @@ class _Lane:
     stream: torch.cuda.Stream
     staging: Staging | None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for work handed over so far: it still uses the memory."""
         with contextlib.suppress(RuntimeError):
             self.stream.synchronize()
@@ -269,7 +269,7 @@ class CudaCopier:
                         with lane.staging.lock:
                             copies.submitted(act(arena, offsets, places, after))
             except BaseException as error:
-                lane.settle()
+                lane.wait()
                 copies.end_use()
                 if isinstance(error, RuntimeError):
                     raise TierUnavailable(f"the device failed: {error}") from error

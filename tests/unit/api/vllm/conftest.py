@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.api.config import ApiConfig
-from kvtier.api.engine_connection import Patience
+from kvtier.api.engine_connection import ProbeTimes
 from tests.support.fake_engine import Running, running
 from tests.support.vllm_serving import FakeVllm, config_of_vllm, fake_vllms
 
-PATIENCE = Patience(ask_every_s=0.1, hung_after_s=120.0)
+PATIENCE = ProbeTimes(ask_every_s=0.1, hung_after_s=120.0)
 """Engines of a busy machine say nothing for seconds."""
-IMPATIENCE = Patience(ask_every_s=0.1, hung_after_s=3.0)
+IMPATIENCE = ProbeTimes(ask_every_s=0.1, hung_after_s=3.0)
 """For tests of engines that hang."""
 Serve = Callable[..., Running]
 
@@ -31,7 +31,7 @@ def serve() -> Iterator[Serve]:
     """Start a server of an API over a configuration."""
     with ExitStack() as stack:
 
-        def start(api: str, config: ApiConfig, patience: Patience = PATIENCE) -> Running:
+        def start(api: str, config: ApiConfig, patience: ProbeTimes = PATIENCE) -> Running:
             return stack.enter_context(running(api, config, patience))
 
         yield start

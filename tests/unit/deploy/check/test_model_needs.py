@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.deploy.check.model_needs import read_model_facts
+from kvtier.deploy.check.model_needs import read_model_needs
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.models.loading import load_model
@@ -31,33 +31,33 @@ def test_a_model_takes_what_it_takes_once_loaded(tmp_path: Path, family: str, se
     save_tiny_model(tmp_path, family)
     loaded = load_model(tmp_path, device="cpu", **settings)
 
-    facts = read_model_facts(EngineConfig(model=str(tmp_path), **settings))
+    needs = read_model_needs(EngineConfig(model=str(tmp_path), **settings))
 
-    assert facts is not None
-    assert facts.architecture == loaded.config.architecture
-    assert facts.weights_bytes == loaded.weights_bytes
-    assert facts.kv_token_bytes == loaded.config.kv_layout(1, loaded.dtype).block_bytes
+    assert needs is not None
+    assert needs.architecture == loaded.config.architecture
+    assert needs.weights_bytes == loaded.weights_bytes
+    assert needs.kv_token_bytes == loaded.config.kv_layout(1, loaded.dtype).block_bytes
 
 
 def test_shards_are_added_up(folder: Path, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2", max_shard_size=100_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
 
-    assert read_model_facts(EngineConfig(model=str(tmp_path))) == read_model_facts(EngineConfig(model=str(folder)))
+    assert read_model_needs(EngineConfig(model=str(tmp_path))) == read_model_needs(EngineConfig(model=str(folder)))
 
 
 def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", tie_word_embeddings=True)
     loaded = load_model(tmp_path, device="cpu", load_format="dummy")
 
-    facts = read_model_facts(EngineConfig(model=str(tmp_path), load_format="dummy"))
+    needs = read_model_needs(EngineConfig(model=str(tmp_path), load_format="dummy"))
 
-    assert facts is not None
-    assert facts.weights_bytes == loaded.weights_bytes
+    assert needs is not None
+    assert needs.weights_bytes == loaded.weights_bytes
 
 
 def test_a_model_that_is_still_to_be_downloaded_is_not_known(tmp_path: Path) -> None:
-    assert read_model_facts(EngineConfig(model="owner/model", cache_dir=str(tmp_path))) is None
+    assert read_model_needs(EngineConfig(model="owner/model", cache_dir=str(tmp_path))) is None
 
 
 def test_a_model_in_the_hub_s_cache_is_known(tmp_path: Path) -> None:
@@ -67,30 +67,30 @@ def test_a_model_in_the_hub_s_cache_is_known(tmp_path: Path) -> None:
     references.mkdir()
     (references / "main").write_text(snapshot.name)
 
-    facts = read_model_facts(EngineConfig(model="owner/model", cache_dir=str(tmp_path)))
+    needs = read_model_needs(EngineConfig(model="owner/model", cache_dir=str(tmp_path)))
 
-    assert facts is not None
-    assert facts.architecture == "Qwen3ForCausalLM"
+    assert needs is not None
+    assert needs.architecture == "Qwen3ForCausalLM"
 
 
 def test_what_the_engine_could_not_load_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        read_model_facts(EngineConfig(model=str(tmp_path)))
+        read_model_needs(EngineConfig(model=str(tmp_path)))
 
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"no \*\.safetensors files"):
-        read_model_facts(EngineConfig(model=str(tmp_path)))
+        read_model_needs(EngineConfig(model=str(tmp_path)))
 
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        read_model_facts(EngineConfig(model=str(tmp_path)))
+        read_model_needs(EngineConfig(model=str(tmp_path)))
 
 
 def test_a_missing_tokenizer_or_chat_template_is_noted(folder: Path, tmp_path: Path) -> None:
     def note() -> str:
-        facts = read_model_facts(EngineConfig(model=str(tmp_path), load_format="dummy"))
-        assert facts is not None
-        return facts.note
+        needs = read_model_needs(EngineConfig(model=str(tmp_path), load_format="dummy"))
+        assert needs is not None
+        return needs.note
 
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert note() == "it has no tokenizer: only prompts of token ids are answered"
@@ -123,8 +123,8 @@ def test_a_chat_template_that_cannot_be_rendered_is_noted(
         (tmp_path / name).write_text((folder / name).read_text())
     (tmp_path / "chat_template.jinja").write_text(template)
 
-    facts = read_model_facts(EngineConfig(model=str(tmp_path), load_format="dummy"))
+    needs = read_model_needs(EngineConfig(model=str(tmp_path), load_format="dummy"))
 
-    assert facts is not None
-    assert facts.note.startswith("its chat template cannot be rendered for a user's message: such chats are refused (")
-    assert reason in facts.note
+    assert needs is not None
+    assert needs.note.startswith("its chat template cannot be rendered for a user's message: such chats are refused (")
+    assert reason in needs.note

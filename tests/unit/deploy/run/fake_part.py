@@ -28,7 +28,7 @@ def main() -> int:
         if verb == "report":
             os.write(int(report_fd), rest.encode() + b"\n")
         elif verb == "ready":
-            os.write(int(report_fd), json.dumps({"kind": "ready", "facts": {}}).encode() + b"\n")
+            os.write(int(report_fd), json.dumps({"kind": "ready", "properties": {}}).encode() + b"\n")
         elif verb == "report-half":
             os.write(int(report_fd), b'{"kind":"rea')
         elif verb == "say":

@@ -104,7 +104,7 @@ def test_reports_are_read_apart_from_output() -> None:
 import os, sys
 fd = int(sys.argv[4])
 print("not a report", flush=True)
-os.write(fd, b'{"kind":"ready","facts":{"port":1}}\\n{"kind":"failed","sente')
+os.write(fd, b'{"kind":"ready","properties":{"port":1}}\\n{"kind":"failed","sente')
 os.write(fd, b'nce":"no"}\\n{"kind":"rea')
 """
     with _running(program) as child:

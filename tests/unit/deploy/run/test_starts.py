@@ -9,11 +9,11 @@ import pytest
 
 from kvtier.deploy.plan.parts import EnginePart, VllmPart
 from kvtier.deploy.run import starts
-from kvtier.deploy.run.starts import Room, StartNeeds, may_start, needs_of, room_here
+from kvtier.deploy.run.starts import FreeResources, StartNeeds, may_start, needs_of, room_here
 from kvtier.engine.config import EngineConfig
 
 GIB = 1 << 30
-ROOM = Room(num_cores=4, available_bytes=100 * GIB)
+ROOM = FreeResources(num_cores=4, available_bytes=100 * GIB)
 GPU = frozenset({"cuda:0"})
 BOTH_GPUS = frozenset({"cuda:0", "cuda:1"})
 
@@ -59,7 +59,7 @@ def test_two_may_start_together_or_not_whichever_is_first(one: StartNeeds, other
 
 
 def test_one_alone_always_may() -> None:
-    assert may_start(StartNeeds(own_bytes=1000 * GIB), [], Room(num_cores=1, available_bytes=0))
+    assert may_start(StartNeeds(own_bytes=1000 * GIB), [], FreeResources(num_cores=1, available_bytes=0))
 
 
 def test_no_more_start_at_once_than_there_are_cores() -> None:

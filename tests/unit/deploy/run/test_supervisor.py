@@ -21,16 +21,16 @@ from kvtier.api.config import ApiConfig
 from kvtier.cacheserver.config import CacheServerConfig
 from kvtier.deploy.plan.parts import CachePart, DeploymentPlan, EnginePart, HttpPart, Listener
 from kvtier.deploy.run.log import DeploymentLog
-from kvtier.deploy.run.starts import Room
-from kvtier.deploy.run.supervisor import Patience, Supervisor
+from kvtier.deploy.run.starts import FreeResources
+from kvtier.deploy.run.supervisor import StopTimeouts, Supervisor
 from kvtier.engine.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.transport.address import UnixAddress
 
 _SERVES = "ready; wait"
 _FAKE = Path(__file__).with_name("fake_part.py")
-_ROOM = Room(num_cores=8, available_bytes=64 << 30)
-_HURRY = Patience(engine_s=2.0, cache_s=2.0, cut_short_s=2.0)
+_ROOM = FreeResources(num_cores=8, available_bytes=64 << 30)
+_HURRY = StopTimeouts(engine_s=2.0, cache_s=2.0, cut_short_s=2.0)
 
 
 Reaction = tuple[str, tuple[signal.Signals, ...]]
@@ -57,7 +57,7 @@ class _Deployment:
         tmp_path: Path,
         engines: dict[str, str] | None = None,
         *,
-        room: Room = _ROOM,
+        room: FreeResources = _ROOM,
         kv_cache_space: int | None = None,
     ) -> None:
         self._room = room
@@ -77,14 +77,14 @@ class _Deployment:
         """At its first start, its second, and so on; the last one holds for all later ones."""
         (self._scripts / name).write_text("\n".join(scripts))
 
-    def run(self, *reactions: Reaction, patience: Patience | None = None) -> int:
+    def run(self, *reactions: Reaction, patience: StopTimeouts | None = None) -> int:
         """Until it ends. Returns its status."""
         stream = _Log(reactions)
         supervisor = Supervisor(
             self.plan(),
             DeploymentLog(stream, ["kvtier", "cache", *self._engines, "http"]),
             self.runtime_folder,
-            patience=patience or Patience(),
+            patience=patience or StopTimeouts(),
             command=(sys.executable, "-I", "-S", str(_FAKE), str(self._scripts)),
             room=lambda: self._room,
         )
@@ -169,8 +169,10 @@ def test_engines_that_measure_nothing_of_each_other_start_side_by_side(
     assert deployment.events("first", "second")[:2] == ["first: starting", "second: starting"]
 
 
-@pytest.mark.parametrize("room", [Room(1, 64 << 30), Room(8, 3 << 29)], ids=["one core", "memory for one"])
-def test_engines_start_in_turn_where_there_is_room_for_one(tmp_path: Path, room: Room) -> None:
+@pytest.mark.parametrize(
+    "room", [FreeResources(1, 64 << 30), FreeResources(8, 3 << 29)], ids=["one core", "memory for one"]
+)
+def test_engines_start_in_turn_where_there_is_room_for_one(tmp_path: Path, room: FreeResources) -> None:
     deployment = _Deployment(tmp_path, {"first": "cpu", "second": "cpu", "third": "cpu"}, room=room)
 
     assert deployment.run(_STOP) == 0
@@ -303,7 +305,7 @@ def test_a_part_that_does_not_end_is_killed_when_its_time_is_over(deployment: _D
 def test_a_second_signal_leaves_little_time_to_every_part(deployment: _Deployment) -> None:
     for name in ("cache", "engine", "http"):
         deployment.does(name, "ready; hang")
-    patience = Patience(engine_s=1000, cache_s=1000, cut_short_s=0.1)
+    patience = StopTimeouts(engine_s=1000, cache_s=1000, cut_short_s=0.1)
 
     assert deployment.run(_STOP, ("once more cuts it short", (signal.SIGTERM,)), patience=patience) == 0
 
@@ -313,7 +315,7 @@ def test_a_second_signal_leaves_little_time_to_every_part(deployment: _Deploymen
 def test_a_third_signal_kills_at_once(deployment: _Deployment) -> None:
     for name in ("cache", "engine", "http"):
         deployment.does(name, "ready; hang")
-    patience = Patience(engine_s=1000, cache_s=1000, cut_short_s=1000)
+    patience = StopTimeouts(engine_s=1000, cache_s=1000, cut_short_s=1000)
 
     assert deployment.run((_ALL_READY, (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)), patience=patience) == 0
 

@@ -31,7 +31,7 @@ MIXED = [
     SamplingParams(max_tokens=11, temperature=0.0, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=7, temperature=0.0, repetition_penalty=1.3, ignore_eos=True),
 ]
-KERNELS = ("place_words", "best_tokens")
+KERNELS = ("place_words", "argmax_tokens")
 """Twins of kernels that are one launch each on a GPU, as a download is. Uploads are there, but not seen on a CPU."""
 NO_LAUNCH = {
     "aten.alias", "aten.detach", "aten.empty", "aten.lift_fresh", "aten.select", "aten.slice", "aten.split", "aten.t",
@@ -204,10 +204,10 @@ def test_little_is_launched_around_the_graph_of_a_greedy_step(
     chunks = [names for step, names in steps if step.num_tokens > len(step.rows)]
     assert len(decodes) >= 10
     for names in decodes:
-        assert names == ["place_words", "graph", "aten.linear", "best_tokens", "download"]
+        assert names == ["place_words", "graph", "aten.linear", "argmax_tokens", "download"]
     assert len(chunks) >= 2
     for names in chunks:
-        assert names == ["place_words", "graph", "aten.index", "aten.linear", "best_tokens", "download"]
+        assert names == ["place_words", "graph", "aten.index", "aten.linear", "argmax_tokens", "download"]
 
 
 def test_a_request_that_moves_to_another_slot_is_fed_from_there(model_folder: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvtier.engine.answer import Completion, StreamPiece
-from kvtier.engine.client import Admitted, EngineClient, News, PieceSink, Submission
+from kvtier.engine.client import Admitted, EngineClient, PieceSink, StreamEvent, Submission
 from kvtier.engine.grammar import Grammar
 from kvtier.engine.process.messages import (
     FAILED,
@@ -106,7 +106,7 @@ class _FakeClient:
         self.prompts[request_id] = (prompt, params, salt)
         return Submission(request_id, lambda submission: self.aborted.append(submission.request_id))
 
-    def say(self, request_id: str, *news: News) -> None:
+    def say(self, request_id: str, *news: StreamEvent) -> None:
         self._sinks[request_id].put([(request_id, one) for one in news])
 
 

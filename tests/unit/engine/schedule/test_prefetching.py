@@ -15,7 +15,7 @@ from kvtier.tiers.explanation import MatchEnd
 from kvtier.transfer.device_lease import DeviceLease
 from kvtier.transfer.load import LoadPlan, Order
 from kvtier.transfer.matching import TierMatch
-from kvtier.transfer.prefetch import Prefetch, State
+from kvtier.transfer.prefetch import Prefetch, PrefetchState
 from tests.support.engine_building import CACHING_MANAGERS, MANAGERS, endless_prompt, prompt_of
 from tests.support.tier_simulation import HOST, SERVER, SimulatedSegments, TieredEngine
 
@@ -269,7 +269,7 @@ def _engine_in_pieces(manager: BlockManagerName, piece_blocks: int = 4, num_bloc
 
 
 def _is_growing(request: Request) -> bool:
-    return request.prefetch.state is State.LOADING and request.prefetch.load is None
+    return request.prefetch.state is PrefetchState.LOADING and request.prefetch.load is None
 
 
 def _running_and_growing(engine: TieredEngine) -> tuple[Request, Request]:
@@ -450,10 +450,10 @@ def test_who_waits_for_room_for_its_load_keeps_nobody_from_being_looked_for(mana
     running, request = _running_and_growing(engine)
 
     assert request.prefetch.load is None
-    assert request.prefetch.state is State.LOADING
-    assert running.prefetch.state is not State.LOADING
+    assert request.prefetch.state is PrefetchState.LOADING
+    assert running.prefetch.state is not PrefetchState.LOADING
     engine.run()
-    assert request.prefetch.state is not State.LOADING
+    assert request.prefetch.state is not PrefetchState.LOADING
 
 
 @every_manager
@@ -671,7 +671,7 @@ def test_a_match_of_nothing_that_the_device_has_lost_for_good_ends_in_computing(
     engine.traffic.learn(hashes)
     lost = engine.traffic.match(2, hashes[2:3])
     lost.num_rematches = 2
-    request.prefetch.match, request.prefetch.state = lost, State.MATCHING
+    request.prefetch.match, request.prefetch.state = lost, PrefetchState.MATCHING
 
     engine.run()
 

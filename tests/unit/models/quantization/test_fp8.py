@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.kernels import tuning
 from kvtier.kernels.quantized_rows import QuantizedRows
 from kvtier.models.fused_operations import add_rms_norm, rms_norm
-from kvtier.models.linear import LinearShape, Part, PlainLinear
+from kvtier.models.linear import LinearPart, LinearShape, PlainLinear
 from kvtier.models.loading import load_model
 from kvtier.models.quantization.fp8 import Fp8Linear, quantize_rows, quantized_rms_norm
 from kvtier.testing.tiny_models import FAMILIES, save_tiny_model
@@ -47,7 +47,11 @@ def test_a_row_is_quantised_by_its_largest_number() -> None:
 
 def test_the_product_is_that_of_the_quantised_numbers() -> None:
     shape = LinearShape(
-        inputs=32, parts=(Part("q", 16), Part("k", 32)), has_bias=True, dtype=torch.float32, device=torch.device("cpu")
+        inputs=32,
+        parts=(LinearPart("q", 16), LinearPart("k", 32)),
+        has_bias=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     layer = Fp8Linear(shape)
     tensors = {"q.weight": rows(16, 32), "q.bias": rows(16), "k.weight": rows(32, 32, seed=1), "k.bias": rows(32)}

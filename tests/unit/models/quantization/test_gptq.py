@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvtier.errors import ConfigError
-from kvtier.models.linear import LinearShape, Part
+from kvtier.models.linear import LinearPart, LinearShape
 from kvtier.models.loading import load_model
 from kvtier.models.quantization.config import GptqConfig
 from kvtier.models.quantization.gptq import GptqLinear
@@ -147,7 +147,7 @@ def test_each_format_has_its_own_zero_points(offset: int) -> None:
     layer = Layer(64, 16, 32, act_order=False, sym=False, seed=5)
     layer.zeros[0][:3] = [0, 15, 0]
     shape = LinearShape(
-        inputs=64, parts=(Part("o", 16),), has_bias=False, dtype=torch.float32, device=torch.device("cpu")
+        inputs=64, parts=(LinearPart("o", 16),), has_bias=False, dtype=torch.float32, device=torch.device("cpu")
     )
     linear = GptqLinear(GptqConfig(group_size=32, is_zero_stored_less_one=offset != 0), shape)
     tensors = layer.tensors("o", offset=offset)
@@ -155,7 +155,7 @@ def test_each_format_has_its_own_zero_points(offset: int) -> None:
         if slot.name in tensors:
             slot.write(tensors[slot.name])
 
-    linear.settle()
+    linear.finish_loading()
 
     torch.testing.assert_close(linear.weight(), layer.weight(), rtol=0, atol=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.memory.machine import available_memory_bytes, machine_memory_bytes, num_cores
+from kvtier.memory.machine_limits import available_memory_bytes, machine_memory_bytes, num_cores
 
 MIB = 1 << 20
 

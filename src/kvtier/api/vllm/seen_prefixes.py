@@ -13,7 +13,7 @@ from kvtier.api.limits import MAX_REMEMBERED_PREFIXES
 from kvtier.api.vllm.prefix_keys import PrefixKey
 
 
-class PrefixRecord:
+class SeenPrefixes:
     """Prefix keys by the name of the engine that has seen them; at most `most` are kept for each."""
 
     def __init__(self, most: int = MAX_REMEMBERED_PREFIXES) -> None:

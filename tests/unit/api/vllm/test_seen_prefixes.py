@@ -7,7 +7,7 @@ import msgspec
 from kvtier.api.limits import MAX_PREFIX_KEYS
 from kvtier.api.vllm.bodies import read_fields
 from kvtier.api.vllm.prefix_keys import prefix_keys
-from kvtier.api.vllm.prefix_record import PrefixRecord
+from kvtier.api.vllm.seen_prefixes import SeenPrefixes
 from tests.support.vllm_serving import chat
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_has_few_keys_however_long_it_is() -> None:
 
 
 def test_a_record_finds_the_longest_beginning_that_an_engine_has_seen() -> None:
-    record = PrefixRecord()
+    record = SeenPrefixes()
     record.note("a", [1, 2, 3])
     record.note("b", [1])
 
@@ -67,7 +67,7 @@ def test_a_record_finds_the_longest_beginning_that_an_engine_has_seen() -> None:
 
 
 def test_a_record_forgets_what_was_used_longest_ago() -> None:
-    record = PrefixRecord(most=4)
+    record = SeenPrefixes(most=4)
     for key in range(10):
         record.note("a", [key])
 
